@@ -1,0 +1,230 @@
+"""Sampling completions: prompts are prefilled once, shared by their generations, and decoded until every row has ended.
+
+`decode` is the one loop that samples; `generate` and the engine of a live policy both stand on it.
+Letters: `P` prompts, `G` generations of each, `R = P G` rows, `L` padded prompt length, `N` new tokens, `S` stop ids.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.sampling import SamplingParams, sample, sampling_params
+from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
+
+PROMPT_BUCKET = 32
+"""Prompts are padded to a multiple of this many tokens, so that a batch a little longer reuses the compiled program."""
+
+
+class DecodeState(NamedTuple):
+    """Rows in the midst of being decoded; every leaf has rows on axis 0.
+
+    Attributes:
+        cache: keys and values of the tokens before `tokens`.
+        tokens: the last token of each row, not yet in the cache.
+        positions: its place in the row.
+        active: False once the row has ended.
+    """
+
+    cache: Cache
+    tokens: Int[Array, "R"]
+    positions: Int[Array, "R"]
+    active: Bool[Array, "R"]
+
+
+class RowParams(NamedTuple):
+    """What a row is sampled with from its first token to its last.
+
+    Attributes:
+        sampling: see `SamplingParams`.
+        keys: a PRNG key per row; the key of a token is this folded with the token's position.
+        stop_ids: ids that end the row, padded with -1.
+        limits: number of tokens, prompt included, at which the row ends whatever it says.
+    """
+
+    sampling: SamplingParams
+    keys: Any
+    stop_ids: Int[Array, "R S"]
+    limits: Int[Array, "R"]
+
+
+class Emitted(NamedTuple):
+    """The tokens that a `decode` sampled, left-aligned; `counts` says how many of each row are real."""
+
+    tokens: Int[Array, "R N"]
+    sampler_logprobs: Float[Array, "R N"]
+    behavior_logprobs: Float[Array, "R N"]
+    counts: Int[Array, "R"]
+
+
+def decode(
+    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int
+) -> tuple[DecodeState, Emitted]:
+    """Samples up to `max_steps` tokens for every active row and stops early once none is active.
+
+    A row is deterministic in its own token history, parameters and key: at equal shapes its tokens and log-probabilities
+    are the same bits whatever the other rows are.
+    """
+    size = state.tokens.shape[0]
+    emitted = Emitted(
+        jnp.zeros((size, max_steps), jnp.int32),
+        jnp.zeros((size, max_steps), jnp.float32),
+        jnp.zeros((size, max_steps), jnp.float32),
+        jnp.zeros(size, jnp.int32),
+    )
+
+    def is_unfinished(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> Bool[Array, ""]:
+        step, state, _ = carry
+        return (step < max_steps) & state.active.any()
+
+    def advance(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> tuple[Int[Array, ""], DecodeState, Emitted]:
+        step, state, emitted = carry
+        hidden, cache = model.apply(params, state.tokens[:, None], state.positions[:, None], cache=state.cache)
+        following = state.positions + 1
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
+        drawn = sample(model.unembed(params, hidden[:, 0]), keys, rows.sampling)
+
+        active = state.active
+        ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
+        emitted = Emitted(
+            emitted.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
+            emitted.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
+            emitted.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
+            emitted.counts + active,
+        )
+        state = DecodeState(
+            cache,
+            jnp.where(active, drawn.tokens, state.tokens),
+            jnp.where(active, following, state.positions),
+            active & ~ended,
+        )
+        return step + 1, state, emitted
+
+    _, state, emitted = jax.lax.while_loop(is_unfinished, advance, (jnp.int32(0), state, emitted))
+    return state, emitted
+
+
+def prefill(
+    model: Model, params: Params, prompts: Int[Array, "P L"], lengths: Int[Array, "P"], cache_length: int
+) -> tuple[Cache, Int[Array, "P"], Int[Array, "P"]]:
+    """Runs right-padded prompts through the model once: their cache, last tokens and the positions of those.
+
+    The last prompt token is left for the first decoding step, which writes its keys and values over those made here.
+    """
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    cache = model.init_cache(prompts.shape[0], cache_length, _compute_dtype(params))
+    _, cache = model.apply(params, prompts, positions, cache=cache)
+    last = lengths - 1
+    return cache, jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
+
+
+def _compute_dtype(params: Params) -> Any:
+    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
+
+
+def generate(
+    model: Model,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    key: Any,
+    *,
+    num_generations: int = 1,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop_ids: Sequence[int] = (),
+) -> Rollout:
+    """Samples `num_generations` completions of each prompt: `[P G]` rows, prompt-major.
+
+    A prompt's keys and values are computed once and shared. The key of a token is `key` folded with the index of the
+    prompt, the generation and the position, so that more prompts or generations leave the others as they were.
+
+    Args:
+        prompts: ragged lists of token ids, none empty.
+        key: one PRNG key.
+        max_new_tokens: the most tokens sampled per row; decoding stops early once every row has hit a stop id.
+        stop_ids: a sampled one of these ends its row and belongs to the completion.
+
+    Returns:
+        A `Rollout` of width `L + max_new_tokens`, `L` the longest prompt rounded up to a multiple of 32.
+
+    Raises:
+        ValueError: no prompts, an empty prompt, or a parameter outside its range.
+    """
+    if not prompts:
+        raise ValueError("prompts is empty; wanted at least one list of token ids")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{index}] has no tokens; a model needs at least one to continue")
+    if num_generations < 1 or max_new_tokens < 1:
+        raise ValueError(
+            f"num_generations is {num_generations}, max_new_tokens {max_new_tokens}; wanted at least 1 of each"
+        )
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    padded = np.zeros((len(prompts), -(-int(lengths.max()) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    rows = len(prompts) * num_generations
+    sampling = sampling_params(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    stops = jnp.array([*stop_ids] or [-1], jnp.int32)
+    return _generate(model, num_generations, max_new_tokens, params, padded, lengths, key, sampling, stops)
+
+
+@partial(jax.jit, static_argnames=("model", "num_generations", "max_new_tokens"))
+def _generate(
+    model: Model,
+    num_generations: int,
+    max_new_tokens: int,
+    params: Params,
+    prompts: Int[Array, "P L"],
+    lengths: Int[Array, "P"],
+    key: Any,
+    sampling: SamplingParams,
+    stop_ids: Int[Array, "S"],
+) -> Rollout:
+    params = model.decode_layout(params)
+    cache, tokens, positions = prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
+    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
+
+    state, prompts, lengths = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, num_generations, axis=0),
+        (DecodeState(cache, tokens, positions, jnp.ones_like(tokens, bool)), prompts, lengths),
+    )
+    stops = jnp.broadcast_to(stop_ids, (prompts.shape[0], stop_ids.shape[0]))
+    row_params = RowParams(sampling, keys, stops, lengths + max_new_tokens)
+    _, emitted = decode(model, params, state, row_params, max_new_tokens)
+    return _join(prompts, lengths, emitted, stops)
+
+
+def _join(
+    prompts: Int[Array, "R L"], lengths: Int[Array, "R"], emitted: Emitted, stop_ids: Int[Array, "R S"]
+) -> Rollout:
+    """Puts each completion right behind its own prompt."""
+    width = prompts.shape[1] + emitted.tokens.shape[1]
+    column = jnp.arange(width)[None, :]  # [1 T]
+    offset = column - lengths[:, None]  # [R T], place within the completion
+    is_completion = (offset >= 0) & (offset < emitted.counts[:, None])
+    source = jnp.clip(offset, 0, emitted.tokens.shape[1] - 1)
+
+    def place(x: Array) -> Array:
+        return jnp.where(is_completion, jnp.take_along_axis(x, source, axis=1), 0)
+
+    padded = jnp.pad(prompts, ((0, 0), (0, emitted.tokens.shape[1])))
+    last = jnp.take_along_axis(emitted.tokens, emitted.counts[:, None] - 1, axis=1)  # [R 1]
+    stopped = (last == stop_ids).any(axis=-1)
+    return Rollout(
+        tokens=jnp.where(offset < 0, padded, place(emitted.tokens)),
+        completion_mask=is_completion,
+        sampler_logprobs=place(emitted.sampler_logprobs),
+        behavior_logprobs=place(emitted.behavior_logprobs),
+        lengths=lengths + emitted.counts,
+        finish_reason=jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH).astype(jnp.int8),
+    )

@@ -1,0 +1,100 @@
+"""From a model and a batch to a loss: what `make_update` differentiates.
+
+Each is `(model, params, batch, denominators, **knobs) -> (loss, metrics)`; fix knobs with `functools.partial`.
+Metrics add over the parts of a batch, or take the maximum where their name ends in `_max`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxft.core.logprobs import token_logprobs
+from jaxft.core.losses import MAX_LOG_RATIO, Aggregation, Metrics, aggregate, k3, policy_loss, token_mean
+from jaxft.core.types import Batch, Denominators, Model, Params, Scored
+
+
+def grpo_loss(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    denominators: Denominators,
+    *,
+    loss: str = "grpo",
+    importance_level: str | None = None,
+    aggregation: Aggregation | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    kl: str = "k3_ratio",
+    max_completion_tokens: int | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
+
+    Raises:
+        ValueError: the batch has no advantages, or what `policy_loss` refuses.
+    """
+    if batch.advantages is None:
+        raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
+    scored = score(model, params, batch)
+    value, metrics = policy_loss(
+        scored.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.completion_mask,
+        loss=loss,
+        importance_level=importance_level,
+        aggregation=aggregation,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        beta=beta,
+        kl=kl,
+        ref_logprobs=batch.ref_logprobs,
+        max_completion_tokens=max_completion_tokens,
+        denominators=denominators,
+    )
+    mask = batch.completion_mask
+    metrics["entropy"] = token_mean(scored.entropy, mask, denominators)
+    if batch.sampler_logprobs is not None:
+        old = scored.logprobs if batch.old_logprobs is None else batch.old_logprobs
+        metrics |= sampler_agreement(jax.lax.stop_gradient(old), batch.sampler_logprobs, mask, denominators)
+    return value, metrics
+
+
+def sft_loss(
+    model: Model, params: Params, batch: Batch, denominators: Denominators
+) -> tuple[Float[Array, ""], Metrics]:
+    """Mean negative log-probability over all trained tokens, in nats: supervised finetuning."""
+    scored = score(model, params, batch)
+    value = aggregate(-scored.logprobs, batch.completion_mask, denominators, "token_mean")
+    return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
+
+
+def score(model: Model, params: Params, batch: Batch) -> Scored:
+    """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with."""
+    return token_logprobs(
+        model,
+        params,
+        batch.tokens,
+        temperature=1.0 if batch.temperatures is None else batch.temperatures,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+    )
+
+
+def sampler_agreement(
+    old_logprobs: Float[Array, "B T"],
+    sampler_logprobs: Float[Array, "B T"],
+    completion_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> Metrics:
+    """How far the trainer's log-probabilities are from those recorded while sampling (`d = old - sampler`), in nats."""
+    difference = jnp.where(completion_mask, old_logprobs - sampler_logprobs, 0.0)
+    weight = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return {
+        "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),
+        "sampler_logprob_diff_max": jnp.max(jnp.abs(difference), initial=0.0),
+        "sampler_kl": token_mean(k3(difference), completion_mask, denominators),
+        "sampler_kl_reverse": token_mean(difference * weight - weight + 1.0, completion_mask, denominators),
+    }

@@ -1,0 +1,168 @@
+"""Drawing one token per row, with the two log-probabilities that training needs to know of it.
+
+All parameters are arrays with one entry per row, so a new value never recompiles, and noise is drawn from a key per row,
+so a row's token depends on nothing but its own logits, parameters and key. Letters: `R` rows, `V` vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.logprobs import scaling_temperature
+
+
+class SamplingParams(NamedTuple):
+    """How to draw, one entry per row. Filters apply in this order: temperature, top-k, top-p, min-p.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token (the lowest id on ties).
+        top_k: keeps the k most likely tokens; 0 keeps all.
+        top_p: keeps the smallest set of most likely tokens that holds this much of the mass; 1 keeps all.
+        min_p: keeps tokens with at least this share of the most likely token's probability; 0 keeps all.
+    """
+
+    temperature: Float[Array, "R"]
+    top_k: Int[Array, "R"]
+    top_p: Float[Array, "R"]
+    min_p: Float[Array, "R"]
+
+
+class Sampled(NamedTuple):
+    """One token per row; both log-probabilities are equal when nothing is filtered, and taken at temperature 1 when greedy."""
+
+    tokens: Int[Array, "R"]
+    sampler_logprobs: Float[Array, "R"]
+    behavior_logprobs: Float[Array, "R"]
+
+
+def sampling_params(
+    rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> SamplingParams:
+    """The same parameters for every row.
+
+    Raises:
+        ValueError: a value outside its range: temperature below 0 or not finite, top_k below 0, top_p outside (0, 1],
+            min_p outside [0, 1).
+    """
+    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return SamplingParams(
+        jnp.full(rows, temperature, jnp.float32),
+        jnp.full(rows, top_k, jnp.int32),
+        jnp.full(rows, top_p, jnp.float32),
+        jnp.full(rows, min_p, jnp.float32),
+    )
+
+
+def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Refuses values outside their range with a `ValueError` that names the parameter, what it held and what is wanted."""
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0")
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1]")
+    if not 0.0 <= min_p < 1.0:
+        raise ValueError(f"min_p is {min_p}; wanted a share of the largest probability in [0, 1)")
+
+
+def fold_ids(key: Any, ids: Int[Array, "N"]) -> Any:
+    """`key` with each of `ids` (uint32) folded in, in order."""
+    return jax.lax.fori_loop(0, ids.shape[0], lambda i, k: jax.random.fold_in(k, ids[i]), key)
+
+
+def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sampled:
+    """Draws a token for each row from its filtered distribution with its own key (`[R]` PRNG keys).
+
+    >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+    >>> drawn = sample(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
+    >>> print(drawn.tokens[0], f"{drawn.sampler_logprobs[0]:.4f} {drawn.behavior_logprobs[0]:.4f}")  # log(0.5); log(1)
+    0 -0.6931 0.0000
+    """
+    scaled = logits.astype(jnp.float32) / scaling_temperature(params.temperature)[:, None]  # [R V]
+    normaliser = jax.nn.logsumexp(scaled, axis=-1)
+    probs = jnp.exp(scaled - normaliser[:, None])
+
+    greedy = params.temperature == 0
+    filtered = ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)) & ~greedy
+    # Most runs filter nothing, and then pay nothing.
+    kept = jax.lax.cond(
+        filtered.any(), lambda: jnp.where(kept_tokens(probs, params) | ~filtered[:, None], probs, 0.0), lambda: probs
+    )
+    tokens = jnp.where(greedy, jnp.argmax(scaled, axis=-1), draw_index(kept, keys)).astype(jnp.int32)
+    sampler_logprobs = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - normaliser
+    kept_mass = jnp.where(filtered, kept.sum(axis=-1), 1.0)
+    return Sampled(tokens, sampler_logprobs, jnp.minimum(sampler_logprobs - jnp.log(kept_mass), 0.0))
+
+
+def draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
+    """An index per row with probability proportional to its weight; an index of weight 0 is never drawn.
+
+    Inverse of the cumulative distribution in two levels, blocks and then places within a block, with an independent
+    uniform number for each: two short cumulative sums instead of one as long as the vocabulary, and instead of a Gumbel
+    variate per token.
+    """
+    rows, size = weights.shape
+    width = max(1, int(size**0.5))
+    blocks = -(-size // width)
+    table = jnp.pad(weights, ((0, 0), (0, blocks * width - size))).reshape(rows, blocks, width)
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
+    block = _inverse_cdf(table.sum(axis=-1), uniforms[:, 0])
+    inside = jnp.take_along_axis(table, block[:, None, None], axis=1)[:, 0]  # [R width]
+    return block * width + _inverse_cdf(inside, uniforms[:, 1])
+
+
+def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
+    # uniform < 1 - 2^-24 keeps the product strictly below the total, so the index found always has weight above 0.
+    cumulative = jnp.cumsum(weights, axis=-1)
+    return jnp.sum(cumulative <= (uniform * cumulative[:, -1])[:, None], axis=-1)
+
+
+def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Array, "R V"]:
+    """Which tokens survive top-k, top-p and min-p. Exact, without sorting; among equal probabilities low ids go first.
+
+    Probabilities are not negative, so their bit patterns are ordered as they are, and 31 halvings of the range of bit
+    patterns find the very number at which the kept set is cut.
+
+    >>> params = sampling_params(1, top_p=0.7)
+    >>> print(kept_tokens(jnp.array([[0.2, 0.5, 0.3]]), params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
+    [[False  True  True]]
+    """
+    vocabulary = probs.shape[-1]
+    ones = jnp.ones_like(probs)
+    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocabulary), vocabulary).astype(jnp.float32)
+    kept = _most_likely(probs, ones, k)
+    # Top-p takes its share of what top-k has left.
+    mass = jnp.where(kept, probs, 0.0)
+    wanted = params.top_p * mass.sum(axis=-1)
+    kept &= (params.top_p >= 1)[:, None] | _most_likely(mass, mass, wanted)
+    return kept & (probs >= (params.min_p * probs.max(axis=-1))[:, None])
+
+
+def _most_likely(
+    probs: Float[Array, "R V"], weights: Float[Array, "R V"], wanted: Float[Array, "R"]
+) -> Bool[Array, "R V"]:
+    """The shortest prefix of each row's tokens, from the most likely on, whose weights sum to `wanted` at least."""
+    bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
+
+    def reaches(threshold: Int[Array, "R"]) -> Bool[Array, "R"]:
+        return jnp.sum(jnp.where(bits >= threshold[:, None], weights, 0.0), axis=-1) >= wanted
+
+    threshold = _largest_true(reaches, rows=probs.shape[0])[:, None]
+    above, tied = bits > threshold, bits == threshold
+    missing = wanted - jnp.sum(jnp.where(above, weights, 0.0), axis=-1)
+    each = jnp.max(jnp.where(tied, weights, 0.0), axis=-1)
+    needed = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
+    return above | (tied & (jnp.cumsum(tied, axis=-1) <= needed[:, None]))
+
+
+def _largest_true(predicate: Callable[[Int[Array, "R"]], Bool[Array, "R"]], rows: int) -> Int[Array, "R"]:
+    """Per row, the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) for which a monotone predicate holds; 0 if none."""
+
+    def halve(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
+        candidate = found | (1 << (29 - i))
+        return jnp.where(predicate(candidate), candidate, found)
+
+    return jax.lax.fori_loop(0, 30, halve, jnp.zeros(rows, jnp.int32))

@@ -1,0 +1,105 @@
+"""The shape of a decoder in numbers, and a few shapes by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies: low ones are divided by `factor`, high ones kept, those between blended.
+
+    Attributes:
+        factor: how many times longer the context became.
+        low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched fully.
+        high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone.
+        original_max_position_embeddings: context length, in tokens, before stretching.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        family: which published architecture, for the names of tensors and the defaults of its files.
+        vocab_size: rows of the embedding.
+        hidden_size: width `D` of the residual stream.
+        intermediate_size: width `F` of the gated feed-forward layer.
+        num_layers: number `L` of blocks.
+        num_heads: query heads `H`.
+        num_kv_heads: key and value heads `K`; divides `num_heads`.
+        head_dim: width `h` of a head.
+        max_position_embeddings: context length in tokens that the model was made for.
+        rms_norm_eps: added to the mean square.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: Llama 3.1's, or None.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None sees all.
+        qkv_bias: query, key and value projections add a bias (Qwen2).
+        output_bias: the attention's output projection adds one too (Llama with `attention_bias`).
+        mlp_bias: the feed-forward projections add one.
+        qk_norm: RMSNorm on each query and key head (Qwen3).
+        tie_word_embeddings: the output projection is the embedding.
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+
+
+def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> DecoderConfig:
+    return DecoderConfig("qwen3", vocab, hidden, ffn, layers, heads, kv_heads, head_dim, qk_norm=True)
+
+
+PRESETS: Mapping[str, DecoderConfig] = {
+    "qwen3-50k": _qwen3(262, 32, 96, 2, 4, 2, 16),
+    "qwen3-1m": _qwen3(262, 128, 384, 4, 4, 2, 32),
+    "qwen3-2m": replace(_qwen3(512, 128, 1024, 4, 4, 2, 32), tie_word_embeddings=False),
+    "qwen3-58m": replace(_qwen3(32000, 512, 1536, 8, 8, 4, 64), tie_word_embeddings=False),
+    "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
+    "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
+}
+"""Shapes by name, for `init_model`. The vocabulary of the two smallest is that of the embedded character tokenizer."""
+
+
+def preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
+    """The config of a named shape, with the vocabulary of a tokenizer in place of its own when given.
+
+    Raises:
+        ValueError: no preset has this name; lists those there are.
+
+    >>> preset("qwen3-1m", vocab_size=300).vocab_size
+    300
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset is {name!r}; wanted one of {', '.join(PRESETS)}")
+    config = PRESETS[name]
+    return config if vocab_size is None else replace(config, vocab_size=vocab_size)

@@ -1,0 +1,200 @@
+"""What an episode did with its language model: every call with its token ids, kept where they were sampled.
+
+The current episode is a context variable, so concurrent episodes never see each other's calls. Recorded ids are
+training data as they are: a turn that extends the turn before becomes one sequence with it, and nothing that was
+sampled is ever tokenised again.
+"""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict
+
+TRAINING, VALIDATION = 0, 1
+"""The streams of random numbers that episodes draw from."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a language model, as it was answered.
+
+    Attributes:
+        llm: the name of the language model in the configuration.
+        messages: the conversation as the agent sent it.
+        content: the text of the answer (a stop string is cut from it, not from the ids).
+        prompt_text: the conversation as the chat template renders it.
+        prompt_ids: what the policy was fed.
+        token_ids: what it sampled, stop token included.
+        sampler_logprobs: one per sampled token, under the full temperature-scaled vocabulary.
+        behavior_logprobs: one per sampled token, under the distribution it was drawn from.
+        temperature: of the sampling.
+        finish_reason: `stop` or `length`.
+        policy_version: of the parameters that sampled.
+    """
+
+    llm: str
+    messages: tuple[dict[str, str], ...]
+    content: str
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    behavior_logprobs: tuple[float, ...]
+    temperature: float
+    finish_reason: str
+    policy_version: int
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Prompt and answer: what a next turn may extend."""
+        return self.prompt_ids + self.token_ids
+
+
+@dataclass
+class Episode:
+    """One run of the agent on one example, and all that makes it repeatable.
+
+    Attributes:
+        run_seed: the seed of the whole run.
+        stream: `TRAINING` or `VALIDATION`.
+        rollout_index: which collection of its stream the episode belongs to.
+        example_id: of the example it works on.
+        generation: which of the attempts at that example it is.
+        temperature: replaces what calls ask for when set (0.0: greedy evaluation).
+        calls: what its language models answered, in order.
+    """
+
+    run_seed: int
+    stream: int
+    rollout_index: int
+    example_id: str
+    generation: int
+    temperature: float | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """A name for messages and logs, unique within a run."""
+        return f"{('training', 'validation')[self.stream]}/{self.rollout_index}/{self.example_id}/{self.generation}"
+
+    @property
+    def key_ids(self) -> tuple[int, ...]:
+        """The uint32 numbers, in order, that are folded into the run's key for everything this episode samples."""
+        digest = hashlib.sha256(self.example_id.encode()).digest()
+        halves = int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
+        return self.stream, self.rollout_index, *halves, self.generation
+
+    @property
+    def seed(self) -> int:
+        """A 64-bit seed for the agent's own randomness (opponents, tools), the same whenever the episode is repeated."""
+        text = repr((self.run_seed, *self.key_ids))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+    @property
+    def random(self) -> random.Random:
+        """A fresh generator seeded with `seed`."""
+        return random.Random(self.seed)
+
+
+_current: ContextVar[Episode] = ContextVar("jaxft_episode")
+
+
+def episode() -> Episode:
+    """The episode that the calling code runs in.
+
+    Raises:
+        RuntimeError: called outside an episode.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError(
+            "there is no current episode: jaxft.episode() works inside a workflow that jaxft runs"
+        ) from None
+
+
+def find_episode() -> Episode | None:
+    """The current episode, or None outside one: a bare `llm.chat` records nothing."""
+    return _current.get(None)
+
+
+@contextlib.contextmanager
+def recording(current: Episode) -> Iterator[Episode]:
+    """Makes `current` the episode of this task and of the tasks it starts."""
+    token = _current.set(current)
+    try:
+        yield current
+    finally:
+        _current.reset(token)
+
+
+class TokenSequence(BaseModel):
+    """One training row: token ids with, aligned to each, who chose it and with which log-probability.
+
+    Prompt tokens have mask False and zeros elsewhere; `policy_versions` is -1 there.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[int]
+    completion_mask: list[bool]
+    sampler_logprobs: list[float]
+    behavior_logprobs: list[float]
+    temperatures: list[float]
+    policy_versions: list[int]
+    truncated: bool = False
+
+
+def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
+    """The calls of an episode as training rows, in the order in which they began.
+
+    A call whose prompt starts with all tokens of an earlier call continues that call's row; any other begins a new one.
+    No sampled token is lost, and none appears twice as a trained token.
+    """
+    sequences: list[TokenSequence] = []
+    for call in calls:
+        longest = None
+        for sequence in sequences:
+            known = len(sequence.tokens)
+            extends = known <= len(call.prompt_ids) and list(call.prompt_ids[:known]) == sequence.tokens
+            if extends and (longest is None or known > len(longest.tokens)):
+                longest = sequence
+        if longest is None:
+            longest = TokenSequence(
+                tokens=[],
+                completion_mask=[],
+                sampler_logprobs=[],
+                behavior_logprobs=[],
+                temperatures=[],
+                policy_versions=[],
+            )
+            sequences.append(longest)
+        _extend(longest, call)
+    return sequences
+
+
+def _extend(sequence: TokenSequence, call: Call) -> None:
+    context = call.prompt_ids[len(sequence.tokens) :]
+    sampled = len(call.token_ids)
+    sequence.tokens += [*context, *call.token_ids]
+    sequence.completion_mask += [False] * len(context) + [True] * sampled
+    sequence.sampler_logprobs += [0.0] * len(context) + list(call.sampler_logprobs)
+    sequence.behavior_logprobs += [0.0] * len(context) + list(call.behavior_logprobs)
+    sequence.temperatures += [call.temperature] * (len(context) + sampled)
+    sequence.policy_versions += [-1] * len(context) + [call.policy_version] * sampled
+    sequence.truncated |= call.finish_reason == "length"
+
+
+def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
+    """The conversation for people to read: the last call's messages and its answer; earlier ones that it does not contain come first."""
+    messages: list[dict[str, str]] = []
+    for index, call in enumerate(calls):
+        said = [*call.messages, {"role": "assistant", "content": call.content}]
+        later = calls[index + 1].messages if index + 1 < len(calls) else ()
+        if list(later[: len(said)]) != said:
+            messages += said
+    return messages
