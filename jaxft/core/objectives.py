@@ -4,6 +4,8 @@ Each is `(model, params, batch, denominators, **knobs) -> (loss, metrics)`; fix 
 Metrics add over the parts of a batch, or take the maximum where their name ends in `_max`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -98,3 +100,18 @@ def sampler_agreement(
         "sampler_kl": token_mean(k3(difference), completion_mask, denominators),
         "sampler_kl_reverse": token_mean(difference * weight - weight + 1.0, completion_mask, denominators),
     }
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def score_in_microbatches(model: Model, params: Params, batch: Batch, microbatch_rows: int) -> Scored:
+    """`score` without gradients, `microbatch_rows` rows at a time; the rows must divide.
+
+    Raises:
+        ValueError: the number of rows is not a multiple of `microbatch_rows`.
+    """
+    rows = batch.tokens.shape[0]
+    if rows % microbatch_rows:
+        raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")
+    parts = jax.tree.map(lambda x: x.reshape(rows // microbatch_rows, microbatch_rows, *x.shape[1:]), batch)
+    scored = jax.lax.map(lambda part: score(model, params, part), parts)
+    return jax.tree.map(lambda x: x.reshape(rows, -1), scored)

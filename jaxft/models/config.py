@@ -9,7 +9,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies: low ones are divided by `factor`, high ones kept, those between blended.
+    """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, those between blended.
 
     Attributes:
         factor: how many times longer the context became.

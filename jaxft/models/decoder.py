@@ -1,13 +1,14 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules, seen from outside as pure functions on plain dicts.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules, from outside pure functions on plain dicts.
 
 Parameters of the blocks are stacked on a leading layer axis and scanned while training; decoding takes them one by one
 (`decode_layout`), each layer with its own buffers of keys and values.
-Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), `D` hidden, `H` query heads, `K` key/value
-heads, `G = H / K`, `h` head width, `L` layers.
+Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
+key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
 from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ HIDDEN = -1e30
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, rows first. Keys are stored transposed: decoding multiplies by them 8 times faster."""
+    """Keys and values of one layer, rows first. Keys lie transposed: decoding multiplies by them 8 times faster."""
 
     keys: Float[Array, "B K h S"]
     values: Float[Array, "B K S h"]
@@ -33,8 +34,8 @@ class LayerCache(NamedTuple):
 class Context(NamedTuple):
     """What every layer needs to know of the tokens: their rotation, their places, and which of them they may see."""
 
-    cos: Float[Array, "B T h/2"]
-    sin: Float[Array, "B T h/2"]
+    cos: Float[Array, "B T P"]
+    sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
 
@@ -278,7 +279,7 @@ def per_layer(layers: Params | list[Params], num_layers: int) -> list[Params]:
     """Stacked block parameters as a list with a dict per layer."""
     if isinstance(layers, list):
         return layers
-    return [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(num_layers)]
+    return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]
 
 
 def make_context(
@@ -312,9 +313,7 @@ def make_context(
     return Context(cos, sin, positions, jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1])))
 
 
-def rotary(
-    config: DecoderConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T h/2"], Float[Array, "B T h/2"]]:
+def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
     """Cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequencies = config.rope_theta**-exponents
@@ -324,7 +323,7 @@ def rotary(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def stretch_frequencies(frequencies: Float[np.ndarray, "F"], scaling: RopeScaling) -> Float[np.ndarray, "F"]:
+def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScaling) -> Float[np.ndarray, "P"]:
     """Llama 3.1's rotary frequencies (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -333,7 +332,7 @@ def stretch_frequencies(frequencies: Float[np.ndarray, "F"], scaling: RopeScalin
 
 
 def rotate(
-    x: Float[Array, "B T N h"], cos: Float[Array, "B T h/2"], sin: Float[Array, "B T h/2"]
+    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
 ) -> Float[Array, "B T N h"]:
     """Turns each pair (i, i + h/2) of a head's components by its angle."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]

@@ -5,9 +5,11 @@ training data as they are: a turn that extends the turn before becomes one seque
 sampled is ever tokenised again.
 """
 
+import bisect
 import contextlib
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ class Call:
     """One call of a language model, as it was answered.
 
     Attributes:
+        index: how many calls of the episode began before it.
         llm: the name of the language model in the configuration.
         messages: the conversation as the agent sent it.
         content: the text of the answer (a stop string is cut from it, not from the ids).
@@ -36,6 +39,7 @@ class Call:
         policy_version: of the parameters that sampled.
     """
 
+    index: int
     llm: str
     messages: tuple[dict[str, str], ...]
     content: str
@@ -65,7 +69,7 @@ class Episode:
         example_id: of the example it works on.
         generation: which of the attempts at that example it is.
         temperature: replaces what calls ask for when set (0.0: greedy evaluation).
-        calls: what its language models answered, in order.
+        calls: what its language models answered, in the order in which the calls began.
     """
 
     run_seed: int
@@ -75,6 +79,24 @@ class Episode:
     generation: int
     temperature: float | None = None
     calls: list[Call] = field(default_factory=list)
+    _begun: int = field(default=0, repr=False)
+    _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
+
+    def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
+        """The index of a new call, and the call id (uint32) that is folded into its key.
+
+        The id is made of the prompt and of how often the episode has asked it before, never of the order in which
+        concurrent calls happen to be answered.
+        """
+        index, repeats = self._begun, self._asked[prompt_ids]
+        self._begun += 1
+        self._asked[prompt_ids] += 1
+        digest = hashlib.sha256(repr((prompt_ids, repeats)).encode()).digest()
+        return index, int.from_bytes(digest[:4], "big")
+
+    def record(self, call: Call) -> None:
+        """Keeps an answered call."""
+        bisect.insort(self.calls, call, key=lambda known: known.index)
 
     @property
     def id(self) -> str:

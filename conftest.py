@@ -1,0 +1,18 @@
+"""Settings of every test run, whatever part of the tree it collects.
+
+It stands at the root, so that the hook is also on when only doctests under `jaxft/` are run.
+"""
+
+import os
+
+from jaxtyping import install_import_hook
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Suites are timed cold, and a cache that outlives a run could hide a change of compiler.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+
+# Shapes and types of every annotated function are checked from here on, so nothing of jaxft may be imported above.
+# The tower: an int may stand where a float is annotated, as everywhere else in Python.
+install_import_hook("jaxft", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

@@ -1,0 +1,54 @@
+"""A few supervised steps before reinforcement learning, for models that start from random weights.
+
+The same update step as everywhere, with `sft_loss`: the policy learns to imitate given conversations.
+"""
+
+import random
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxft
+from jaxft.core.update import TrainState
+
+PRINT_EVERY = 50
+
+
+async def warm_start(
+    session: jaxft.Session,
+    llm: jaxft.ChatClient,
+    conversations: Sequence[Sequence[dict[str, str]]],
+    *,
+    steps: int,
+    batch_rows: int,
+    learning_rate: float,
+) -> None:
+    """Trains the policy for `steps` updates on batches drawn from `conversations`.
+
+    The learning rate falls linearly to a tenth of its start. Draws and order depend on the run's seed alone.
+    """
+    policy = llm.policy
+    rows = [policy.template.conversation(messages) for messages in conversations]
+    width = max(len(ids) for ids, _ in rows)
+    tokens, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+    for row, (ids, trained) in enumerate(rows):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, trained
+
+    optimizer = optax.adam(optax.linear_schedule(learning_rate, learning_rate / 10, steps), b2=0.95)
+    update = jaxft.make_update(policy.model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
+    draw = random.Random(session.config.finetuning.seed)
+    opt_state, step = await policy.read(lambda params: (optimizer.init(params), jnp.int32(0)))
+
+    def train(params: dict, count: int) -> tuple[dict, tuple[optax.OptState, jnp.ndarray, float]]:
+        state = TrainState(params, opt_state, step)
+        for _ in range(count):
+            chosen = draw.sample(range(len(rows)), batch_rows)
+            state, metrics = update(state, jaxft.Batch(jnp.asarray(tokens[chosen]), jnp.asarray(mask[chosen])))
+        return state.params, (state.opt_state, state.step, float(metrics["loss"]))
+
+    for start in range(0, steps, PRINT_EVERY):
+        count = min(PRINT_EVERY, steps - start)
+        opt_state, step, loss = await policy.update(lambda params, count=count: train(params, count))
+        session.console.message(f"warm start  step {start + count}/{steps}  loss {loss:.3f}")

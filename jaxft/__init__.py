@@ -1,0 +1,93 @@
+"""jaxft finetunes the language model inside an agent, in the process the agent runs in.
+
+Names are imported when they are first used (PEP 562): `import jaxft` alone loads neither jax nor transformers.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "jaxft.core.advantages": (
+        "batch_advantages",
+        "group_advantages",
+        "group_mean_advantages",
+        "leave_one_out_advantages",
+    ),
+    "jaxft.core.generate": ("generate",),
+    "jaxft.core.logprobs": ("token_logprobs",),
+    "jaxft.core.losses": ("count_trained", "policy_loss"),
+    "jaxft.core.objectives": ("grpo_loss", "sft_loss"),
+    "jaxft.core.types": ("Batch", "Denominators", "FinishReason", "Model", "Rollout", "Scored"),
+    "jaxft.core.update": ("TrainState", "init_train_state", "make_update"),
+    "jaxft.models.bridge": ("from_linen", "from_module", "from_nnx"),
+    "jaxft.models.config": ("DecoderConfig", "preset"),
+    "jaxft.models.hf": ("init_model", "load_model", "save_model"),
+    "jaxft.policy.chat": ("load_tokenizer",),
+    "jaxft.policy.policy": ("Policy",),
+    "jaxft.policy.client": ("ChatClient", "Reply"),
+    "jaxft.policy.recorder": ("Episode", "TokenSequence", "episode"),
+    "jaxft.harness.config": ("Config", "config_from_mapping", "load_config"),
+    "jaxft.harness.data_models": (
+        "CurriculumLearningConfig",
+        "DPOItem",
+        "EpisodeItem",
+        "EpisodeItemRole",
+        "EvalInputItem",
+        "EvalOutputItem",
+        "EvaluationRunOutput",
+        "FinetuneConfig",
+        "FinetuneRunConfig",
+        "OpenAIMessage",
+        "RewardFunctionConfig",
+        "TrainingJobRef",
+        "TrainingJobStatus",
+        "TrainingStatusEnum",
+        "Trajectory",
+        "TrajectoryCollection",
+    ),
+    "jaxft.harness.errors": (
+        "ComponentError",
+        "ConfigError",
+        "DatasetError",
+        "JaxftError",
+        "JobFailed",
+        "NoLearningSignal",
+        "TooManyFailures",
+    ),
+    "jaxft.harness.evaluation": ("EpisodeOutcome", "Evaluation"),
+    "jaxft.harness.fields": ("InputPath", "LLMRef", "PathOrName"),
+    "jaxft.harness.interfaces": ("Trainer", "TrainerAdapter", "TrajectoryBuilder"),
+    "jaxft.harness.registry": (
+        "DatasetConfig",
+        "EvaluatorConfig",
+        "LLMConfig",
+        "TrainerAdapterConfig",
+        "TrainerConfig",
+        "TrajectoryBuilderConfig",
+        "WorkflowConfig",
+        "register_dataset_loader",
+        "register_evaluator",
+        "register_llm",
+        "register_trainer",
+        "register_trainer_adapter",
+        "register_trajectory_builder",
+        "register_workflow",
+    ),
+    "jaxft.harness.runtime": ("Session", "open_session", "run_arguments", "run_script"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

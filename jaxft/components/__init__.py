@@ -1,0 +1,6 @@
+"""The components that jaxft ships, registered when this package is imported. None of them imports jax before it is made."""
+
+import jaxft.components.grpo_builder
+import jaxft.components.grpo_trainer
+import jaxft.components.local_adapter
+import jaxft.components.local_policy  # noqa: F401

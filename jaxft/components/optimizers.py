@@ -1,0 +1,40 @@
+"""Optimisers of optax by configuration."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from jaxft.harness.fields import ConfigModel
+
+if TYPE_CHECKING:
+    import optax
+
+
+class OptimizerConfig(ConfigModel):
+    """Which optimiser, and how fast."""
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
+    learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update.")
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
+    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
+
+
+def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
+    """The optax transformation. Clipping is the update's own: it has to judge the norm before anything else does."""
+    import jax
+    import optax
+
+    if config.name == "sgd":
+        return optax.sgd(config.learning_rate)
+    return optax.adamw(
+        config.learning_rate,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        # Norms and biases stay out: stacked over layers they have two axes, so names decide and not ranks.
+        mask=lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("scale", "bias"), params
+        ),
+    )

@@ -1,0 +1,232 @@
+"""Examples from files: `json` (a list of objects) and `jsonl` (an object per line), every fault with file:line.
+
+Which fields of a row are the id, the input and the expected output is the config's matter; the whole row goes to the
+workflow. Rows without an id are named by their number, from 0.
+"""
+
+import json
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.errors import DatasetError
+from jaxft.harness.fields import ConfigModel, InputPath
+from jaxft.harness.registry import DatasetConfig, register_dataset_loader
+
+
+class DatasetStructureConfig(ConfigModel):
+    """Which fields of a row mean what."""
+
+    question_key: str | None = Field(
+        default="question", description="Field with the agent's input; null: the whole row is the input."
+    )
+    answer_key: str | None = Field(default="answer", description="Field with the expected output; null: there is none.")
+
+
+class FileDatasetConfig(DatasetConfig):
+    """What datasets in files have in common."""
+
+    file_path: InputPath = Field(description="The file, relative to the folder of the YAML file.")
+    id_key: str = Field(default="id", description="Field with a unique id; when no row has it, rows are numbered.")
+    structure: DatasetStructureConfig = Field(
+        default=DatasetStructureConfig(), description="Which fields of a row mean what."
+    )
+
+
+class JsonlDatasetConfig(FileDatasetConfig, name="jsonl"):
+    """One JSON object per line; blank lines are skipped."""
+
+
+class JsonDatasetConfig(FileDatasetConfig, name="json"):
+    """A file with one JSON list of objects."""
+
+
+class Row(NamedTuple):
+    """A row and where it stands: file:line."""
+
+    place: str
+    fields: dict[str, Any]
+
+
+@register_dataset_loader(config_type=JsonlDatasetConfig)
+async def jsonl(config: JsonlDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """The items of a JSONL file."""
+    yield file_items(config, read_jsonl(config.file_path))
+
+
+@register_dataset_loader(config_type=JsonDatasetConfig)
+async def json_list(config: JsonDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """The items of a JSON file."""
+    yield file_items(config, read_json(config.file_path))
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The rows of a JSONL file in UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+
+    Raises:
+        DatasetError: missing file, another encoding, malformed JSON, a row that is no object, a key that is there
+            twice, NaN or an infinity.
+    """
+    for number, line in enumerate(_read(path).split(b"\n"), start=1):
+        place = f"{path}:{number}"
+        text = _decoded(line, place)
+        if text.strip():
+            yield Row(place, _object(_parsed(text, place), place))
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """The rows of a JSON file that holds one list of objects; otherwise as `read_jsonl`."""
+    content = _read(path)
+    text = "\n".join(_decoded(line, f"{path}:{i}") for i, line in enumerate(content.split(b"\n"), start=1))
+    end = _skip_space(text, 0)
+    if text[end : end + 1] != "[":
+        raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
+    if text[(first := _skip_space(text, end + 1)) : first + 1] == "]":
+        return
+    separator = ","
+    while separator == ",":
+        start = _skip_space(text, end + 1)
+        place = f"{path}:{text.count(chr(10), 0, start) + 1}"
+        value, end = _parsed_at(text, start, place)
+        yield Row(place, _object(value, place))
+        end = _skip_space(text, end)
+        separator = text[end : end + 1]
+    if separator != "]" or text[end + 1 :].strip():
+        line = text.count("\n", 0, end) + 1
+        raise DatasetError(f"{path}:{line}: wants ',' or ']' after an object, and nothing after the list")
+
+
+def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:
+    """The rows as examples.
+
+    Raises:
+        DatasetError: a field that the config names is missing, or an id is no text or integer.
+    """
+    listed = list(rows)
+    has_ids = any(config.id_key in row.fields for row in listed)
+    structure = config.structure
+    return [
+        EvalInputItem(
+            id=_id(row, config.id_key) if has_ids else str(index),
+            input_obj=row.fields if structure.question_key is None else _field(row, structure.question_key),
+            expected_output_obj=None if structure.answer_key is None else _field(row, structure.answer_key),
+            full_dataset_entry=row.fields,
+        )
+        for index, row in enumerate(_without_doubles(listed, config.id_key))
+    ]
+
+
+def checked_items(items: Any, source: str) -> list[EvalInputItem]:
+    """What a dataset loader yielded, when it is usable: examples, at least one, no id twice.
+
+    Raises:
+        DatasetError: it is not.
+    """
+    if not isinstance(items, list) or not all(isinstance(item, EvalInputItem) for item in items):
+        raise DatasetError(f"{source}: a dataset loader must yield a list of EvalInputItem")
+    if not items:
+        raise DatasetError(f"{source}: the dataset is empty")
+    seen: set[str] = set()
+    for item in items:
+        if item.id in seen:
+            raise DatasetError(f"{source}: the id '{item.id}' is there twice")
+        seen.add(item.id)
+    return items
+
+
+def _without_doubles(rows: list[Row], id_key: str) -> Iterator[Row]:
+    places: dict[str, str] = {}
+    for row in rows:
+        if id_key in row.fields:
+            identity = _id(row, id_key)
+            if identity in places:
+                raise DatasetError(f"{row.place}: the {id_key} '{identity}' is at {places[identity]} already")
+            places[identity] = row.place
+        yield row
+
+
+def _id(row: Row, key: str) -> str:
+    value = _field(row, key)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DatasetError(f"{row.place}: '{key}' must be a text or an integer, holds {json.dumps(value)[:50]}")
+    return str(value)
+
+
+def _field(row: Row, key: str) -> Any:
+    if key not in row.fields:
+        present = ", ".join(row.fields) or "none"
+        raise DatasetError(f"{row.place}: no field '{key}'; fields there: {present}")
+    return row.fields[key]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decoded(line: bytes, place: str) -> str:
+    try:
+        # Everywhere but in the first line a byte order mark is an ordinary character, and JSON refuses it.
+        text = line.decode("utf-8-sig" if place.endswith(":1") else "utf-8")
+    except UnicodeDecodeError:
+        raise DatasetError(f"{place}: not UTF-8: convert the file") from None
+    if "\0" in text:
+        raise DatasetError(f"{place}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
+    return text
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DatasetError(f"{place}: wants an object, {{...}}, holds {json.dumps(value)[:50]}")
+    return value
+
+
+def _parsed(text: str, place: str) -> Any:
+    value, end = _parsed_at(text, _skip_space(text, 0), place)
+    if text[end:].strip():
+        raise DatasetError(f"{place}: malformed JSON: more text after the object (column {end + 1})")
+    return value
+
+
+def _parsed_at(text: str, start: int, place: str) -> tuple[Any, int]:
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        file, _, first = place.rpartition(":")
+        line = int(first) + text.count("\n", start, error.pos)
+        raise DatasetError(f"{file}:{line}: malformed JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise DatasetError(f"{place}: malformed JSON: nested too deeply") from None
+    except ValueError as error:
+        raise DatasetError(f"{place}: {error}") from None
+
+
+def _skip_space(text: str, start: int) -> int:
+    while text[start : start + 1] in (" ", "\t", "\r", "\n"):
+        start += 1
+    return start
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key '{key}' is there twice")
+        fields[key] = value
+    return fields
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number: JSON has no NaN and no infinity")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)

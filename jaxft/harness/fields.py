@@ -1,0 +1,91 @@
+"""What config classes are made of: a strict base, and field types whose value depends on the config around them.
+
+A path is relative to where it was written: to the folder of its YAML file, or to the working directory when it came
+from the command line. A reference (`LLMRef`, ...) must be the name of an entry of the same configuration.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from jaxft.harness.errors import did_you_mean
+
+
+class ConfigModel(BaseModel):
+    """The base of everything a person types: immutable, no unknown fields, and errors that never show values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    # `info` is pydantic's ValidationInfo, here and below: a protocol, which no run-time check of types can test for.
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: Any) -> Any:
+        numbers = (int, float, int | None, float | None)
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation in numbers:
+            raise fault("must be a number (holds a bool)")
+        return value
+
+
+class ConfigText(str):
+    """A text of a configuration that knows the folder its paths are relative to."""
+
+    folder: Path
+
+    def __new__(cls, text: str, folder: Path) -> "ConfigText":
+        self = super().__new__(cls, text)
+        self.folder = folder
+        return self
+
+
+def fault(message: str) -> PydanticCustomError:
+    """An error for validators, shown word for word (braces included) after the path of the field."""
+    return PydanticCustomError("fault", "{message}", {"message": message})
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a configuration is, in words that do not tell the value."""
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else "a bool"
+    return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
+
+
+def _input_path(value: Any) -> Any:
+    return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
+
+
+def _path_or_name(value: Any) -> Any:
+    if isinstance(value, ConfigText) and (value.folder / Path(value).expanduser()).exists():
+        return str(value.folder / Path(value).expanduser())
+    return value
+
+
+InputPath = Annotated[Path, BeforeValidator(_input_path)]
+"""A file or folder to read."""
+
+PathOrName = Annotated[str, BeforeValidator(_path_or_name)]
+"""A path when something exists there, else a name (of a model hub, say) that is kept as it is."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""A seed of `jax.random.key`: a uint32."""
+
+
+def _reference(section: str) -> AfterValidator:
+    def check(name: str, info: Any) -> str:
+        names = None if info.context is None else info.context[section]
+        if names is not None and name not in names:
+            raise fault(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
+        return name
+
+    return AfterValidator(check)
+
+
+LLMRef = Annotated[str, _reference("llms")]
+EvaluatorRef = Annotated[str, _reference("eval.evaluators")]
+TrajectoryBuilderRef = Annotated[str, _reference("trajectory_builders")]
+TrainerAdapterRef = Annotated[str, _reference("trainer_adapters")]
+TrainerRef = Annotated[str, _reference("trainers")]
+
+REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
+"""The sections whose entries other fields name."""

@@ -1,0 +1,164 @@
+"""One mapping from many layers: a file, the files it inherits by `base:`, what `--set` says, and `${VARIABLES}`.
+
+Maps merge; anything else of a later layer replaces what was there. Variables are expanded last, on texts that are
+parsed already, so that no value can change the structure: `${VAR}` must exist, `${VAR:-default}` need not, and `$${`
+stands for `${`.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxft.harness.errors import ConfigError
+from jaxft.harness.fields import ConfigText, kind_of
+from jaxft.harness.strict_yaml import parse_yaml
+
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[^}:]*)(?::-(?P<default>[^}]*))?\}")
+
+
+class Faults(dict[str, str]):
+    """What is wrong, by dotted path; the first fault of a path counts."""
+
+    def add(self, path: str, message: str) -> None:
+        self.setdefault(path, message)
+
+    def is_known(self, path: str) -> bool:
+        """Whether the path, or one it lies under, has a fault already."""
+        return any(path == known or path.startswith(f"{known}.") for known in self)
+
+    def lines(self) -> list[str]:
+        return [f"{path}: {message}" for path, message in self.items()]
+
+
+def read_layers(path: Path) -> dict[str, Any]:
+    """The mapping of a YAML file, merged over those it inherits.
+
+    Raises:
+        ConfigError: a file is missing or is not strict YAML, or files inherit each other in a circle.
+    """
+    return _read(path, ())
+
+
+def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The same for a mapping made by a program; its paths, and its `base`, are relative to `folder`."""
+    return _with_base(_located(mapping, folder), folder, "the configuration", ())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in chain:
+        circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError([f"{path}: inherits itself: {circle}"])
+    try:
+        text = resolved.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        inherited = f" (base of {chain[-1]})" if chain else ""
+        raise ConfigError([f"{path}: cannot be read{inherited}: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError([f"{path}:{line}: not UTF-8"]) from None
+    mapping = parse_yaml(text, str(path))
+    if not isinstance(mapping, dict):
+        raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_of(mapping)}"])
+    return _with_base(_located(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
+
+
+def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[Path, ...]) -> dict[str, Any]:
+    if "base" not in mapping:
+        return mapping
+    base = mapping.pop("base")
+    if not isinstance(base, str):
+        raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_of(base)}"])
+    faults = Faults()
+    base = expanded(base, "base", faults)
+    if faults:
+        raise ConfigError(faults.lines(), source)
+    return merged(_read(folder / base, chain), mapping)
+
+
+def _located(value: Any, folder: Path) -> Any:
+    """The value with texts that know their folder."""
+    if isinstance(value, str):
+        return ConfigText(value, folder)
+    if isinstance(value, Mapping):
+        return {str(key): _located(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_located(inner, folder) for inner in value]
+    return value
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Maps merged key by key; anything else of `above` replaces what is below.
+
+    >>> merged({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
+    {'a': {'x': 1, 'y': [3]}, 'b': 2}
+    """
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    both = {key: merged(value, above[key]) if key in above else value for key, value in below.items()}
+    return both | {key: value for key, value in above.items() if key not in below}
+
+
+def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faults: Faults) -> None:
+    """Puts each `(dotted path, YAML text)` into the mapping; paths in it are relative to the working directory.
+
+    Maps on the way that are missing, or null, are made; numbers in a path count the items of a list from 0.
+    """
+    for path, text in overrides:
+        try:
+            value = _located(parse_yaml(text, f"--set {path}"), Path.cwd())
+        except ConfigError:
+            # The parser's own message could repeat the value, which may be a secret.
+            faults.add(path, "the value given on the command line is not YAML: quote it")
+            continue
+        *parents, last = path.split(".")
+        node: Any = mapping
+        for depth, part in enumerate(parents):
+            node = _step(node, part, ".".join(parents[:depth]), path, faults)
+        if isinstance(node, dict):
+            node[last] = value
+        elif _has_item(node, last, ".".join(parents), path, faults):
+            node[int(last)] = value
+
+
+def _step(node: Any, part: str, so_far: str, path: str, faults: Faults) -> Any:
+    """The container at `part` of a container; None after a fault."""
+    if isinstance(node, dict):
+        if node.get(part) is None:
+            node[part] = {}
+        return node[part]
+    return node[int(part)] if _has_item(node, part, so_far, path, faults) else None
+
+
+def _has_item(node: Any, part: str, so_far: str, path: str, faults: Faults) -> bool:
+    if not isinstance(node, list):
+        faults.add(path, f"cannot be set: '{so_far}' holds {kind_of(node)}, which has no '{part}'")
+    elif not part.isdecimal() or int(part) >= len(node):
+        faults.add(path, f"cannot be set: '{so_far}' is a list of {len(node)}, which has no item '{part}'")
+    else:
+        return True
+    return False
+
+
+def expanded(value: Any, path: str, faults: Faults) -> Any:
+    """The value with its variables; what cannot be expanded becomes a fault, and stays as it was."""
+    if isinstance(value, dict):
+        return {key: expanded(inner, f"{path}.{key}" if path else key, faults) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [expanded(inner, f"{path}.{index}", faults) for index, inner in enumerate(value)]
+    if not isinstance(value, ConfigText):
+        return value
+    return ConfigText(_VARIABLE.sub(lambda found: _variable(found, path, faults), value), value.folder)
+
+
+def _variable(found: re.Match[str], path: str, faults: Faults) -> str:
+    if found[0] == "$${":
+        return "${"
+    name, default = found["name"], found["default"]
+    if name in os.environ:
+        return os.environ[name]
+    if default is None:
+        faults.add(path, f"the environment variable '{name}' is not set: set it, or write ${{{name}:-default}}")
+    return default or ""

@@ -1,0 +1,151 @@
+"""Your own network behind the model contract: a causal `f(params, tokens, positions) -> logits`, or a flax module.
+
+Slow to sample from: there is no cache of keys and values, so each new token runs the network over the whole row again.
+What the contract calls the cache is the history of tokens. Scoring and training cost what the network costs.
+Letters: `B` rows, `T` tokens, `S` places of a row's history, `V` vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from flax.core import unfreeze
+from jaxtyping import Array, Float, Int
+
+from jaxft.core.types import Model, Params
+
+Network = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, "B T V"]]
+"""`(params, tokens, positions) -> logits`, causal: what stands behind a token never changes its logits."""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """All that is known of somebody else's network: what it is called."""
+
+    name: str
+
+
+def no_init(key: Any) -> Params:
+    """The `init` of a network that came without one: always an error.
+
+    Raises:
+        ValueError: always; its parameters come from whoever made it.
+    """
+    raise ValueError("this model has no init; make its parameters where the network was made, or pass init")
+
+
+@cache
+def from_function(network: Network, init: Callable[[Any], Params] = no_init, name: str = "network") -> Model:
+    """The model contract for a causal network; the same function gives the same `Model`, so nothing is traced twice.
+
+    Define the function once, at the top of a file: a lambda made anew for each call is a new model each time.
+
+    Args:
+        network: `(params, tokens [B T], positions [B T]) -> logits [B T V]`, `params` a plain nested dict of arrays.
+        init: `key -> params`, if anything is to call `model.init`.
+        name: stands in the model's config.
+
+    >>> def echo(params, tokens, positions):  # likes to repeat the token it saw
+    ...     return jax.nn.one_hot(tokens, 3) * params["scale"]
+    >>> model = from_function(echo)
+    >>> params, tokens = {"scale": jnp.array(2.0)}, jnp.array([[1, 0]])
+    >>> hidden, _ = model.apply(params, tokens, jnp.array([[0, 1]]))
+    >>> model.unembed(params, hidden)[0].tolist()
+    [[0.0, 2.0, 0.0], [2.0, 0.0, 0.0]]
+    """
+
+    def apply(
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], Int[Array, "B S"] | None]:
+        if segment_ids is not None:
+            raise ValueError(
+                "segment_ids were given; a bridged network cannot keep packed sequences apart, so give each a row"
+            )
+        if cache is None:
+            return network(params, tokens, positions), None
+        history = jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
+            cache, tokens.astype(cache.dtype), positions[:, 0], 0
+        )  # [B S]
+        places = jnp.broadcast_to(jnp.arange(history.shape[1], dtype=positions.dtype), history.shape)
+        logits = network(params, history, places)  # [B S V]
+        return jnp.take_along_axis(logits, positions[:, :, None], axis=1), history
+
+    return Model(NetworkConfig(name), init, apply, _as_logits, _empty_history)
+
+
+def _as_logits(params: Params, hidden: Float[Array, "*N V"]) -> Float[Array, "*N V"]:
+    return hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def _empty_history(rows: int, length: int, dtype: Any) -> Int[Array, "B S"]:
+    return jnp.zeros((rows, length), jnp.int32)
+
+
+def from_nnx(module: nnx.Module) -> tuple[Model, Params]:
+    """The model contract and the parameters of an nnx module called as `module(tokens, positions) -> logits`.
+
+    Modules of equal structure give the same `Model`. The parameters are copies: training leaves the module alone, and
+    `nnx.replace_by_pure_dict(state, params)` and `nnx.update(module, state)` put trained ones back.
+
+    Raises:
+        ValueError: the module holds state that is no `nnx.Param` (dropout keys, running statistics).
+    """
+    graph, state, rest = nnx.split(module, nnx.Param, ...)
+    held = sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest))
+    if held:
+        raise ValueError(f"module holds state besides nnx.Param: {', '.join(held)}; a policy is parameters only")
+    # Copies: an update donates its parameters, and the module would be left with deleted arrays.
+    params = jax.tree.map(jnp.copy, nnx.to_pure_dict(state))
+    return _nnx_model(graph, jax.tree.structure(state), type(module).__name__), params
+
+
+@cache
+def _nnx_model(graph: Any, structure: Any, name: str) -> Model:
+    def run(params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        state = jax.tree.unflatten(structure, [None] * structure.num_leaves)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)(tokens, positions)
+
+    return from_function(run, name=name)
+
+
+def from_linen(module: linen.Module, params: Params) -> tuple[Model, Params]:
+    """The model contract of a linen module called as `module(tokens, positions) -> logits`, and its parameters.
+
+    Equal modules give the same `Model`. `params` comes back as a plain dict of the same arrays.
+
+    Args:
+        params: the collection of that name, `module.init(...)["params"]`.
+
+    Raises:
+        ValueError: `params` is a whole set of variables, or the module has a field that cannot be hashed.
+    """
+    if set(params) == {"params"}:
+        raise ValueError("params holds a collection named 'params'; pass variables['params'] itself")
+    try:
+        hash(module)
+    except TypeError as error:
+        raise ValueError(
+            f"the {type(module).__name__} has a field that cannot be hashed; make lists and arrays tuples"
+        ) from error
+    return _linen_model(module), unfreeze(params)
+
+
+@cache
+def _linen_model(module: linen.Module) -> Model:
+    def run(params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        return module.apply({"params": params}, tokens, positions)
+
+    def init(key: Any) -> Params:
+        start = jnp.zeros((1, 1), jnp.int32)
+        return module.init(key, start, start)["params"]
+
+    return from_function(run, init, name=type(module).__name__)

@@ -1,0 +1,280 @@
+"""Models in Hugging Face's file format, in and out: `config.json` and safetensors, on disk or from the hub.
+
+A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and keep kernels
+as `[in, out]`. `TENSORS` is the one place that says which is which.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import save_file
+
+from jaxft.core.types import Model, Params
+from jaxft.models.config import DecoderConfig, preset
+from jaxft.models.decoder import decoder
+from jaxft.models.hf_config import config_json, load_config
+from jaxft.models.hf_files import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    ModelFileError,
+    StoredTensor,
+    local_folder,
+    read_tensor,
+    stored_tensors,
+    write_json,
+)
+
+
+class Tensor(NamedTuple):
+    """Where one parameter stands: its path in our dict, and its name in a file (`*` for the number of the layer)."""
+
+    path: str
+    name: str
+    is_transposed: bool = False
+
+
+def _linear(module: str) -> tuple[Tensor, Tensor]:
+    path, name = f"layers/{module.replace('.', '/')}", f"model.layers.*.{module}"
+    return Tensor(f"{path}/kernel", f"{name}.weight", is_transposed=True), Tensor(f"{path}/bias", f"{name}.bias")
+
+
+TENSORS: tuple[Tensor, ...] = (
+    Tensor("ends/embedding", "model.embed_tokens.weight"),
+    Tensor("layers/input_layernorm/scale", "model.layers.*.input_layernorm.weight"),
+    *_linear("self_attn.q_proj"),
+    *_linear("self_attn.k_proj"),
+    *_linear("self_attn.v_proj"),
+    *_linear("self_attn.o_proj"),
+    Tensor("layers/self_attn/q_norm/scale", "model.layers.*.self_attn.q_norm.weight"),
+    Tensor("layers/self_attn/k_norm/scale", "model.layers.*.self_attn.k_norm.weight"),
+    Tensor("layers/post_attention_layernorm/scale", "model.layers.*.post_attention_layernorm.weight"),
+    *_linear("mlp.gate_proj"),
+    *_linear("mlp.up_proj"),
+    *_linear("mlp.down_proj"),
+    Tensor("ends/norm/scale", "model.norm.weight"),
+    Tensor("ends/lm_head", "lm_head.weight"),
+)
+"""Every parameter that a decoder can have; a config decides which of them it has."""
+
+
+def init_model(config: DecoderConfig | str, key: Any, *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
+    """A decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
+
+    Raises:
+        ValueError: no preset has this name, or `dtype` is none that weights can have.
+    """
+    model = decoder(preset(config) if isinstance(config, str) else config)
+    return model, _init(model, _weights_dtype(dtype), key)
+
+
+@partial(jax.jit, static_argnames=("model", "dtype"))
+def _init(model: Model, dtype: Any, key: Any) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key))
+
+
+def load_model(path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
+    """A Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
+
+    Weights are read one tensor at a time and cast to `dtype`. Of `model.safetensors` and an index of shards, the single
+    file wins, as in transformers.
+
+    Raises:
+        ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for.
+        ValueError: `dtype` is none that weights can have.
+    """
+    dtype = _weights_dtype(dtype)
+    folder = local_folder(path_or_hub_id)
+    model = decoder(load_config(folder / "config.json"))
+    stored = stored_tensors(folder)
+    shapes = _parameter_shapes(model)
+    _check_stored(folder, stored, shapes)
+
+    flat = {}
+    for tensor, shape in shapes.items():
+        stacked = np.empty(shape, dtype)
+        parts = stacked if _is_per_layer(tensor) else stacked[None]
+        for part, name in zip(parts, _names(tensor, shape), strict=True):
+            values = read_tensor(stored[name])
+            part[...] = values.T if tensor.is_transposed else values
+        flat[tensor.path] = jnp.asarray(stacked)
+    return model, unflatten_dict(flat, sep="/")
+
+
+def _weights_dtype(dtype: Any) -> np.dtype[Any]:
+    wanted = jnp.dtype(dtype)
+    if wanted not in DTYPES.values():
+        raise ValueError(f"dtype is {wanted.name}; wanted float32, bfloat16, float16 or float64")
+    if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        raise ValueError(f"dtype is {wanted.name}, which jax has switched off; set jax_enable_x64 or choose another")
+    return wanted
+
+
+def _is_per_layer(tensor: Tensor) -> bool:
+    return "*" in tensor.name
+
+
+def _names(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
+    if not _is_per_layer(tensor):
+        yield tensor.name
+        return
+    for layer in range(shape[0]):
+        yield tensor.name.replace("*", str(layer))
+
+
+@cache
+def _parameter_shapes(model: Model) -> dict[Tensor, tuple[int, ...]]:
+    flat = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    return {tensor: flat[tensor.path].shape for tensor in TENSORS if tensor.path in flat}
+
+
+def _shape_in_file(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    one = shape[1:] if _is_per_layer(tensor) else shape
+    return one[::-1] if tensor.is_transposed else one
+
+
+def _check_stored(folder: Path, stored: dict[str, StoredTensor], shapes: dict[Tensor, tuple[int, ...]]) -> None:
+    extra = dict(stored)
+    for tensor, shape in shapes.items():
+        wanted = _shape_in_file(tensor, shape)
+        for name in _names(tensor, shape):
+            found = extra.pop(name, None)
+            if found is None:
+                hint = "; is tie_word_embeddings missing in config.json?" if tensor.path == "ends/lm_head" else ""
+                raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}{hint}")
+            if found.dtype not in DTYPES:
+                raise ModelFileError(
+                    f"{found.file}: tensor {name!r} has dtype {found.dtype}; wanted one of {', '.join(DTYPES)}"
+                )
+            if found.shape != wanted:
+                raise ModelFileError(
+                    f"{found.file}: tensor {name!r} has shape {found.shape}; config.json asks for {wanted}"
+                )
+    head = extra.pop("lm_head.weight", None)
+    if head is not None:
+        _check_tied(head, stored["model.embed_tokens.weight"])
+    # Rotary frequencies that old versions stored: they follow from the config.
+    unknown = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        name = min(unknown)
+        raise ModelFileError(
+            f"{extra[name].file}: tensor {name!r} has no place in the model of config.json ({len(unknown)} such)"
+        )
+
+
+def _weight_files(folder: Path, stored: dict[str, StoredTensor]) -> Path:
+    files = {tensor.file for tensor in stored.values()}
+    return files.pop() if len(files) == 1 else folder / INDEX
+
+
+def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
+    is_same_kind = head.dtype == embedding.dtype and head.shape == embedding.shape
+    if not is_same_kind or not np.array_equal(read_tensor(head), read_tensor(embedding)):
+        raise ModelFileError(
+            f"{head.file}: tensor 'lm_head.weight' differs from the embedding, though tie_word_embeddings is true in "
+            "config.json; set it to false to use both"
+        )
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    model: Model,
+    params: Params,
+    tokenizer: Any = None,
+    *,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
+
+    Weights keep their dtype. All is written beside the folder and moved in one step: a folder is whole or absent.
+
+    Args:
+        folder: made, with its parents; may exist when empty.
+        model: of `load_model` or `init_model`.
+        tokenizer: anything with transformers' `save_pretrained`.
+        max_shard_bytes: weights above this are split over several files with an index.
+
+    Raises:
+        ModelFileError: the folder holds files, the model is no decoder, or `params` are not those of the model.
+        ValueError: `max_shard_bytes` below 1.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; wanted at least 1")
+    folder = Path(folder).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelFileError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
+    if not isinstance(model.config, DecoderConfig):
+        raise ModelFileError(f"the model's config is a {type(model.config).__name__}; only a decoder can be written")
+    flat = flatten_dict(params, sep="/")
+    _check_params(model, flat)
+    dtypes = {leaf.dtype.name for leaf in flat.values()}
+    values = config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
+    values |= {
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_token_id,
+        "eos_token_id": None if tokenizer is None else tokenizer.eos_token_id,
+        "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
+    }
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    unfinished.mkdir()
+    try:
+        write_json(unfinished / "config.json", values)
+        _write_weights(unfinished, model, flat, max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _check_params(model: Model, flat: dict[str, Any]) -> None:
+    shapes = {tensor.path: shape for tensor, shape in _parameter_shapes(model).items()}
+    if flat.keys() != shapes.keys():
+        missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
+        raise ModelFileError(f"params lack {missing} and hold {extra} beyond what the model of this config has")
+    for path, leaf in flat.items():
+        if leaf.shape != shapes[path]:
+            raise ModelFileError(f"params: {path} has shape {leaf.shape}; the model's config asks for {shapes[path]}")
+        if leaf.dtype not in DTYPES.values():
+            raise ModelFileError(f"params: {path} has dtype {leaf.dtype}; wanted a floating-point one")
+
+
+def _write_weights(folder: Path, model: Model, flat: dict[str, Any], max_shard_bytes: float) -> None:
+    shards: list[list[tuple[str, Tensor, int]]] = [[]]
+    filled = total = 0
+    for tensor, shape in _parameter_shapes(model).items():
+        size = flat[tensor.path].nbytes // (shape[0] if _is_per_layer(tensor) else 1)
+        for layer, name in enumerate(_names(tensor, shape)):
+            if shards[-1] and filled + size > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append((name, tensor, layer))
+            filled += size
+            total += size
+
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # Transformers refuses a file whose metadata does not say that its kernels are laid out as torch's are.
+        save_file({name: _for_file(flat, tensor, i) for name, tensor, i in shard}, folder / file, {"format": "pt"})
+        weight_map |= {name: file for name, _, _ in shard}
+    if len(shards) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
+    leaf = flat[tensor.path]
+    # Sliced before it is copied to the host, where jax would keep a copy of the whole for as long as the array lives.
+    values = np.asarray(leaf[layer] if _is_per_layer(tensor) else leaf)
+    return np.ascontiguousarray(values.T if tensor.is_transposed else values)

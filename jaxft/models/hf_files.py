@@ -1,0 +1,141 @@
+"""The files of a model folder: JSON, and safetensors whose tensors are read one at a time."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+DTYPES = {
+    name: jnp.dtype(kind)
+    for name, kind in [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16"), ("F64", "float64")]
+}
+"""The dtypes that weights may have, by their names in a safetensors header."""
+
+
+class ModelFileError(ValueError):
+    """A model's files do not say, or cannot say, what they should; names the file and the way out."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as it lies in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder itself when it is one, else where the hub's model of this id was downloaded to.
+
+    Raises:
+        ModelFileError: no such folder, and no such model or no way to it.
+    """
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    name = os.fspath(path_or_hub_id)
+    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelFileError(f"{name} is not a folder; wanted one with config.json and {WEIGHTS}, or the id of a model")
+    # Imported here: a model on disk needs no network client.
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Not all *.safetensors: some repositories hold the same weights twice, under other names.
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors", INDEX]))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{name!r} is neither a folder here nor could it be downloaded ({type(error).__name__}: {error}); download "
+            "the model by other means and pass the path of its folder"
+        ) from error
+
+
+def load_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelFileError: the file is absent, or holds something else.
+    """
+    if not file.is_file():
+        raise ModelFileError(f"{file} does not exist; a model folder needs one")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFileError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelFileError(f"{file} holds a {type(values).__name__}; wanted a JSON object")
+    return values
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON object with sorted keys: equal values give equal bytes."""
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a model folder by name; nothing but headers is read.
+
+    Raises:
+        ModelFileError: no safetensors, a corrupt file, or an index that disagrees with its shards.
+    """
+    if (folder / WEIGHTS).is_file():
+        return _read_header(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".pkl"))
+        hint = f"; {pickled[0]} is a pickle, which can run code: convert it to safetensors" if pickled else ""
+        raise ModelFileError(f"{folder} holds neither {WEIGHTS} nor {INDEX}{hint}")
+    index = folder / INDEX
+    weight_map = load_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelFileError(f"{index}: weight_map is {weight_map!r:.80}; wanted an object from tensor to file name")
+
+    stored: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        # Judged by name alone: in the hub's cache an honest shard is a link to a place outside the folder.
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise ModelFileError(f"{index} names the file {shard!r}, which is outside of {folder}")
+        if not (folder / shard).is_file():
+            raise ModelFileError(f"{index} names the file {shard!r}, which is not in {folder}")
+        held = _read_header(folder / shard)
+        for name in held:
+            if weight_map.get(name) != shard:
+                place = f"puts it in {weight_map[name]!r}" if name in weight_map else "does not know it"
+                raise ModelFileError(f"{folder / shard} holds the tensor {name!r}, but {index} {place}")
+        stored |= held
+    for name, shard in weight_map.items():
+        if name not in stored:
+            raise ModelFileError(f"{index} puts the tensor {name!r} in {shard!r}, which does not hold it")
+    return stored
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        # The library checks the header against the file: lengths, overlaps, gaps.
+        with safe_open(file, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelFileError(
+            f"{file} is no readable safetensors file ({error}); download or export it again"
+        ) from error
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(file, held["dtype"], tuple(held["shape"]), 8 + length + held["data_offsets"][0])
+        for name, held in header.items()
+    }
+
+
+def read_tensor(tensor: StoredTensor) -> np.ndarray:
+    """The values of a tensor whose dtype is one of `DTYPES`."""
+    dtype = DTYPES[tensor.dtype]
+    size = int(np.prod(tensor.shape)) * dtype.itemsize
+    return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)

@@ -1,0 +1,159 @@
+"""Conversations as token ids: the chat template, and the rule by which a turn continues the ids of the turn before.
+
+Text that agents put into messages can never become a control token: it is marked before the template is filled in, and
+what is marked is encoded as plain text.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxft.policy.recorder import Call
+
+CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
+"""The embedded tokenizer: a token per byte, and the control tokens of a chat."""
+
+Message = Mapping[str, str]
+
+
+class Prompt(NamedTuple):
+    """A conversation, ready to be answered: its rendered text (control tokens of messages marked) and its token ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
+    """A transformers tokenizer from a folder or a hub id; the embedded character-level one when None.
+
+    Raises:
+        ValueError: nothing loadable there, or the tokenizer has no chat template; says how to give another.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would announce that PyTorch is missing
+    from transformers import AutoTokenizer
+
+    source = CHAR_TOKENIZER if path_or_hub_id is None else path_or_hub_id
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"no tokenizer could be loaded from {str(source)!r} ({reason}); give the folder of a Hugging Face tokenizer, "
+            "or leave `tokenizer` out for the embedded one"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja to its folder")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {str(source)!r} names no eos_token, so nothing would end an answer")
+    return tokenizer
+
+
+def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
+    """Ids that end an answer: the tokenizer's end token, and those that `generation_config.json` of a checkpoint adds."""
+    stop_ids = [tokenizer.eos_token_id]
+    config = Path(model_folder) / "generation_config.json" if model_folder is not None else None
+    if config is not None and config.is_file():
+        listed = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+        stop_ids += listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return tuple(sorted(set(stop_ids)))
+
+
+class ChatTemplate:
+    """Turns messages into prompts for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
+
+    def prompt(self, messages: Sequence[Message], earlier: Sequence[Call] = ()) -> Prompt:
+        """The prompt that asks for the next answer, made of recorded ids as far as an earlier call reaches.
+
+        When the conversation goes on from an earlier call (its messages, its answer, then new ones) and the template
+        renders it so, the ids of that call are taken as they were fed and sampled, and only the text behind them is
+        tokenised. Otherwise (an agent that edits its history, a template that drops reasoning) all of it is.
+
+        Raises:
+            ValueError: no messages, one without role or content, or a template that refuses them.
+        """
+        text = self._render(messages, add_generation_prompt=True)
+        for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
+            ids = self._continue(call, messages, text)
+            if ids is not None:
+                return Prompt(text, ids)
+        return Prompt(text, self._encode(text))
+
+    def _continue(self, call: Call, messages: Sequence[Message], text: str) -> tuple[int, ...] | None:
+        answered = [*call.messages, {"role": "assistant", "content": call.content}]
+        if list(messages[: len(answered)]) != answered:
+            return None
+        said = call.prompt_text + self._mark(call.content)
+        if not text.startswith(said):
+            return None
+        rest = text[len(said) :]
+        if call.token_ids[-1] in self.stop_ids:
+            # The stop token was sampled: it stands in the ids already, so the template's own must not follow it.
+            stop_text = self.tokenizer.decode([call.token_ids[-1]])
+            if not rest.startswith(stop_text):
+                return None
+            rest = rest[len(stop_text) :]
+        return call.context_ids + self._encode(rest)
+
+    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """A finished conversation as ids with a mask that is True on the assistant's words and the token that ends them.
+
+        For supervised finetuning. The last message must be the assistant's.
+
+        Raises:
+            ValueError: the conversation does not end with the assistant, or the template does not render turns one
+                behind the other.
+        """
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ValueError("a conversation to be learned must end with a message of the assistant")
+        ids: list[int] = []
+        mask: list[bool] = []
+        rendered = ""
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self._render(messages[:turn], add_generation_prompt=True)
+            answer = self._mark(message["content"]) + self.tokenizer.eos_token
+            if not asked.startswith(rendered):
+                raise ValueError(f"the chat template rewrites what came before message {turn}; it cannot be learned in one row")
+            context, words = self._encode(asked[len(rendered) :]), self._encode(answer)
+            ids += [*context, *words]
+            mask += [False] * len(context) + [True] * len(words)
+            rendered = asked + answer
+        return ids, mask
+
+    def answer_text(self, token_ids: Sequence[int]) -> str:
+        """What sampled ids say, without control tokens."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        if not messages:
+            raise ValueError("messages is empty; wanted at least one {'role': ..., 'content': ...}")
+        for index, message in enumerate(messages):
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise ValueError(f"messages[{index}] has keys {sorted(message)}; wanted text under 'role' and 'content'")
+        from jinja2 import TemplateError
+
+        marked = [{name: self._mark(value) for name, value in message.items()} for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+
+    def _mark(self, text: str) -> str:
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        return mark_control_tokens(text, self._controls)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])

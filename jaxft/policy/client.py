@@ -1,0 +1,160 @@
+"""The chat client that a workflow is given: messages in, a reply out, the call recorded under its episode."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxft.core.sampling import check_sampling
+from jaxft.policy.chat import ChatTemplate, Message
+from jaxft.policy.engine import Completion, Request
+from jaxft.policy.policy import Policy
+from jaxft.policy.recorder import Call, find_episode
+
+INTERACTIVE = 2
+"""Stream of random numbers of calls made outside an episode."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        content: its text, up to a stop string.
+        finish_reason: `stop`, or `length` when its budget or the context was used up.
+        token_ids: what was sampled, the stop token included.
+        logprobs: of these tokens, in nats, under the temperature-scaled full vocabulary.
+        policy_version: of the parameters that answered.
+    """
+
+    content: str
+    finish_reason: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+
+
+class ChatClient:
+    """Asks a live policy. Concurrent calls share one batch.
+
+    Attributes:
+        policy: who answers.
+        name: what its calls are recorded under.
+    """
+
+    def __init__(self, policy: Policy, name: str = "policy") -> None:
+        self.policy = policy
+        self.name = name
+        self._interactive_calls = itertools.count()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> Reply:
+        """Samples the assistant's next message.
+
+        Inside an episode the call is recorded for training, its noise is fixed by the episode and its prompt, and the
+        episode's temperature, when it has one, replaces `temperature`.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each.
+            temperature: 0 takes the most likely token every time.
+            max_tokens: the most tokens to sample; None for what the context has room for.
+            stop: strings that end the answer; they are not part of `content`.
+            top_k, top_p, min_p: truncate the distribution; see `jaxft.core.sampling.SamplingParams`.
+
+        Raises:
+            ValueError: messages that the template refuses, a prompt longer than the context, impossible parameters.
+        """
+        episode = find_episode()
+        if episode is not None and episode.temperature is not None:
+            temperature = episode.temperature
+        check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise ValueError("stop contains an empty string, which every text ends with")
+
+        template, engine = self.policy.template, self.policy.engine
+        prompt = template.prompt(messages, episode.calls if episode is not None else ())
+        if episode is not None:
+            index, call_id = episode.begin_call(prompt.ids)
+            key_ids = (*episode.key_ids, call_id)
+        else:
+            key_ids = (INTERACTIVE, 0, 0, 0, 0, next(self._interactive_calls))
+        room = engine.max_context_tokens - len(prompt.ids)
+        completion = await engine.submit(
+            Request(
+                prompt_ids=prompt.ids,
+                key_ids=key_ids,
+                max_tokens=max(room, 1) if max_tokens is None else max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                stop_ids=template.stop_ids,
+                find_stop=(lambda ids: find_stop_string(template, ids, stops)) if stops else None,
+            )
+        )
+        content = cut_at_stop(template.answer_text(completion.token_ids), stops)
+        if episode is not None:
+            episode.record(self._call(index, messages, content, prompt.text, prompt.ids, temperature, completion))
+        return Reply(
+            content,
+            completion.finish_reason,
+            tuple(completion.token_ids),
+            tuple(completion.sampler_logprobs),
+            completion.policy_version,
+        )
+
+    def _call(
+        self,
+        index: int,
+        messages: Sequence[Message],
+        content: str,
+        prompt_text: str,
+        prompt_ids: tuple[int, ...],
+        temperature: float,
+        completion: Completion,
+    ) -> Call:
+        return Call(
+            index=index,
+            llm=self.name,
+            messages=tuple(dict(message) for message in messages),
+            content=content,
+            prompt_text=prompt_text,
+            prompt_ids=prompt_ids,
+            token_ids=tuple(completion.token_ids),
+            sampler_logprobs=tuple(completion.sampler_logprobs),
+            behavior_logprobs=tuple(completion.behavior_logprobs),
+            temperature=temperature,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+        )
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it.
+
+    >>> cut_at_stop("yes. No.", [".", "No"])
+    'yes'
+    """
+    found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(found)] if found else text
+
+
+def find_stop_string(template: ChatTemplate, token_ids: list[int], stops: Sequence[str]) -> int | None:
+    """How many of the tokens it takes until their text contains a stop string; None if it never does."""
+
+    def contains(count: int) -> bool:
+        text = template.answer_text(token_ids[:count])
+        return any(stop in text for stop in stops)
+
+    if not contains(len(token_ids)):
+        return None
+    return next(count for count in range(1, len(token_ids) + 1) if contains(count))

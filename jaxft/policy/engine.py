@@ -1,0 +1,352 @@
+"""Concurrent requests, one batch: fixed decode slots over one cache, and nothing a request gets depends on the others.
+
+Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a prefill) or follows from the
+request alone (its prompt's length bucket), and noise comes from the request's own key. So tokens and log-probabilities of
+a request are the same bits whatever runs beside it, in whichever slot, in whatever order requests came.
+Letters: `R` slots, `P` rows of a prefill, `L` bucket of prompt length, `S` stop ids.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxft.core.generate import DecodeState, Emitted, RowParams, decode
+from jaxft.core.sampling import SamplingParams, fold_ids
+from jaxft.core.types import Model, Params
+from jaxft.policy.device import DeviceThread
+
+PREFILL_ROWS = 8
+"""Rows of every prefill: a request is prefilled at a shape that does not depend on how many came with it."""
+DISPATCH_TOKENS = 8
+"""Tokens decoded between two looks at the queue."""
+MAX_STOP_IDS = 8
+SMALLEST_BUCKET = 32
+
+
+class RequestError(ValueError):
+    """A request that can never be served: too long for the context, or impossible parameters."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to sample.
+
+    Attributes:
+        prompt_ids: the context, at least one token.
+        key_ids: uint32 numbers folded into the run's key, in order; unique to the request.
+        max_tokens: the most tokens to sample.
+        temperature, top_k, top_p, min_p: see `SamplingParams`.
+        stop_ids: a sampled one ends the answer.
+        find_stop: given the sampled ids, how many of them complete a stop string, or None.
+    """
+
+    prompt_ids: tuple[int, ...]
+    key_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    find_stop: Callable[[list[int]], int | None] | None = None
+
+
+@dataclass
+class Completion:
+    """What was sampled; `finish_reason` is `stop` or `length`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    policy_version: int = 0
+
+
+class Slots(NamedTuple):
+    """All that the engine keeps on the device; every leaf has slots on axis 0."""
+
+    state: DecodeState
+    rows: RowParams
+
+
+class Admission(NamedTuple):
+    """Requests about to be prefilled. Filling rows have a slot beyond the last one, and are dropped."""
+
+    prompts: Int[Any, "P L"]
+    lengths: Int[Any, "P"]
+    slots: Int[Any, "P"]
+    sampling: SamplingParams
+    key_ids: UInt32[Any, "P N"]
+    stop_ids: Int[Any, "P S"]
+    limits: Int[Any, "P"]
+
+
+@dataclass
+class _Running:
+    request: Request
+    future: "asyncio.Future[Completion]"
+    completion: Completion
+
+
+class Engine:
+    """Serves requests from the event loop on the device thread.
+
+    `submit` belongs to the event loop, everything with an underscore and `finish_running` to the device thread.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device: DeviceThread,
+        get_params: Callable[[], tuple[Params, int]],
+        *,
+        seed: int,
+        slots: int,
+        max_context_tokens: int,
+    ) -> None:
+        """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins."""
+        self.model = model
+        self.slots = slots
+        self.max_context_tokens = max_context_tokens
+        self.decoded_tokens = 0
+        self._device = device
+        self._get_params = get_params
+        self._seed = seed
+        self._device_slots: Slots | None = None
+        self._running: dict[int, _Running] = {}
+        self._waiting: deque[_Running] = deque()
+        self._is_scheduled = False
+
+    async def submit(self, request: Request) -> Completion:
+        """Waits for the completion of a request; a cancelled wait frees the slot.
+
+        Raises:
+            RequestError: the prompt leaves no room in the context, or has no tokens, or parameters are impossible.
+            Exception: whatever stopped the device work that the request was part of.
+        """
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._waiting.append(_Running(request, future, Completion()))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            # After the callbacks that are ready now: requests of one wave are admitted together.
+            loop.call_soon(self._device.submit, partial(self._pump, loop))
+        return await future
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise RequestError("the prompt has no tokens")
+        if length >= self.max_context_tokens:
+            raise RequestError(
+                f"the prompt has {length} tokens, but max_context_tokens is {self.max_context_tokens} with the answer "
+                "included; shorten the conversation or raise llms.<name>.max_context_tokens"
+            )
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
+
+    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One round: admit, decode a little, deliver; then queues itself behind other device jobs if work is left."""
+        try:
+            self._admit()
+            finished = self._advance()
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            self._fail(loop, error)
+            return
+        if self._running or self._waiting:
+            self._device.submit(partial(self._pump, loop))
+            loop.call_soon_threadsafe(_deliver, finished)
+        else:
+            loop.call_soon_threadsafe(self._deliver_last, loop, finished)
+
+    def _deliver_last(self, loop: asyncio.AbstractEventLoop, finished: list[_Running]) -> None:
+        self._is_scheduled = False
+        _deliver(finished)
+        if self._waiting:  # came in while the last round ended
+            self._is_scheduled = True
+            self._device.submit(partial(self._pump, loop))
+
+    def _fail(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
+        failed = [*self._running.values(), *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        self._device_slots = None  # it may have been donated to the call that failed
+
+        def tell() -> None:
+            self._is_scheduled = False
+            for running in failed:
+                if not running.future.done():
+                    running.future.set_exception(error)
+
+        loop.call_soon_threadsafe(tell)
+
+    def finish_running(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Decodes what has been admitted to its end, admitting nothing: afterwards the weights may change."""
+        try:
+            while self._running:
+                loop.call_soon_threadsafe(_deliver, self._advance())
+        except Exception as error:
+            self._fail(loop, error)
+            raise
+
+    def _admit(self) -> None:
+        free = [slot for slot in range(self.slots) if slot not in self._running]
+        by_bucket: dict[int, list[tuple[int, _Running]]] = {}
+        params, version = self._get_params()
+        while self._waiting and free:
+            running = self._waiting.popleft()
+            if running.future.cancelled():
+                continue
+            running.completion.policy_version = version
+            slot = free.pop(0)
+            self._running[slot] = running
+            length = min(bucket(len(running.request.prompt_ids)), self.max_context_tokens)
+            by_bucket.setdefault(length, []).append((slot, running))
+        if by_bucket and self._device_slots is None:
+            self._device_slots = _empty_slots(self.model, self.slots, self.max_context_tokens, _compute_dtype(params))
+        for length, admitted in by_bucket.items():
+            for start in range(0, len(admitted), PREFILL_ROWS):
+                admission = self._admission(length, admitted[start : start + PREFILL_ROWS])
+                seed = jax.random.key_data(jax.random.key(self._seed, impl="threefry2x32"))
+                self._device_slots = _admit(self.model, params, self._device_slots, seed, admission)
+
+    def _admission(self, length: int, admitted: list[tuple[int, _Running]]) -> Admission:
+        requests = [running.request for _, running in admitted]
+        spare = PREFILL_ROWS - len(requests)
+        prompts = np.zeros((PREFILL_ROWS, length), np.int32)
+        stops = np.full((PREFILL_ROWS, MAX_STOP_IDS), -1, np.int32)
+        for row, request in enumerate(requests):
+            prompts[row, : len(request.prompt_ids)] = request.prompt_ids
+            stops[row, : len(request.stop_ids)] = request.stop_ids
+
+        def column(values: list[Any], filler: Any, dtype: Any) -> np.ndarray:
+            return np.array(values + [filler] * spare, dtype)
+
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [min(n + r.max_tokens, self.max_context_tokens) for n, r in zip(lengths, requests, strict=True)]
+        return Admission(
+            prompts,
+            column(lengths, 1, np.int32),
+            column([slot for slot, _ in admitted], self.slots, np.int32),
+            SamplingParams(
+                column([r.temperature for r in requests], 1.0, np.float32),
+                column([r.top_k for r in requests], 0, np.int32),
+                column([r.top_p for r in requests], 1.0, np.float32),
+                column([r.min_p for r in requests], 0.0, np.float32),
+            ),
+            column([list(r.key_ids) for r in requests], list(requests[0].key_ids), np.uint32),
+            stops,
+            column(limits, 2, np.int32),
+        )
+
+    def _advance(self) -> list[_Running]:
+        """Decodes a few tokens of every running request; returns those that ended, their slots free again."""
+        abandoned = [slot for slot, running in self._running.items() if running.future.cancelled()]
+        for slot in abandoned:
+            del self._running[slot]
+        if not self._running:
+            return []
+        kept = np.zeros(self.slots, bool)
+        kept[list(self._running)] = True
+        params, _ = self._get_params()
+        assert self._device_slots is not None
+        self._device_slots, emitted = _decode(self.model, params, self._device_slots, kept)
+        tokens, sampler_logprobs, behavior_logprobs, counts = (np.asarray(x) for x in emitted)
+        active = np.asarray(self._device_slots.state.active)
+        self.decoded_tokens += int(counts.sum())
+
+        finished = []
+        for slot, running in list(self._running.items()):
+            count, completion = int(counts[slot]), running.completion
+            completion.token_ids += tokens[slot, :count].tolist()
+            completion.sampler_logprobs += sampler_logprobs[slot, :count].tolist()
+            completion.behavior_logprobs += behavior_logprobs[slot, :count].tolist()
+            if _is_finished(running.request, completion, bool(active[slot])):
+                del self._running[slot]
+                finished.append(running)
+        return finished
+
+
+def _is_finished(request: Request, completion: Completion, is_active: bool) -> bool:
+    cut = request.find_stop(completion.token_ids) if request.find_stop is not None else None
+    if cut is not None:
+        # Tokens decoded beyond the one that completed the stop string were never asked for.
+        for values in (completion.token_ids, completion.sampler_logprobs, completion.behavior_logprobs):
+            del values[cut:]
+        completion.finish_reason = "stop"
+        return True
+    if not is_active:
+        completion.finish_reason = "stop" if completion.token_ids[-1] in request.stop_ids else "length"
+    return not is_active
+
+
+def _deliver(finished: list[_Running]) -> None:
+    for running in finished:
+        if not running.future.done():
+            running.future.set_result(running.completion)
+
+
+def bucket(tokens: int) -> int:
+    """The padded length of a prompt: the next of 32, 48, 64, 96, 128, 192, ... so that at most a third is padding.
+
+    >>> [bucket(n) for n in (1, 33, 64, 65, 130)]
+    [32, 48, 64, 96, 192]
+    """
+    power = SMALLEST_BUCKET
+    while power < tokens:
+        if tokens <= power * 3 // 2:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def _compute_dtype(params: Params) -> Any:
+    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slots:
+    zeros = jnp.zeros(slots, jnp.int32)
+    state = DecodeState(model.init_cache(slots, cache_length, dtype), zeros, zeros, jnp.zeros(slots, bool))
+    sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots))
+    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), slots)
+    return Slots(state, RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _admit(model: Model, params: Params, slots: Slots, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
+    """Prefills the admitted prompts in the rows of their slots and sets the slots' parameters."""
+    cache = jax.tree.map(lambda leaf: leaf[admission.slots], slots.state.cache)  # a slot out of range reads the last row
+    prompts, last = admission.prompts, admission.lengths - 1
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    _, cache = model.apply(params, prompts, positions, cache=cache)
+
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    admitted = Slots(
+        DecodeState(cache, jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last, jnp.ones_like(last, bool)),
+        RowParams(
+            admission.sampling,
+            jax.vmap(partial(fold_ids, key))(admission.key_ids),
+            admission.stop_ids,
+            admission.limits,
+        ),
+    )
+    return jax.tree.map(lambda old, new: old.at[admission.slots].set(new, mode="drop"), slots, admitted)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _decode(model: Model, params: Params, slots: Slots, kept: Bool[Array, "R"]) -> tuple[Slots, Emitted]:
+    state = slots.state._replace(active=slots.state.active & kept)
+    state, emitted = decode(model, params, state, slots.rows, DISPATCH_TOKENS)
+    return slots._replace(state=state), emitted

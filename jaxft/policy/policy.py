@@ -1,0 +1,129 @@
+"""A live policy: weights, tokenizer, engine and device thread, with one way to ask it and one way to change it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxft.core.types import Model, Params, same_params
+from jaxft.policy.chat import ChatTemplate
+from jaxft.policy.device import CompileCounter, DeviceThread
+from jaxft.policy.engine import Engine
+
+T = TypeVar("T")
+
+
+class PolicyLostError(RuntimeError):
+    """The parameters were given up to an update that failed; they have to be restored from a checkpoint."""
+
+
+class Policy:
+    """Owns the parameters. They are read and replaced on the device thread only.
+
+    Attributes:
+        model: the contract's tuple.
+        tokenizer: a transformers tokenizer.
+        template: conversations as token ids.
+        engine: samples for any number of requests at once.
+        compiles: counts what XLA compiles.
+        version: of the parameters; goes up by one with every change.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        tokenizer: Any,
+        *,
+        stop_ids: tuple[int, ...],
+        seed: int = 0,
+        slots: int = 64,
+        max_context_tokens: int = 512,
+    ) -> None:
+        if slots < 1 or max_context_tokens < 2:
+            raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, stop_ids)
+        self.version = 0
+        self.compiles = CompileCounter()
+        self._params = params
+        self._decode_params: Params | None = None
+        self._lost: str | None = None
+        self._relayout = jax.jit(model.decode_layout)
+        self._device = DeviceThread()
+        self.engine = Engine(
+            model,
+            self._device,
+            self._sampling_params,
+            seed=seed,
+            slots=slots,
+            max_context_tokens=max_context_tokens,
+        )
+
+    async def update(self, job: Callable[[Params], tuple[Params, T]]) -> T:
+        """Replaces the parameters by what `job` makes of them and returns its result.
+
+        Requests that run already finish first, on the parameters they began with. The job may donate the parameters; if
+        it raises, they count as lost and the policy refuses all further work. A job that returns the very object it was
+        given changes nothing, and the version stays.
+
+        Raises:
+            PolicyLostError: an earlier job failed.
+        """
+        loop = asyncio.get_running_loop()
+
+        def run() -> T:
+            self._check()
+            self.engine.finish_running(loop)
+            given = self._params
+            self._decode_params = None
+            try:
+                params, result = job(given)
+            except BaseException as error:
+                self._lost = f"{type(error).__name__}: {error}"
+                raise
+            if params is not given:
+                self._params = params
+                self.version += 1
+            return result
+
+        return await self._device.run(run)
+
+    async def read(self, job: Callable[[Params], T]) -> T:
+        """The result of `job(params)`, which must not donate them."""
+
+        def run() -> T:
+            self._check()
+            return job(self._params)
+
+        return await self._device.run(run)
+
+    async def save(self, folder: str | Path) -> Path:
+        """Writes model and tokenizer in Hugging Face's file format."""
+        from jaxft.models.hf import save_model
+
+        path = Path(folder)
+        await self.read(lambda params: save_model(path, self.model, params, tokenizer=self.tokenizer))
+        return path
+
+    def close(self) -> None:
+        """Ends the device thread."""
+        self._device.close()
+        self.compiles.close()
+
+    def _sampling_params(self) -> tuple[Params, int]:
+        self._check()
+        if self._decode_params is None:
+            is_same = self.model.decode_layout is same_params
+            self._decode_params = self._params if is_same else self._relayout(self._params)
+        return self._decode_params, self.version
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise PolicyLostError(
+                f"the policy's parameters were lost when an update failed ({self._lost}); restore them from a checkpoint"
+            )
+

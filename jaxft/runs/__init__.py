@@ -1,0 +1,1 @@
+"""Everything a run writes to disk or shows: nothing else in jaxft opens a file for writing."""

@@ -1,0 +1,72 @@
+"""What a run was made with: versions, machine, command line and commit."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
+MASK = "***"
+_SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token)$")
+
+
+def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of `environment.json`, plain values only; nothing is imported to find them.
+
+    Args:
+        devices: the devices in words. They are passed in, for asking jax would start it.
+
+    Returns:
+        `versions` (None for a package that is not installed), `platform`, `cpu_count`, `devices`, `command` (the
+        command line, with the values of options that are named like secrets masked) and `git_commit`: the commit of
+        the working directory, with `-dirty` after it when tracked files were changed, None outside a repository.
+    """
+    return {
+        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "devices": list(devices),
+        "command": masked_command(sys.argv),
+        "git_commit": _git_commit(),
+    }
+
+
+def masked_command(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `***` for the values of options named like secrets.
+
+    >>> masked_command(["--set", "llms.judge.api_key=sk-1", "-o", "llms.judge.token", "t", "--set", "a.tokens=3"])
+    ['--set', 'llms.judge.api_key=***', '-o', 'llms.judge.token', '***', '--set', 'a.tokens=3']
+    """
+    masked: list[str] = []
+    value_is_secret = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = bool(_SECRET_NAME.search(name))
+        if value_is_secret:
+            masked.append(MASK)
+        elif is_secret and equals:
+            masked.append(f"{name}={MASK}")
+        else:
+            masked.append(argument)
+        value_is_secret = is_secret and not equals and not value_is_secret
+    return masked
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, or a disk too slow to wait for
+        return None
+    return described.stdout.strip()

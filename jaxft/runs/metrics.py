@@ -1,0 +1,56 @@
+"""The figures of a run, one row per step: what is reproducible apart from what the clock says."""
+
+from collections.abc import Mapping
+
+from jaxft.runs.directory import RunDirectory
+
+METRICS_FILE = "training_metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricsLog:
+    """Writes each step to `training_metrics.jsonl`, `timings.jsonl` and TensorBoard, all with the same step.
+
+    The metrics file of two equal runs is equal to the byte; everything that a clock measured goes to the timings.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._directory = directory
+        self._tensorboard = SummaryWriter(str(directory.file(TENSORBOARD_FOLDER)))
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float | int | str],
+        timings: Mapping[str, float | int | str],
+    ) -> None:
+        """Writes one step.
+
+        Args:
+            step: the first key of both rows and the step axis of TensorBoard.
+            metrics: figures that the same run would give again. Slashes in names group them in TensorBoard. NaN and
+                infinities are written as `RunDirectory.append_jsonl` says.
+            timings: seconds, rates and other wall-clock figures.
+
+        Raises:
+            ValueError: a name occurs twice, or is `step`; nothing was written.
+        """
+        doubled = sorted((metrics.keys() & timings.keys()) | ({"step"} & (metrics.keys() | timings.keys())))
+        if doubled:
+            raise ValueError(f"step {step} has more than one figure called {', '.join(doubled)}: rename all but one")
+        figures = {**metrics, **timings}
+        self._directory.append_jsonl(METRICS_FILE, {"step": step, **metrics})
+        self._directory.append_jsonl(TIMINGS_FILE, {"step": step, **timings})
+        for name, value in figures.items():
+            if isinstance(value, str):
+                self._tensorboard.add_text(name, value, step)
+            else:
+                self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Ends TensorBoard's writer; the run directory stays open."""
+        self._tensorboard.close()

@@ -1,0 +1,106 @@
+"""The reward of a run as one picture."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jaxft.runs.directory import RunDirectory
+
+PLOT_FILE = "reward_plot.png"
+
+
+def plot_rewards(
+    directory: RunDirectory,
+    reward_history: Sequence[Mapping[str, float | None]],
+    validation_history: Sequence[Mapping[str, float | None]] = (),
+) -> Path:
+    """Draws `reward_plot.png`: the mean training reward with its range, a moving average, and validation.
+
+    Args:
+        directory: the run, whose name becomes the title.
+        reward_history: a row per epoch with `epoch`, `reward_mean`, `reward_min` and `reward_max`. A reward that is
+            None or not finite leaves a gap.
+        validation_history: a row per validation with `epoch` and `reward_mean`.
+
+    Returns:
+        The path of the picture. It replaces an earlier one in one step.
+    """
+    # matplotlib takes most of a second to import. Its pyplot would keep figures in global state and look for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    epochs = _column(reward_history, "epoch")
+    means, lows, highs = (_column(reward_history, f"reward_{kind}") for kind in ("mean", "min", "max"))
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.margins(x=0.02, y=0.06)
+
+    if len(epochs) == 1:
+        # A band of one epoch has no width, so the range becomes a bar.
+        spread = [[means[0] - lows[0]], [highs[0] - means[0]]]
+        axes.errorbar(epochs, means, yerr=spread, fmt="o", color="tab:blue", capsize=6, label="mean, min to max")
+    elif epochs:
+        window = moving_average_window(len(epochs))
+        marker = "o" if len(epochs) <= 30 else ""
+        axes.fill_between(epochs, lows, highs, color="tab:blue", alpha=0.12, linewidth=0, label="min to max")
+        axes.plot(
+            epochs, means, color="tab:blue", alpha=0.55, linewidth=1.1, marker=marker, markersize=3.5, label="mean"
+        )
+        if len(epochs) > window:
+            averages = moving_average(means, window)
+            axes.plot(epochs, averages, color="navy", linewidth=2, label=f"mean of {window} epochs")
+    if validation_history:
+        axes.plot(
+            _column(validation_history, "epoch"),
+            _column(validation_history, "reward_mean"),
+            color="tab:orange",
+            linewidth=1,
+            marker="D",
+            markersize=5 if len(validation_history) <= 30 else 3,
+            label="validation",
+        )
+
+    axes.set_title(directory.path.name, parse_math=False)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if len(epochs) == 1:
+        axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
+
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    return directory.write_bytes(PLOT_FILE, picture.getvalue())
+
+
+def moving_average_window(epochs: int) -> int:
+    """The epochs that one point of the moving average looks back over: a tenth of the run, 3 to 25.
+
+    >>> [moving_average_window(epochs) for epochs in (2, 20, 100, 500)]
+    [3, 3, 10, 25]
+    """
+    return min(max(epochs // 10, 3), 25)
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those up to `window - 1` before it; gaps (NaN) are left out.
+
+    >>> moving_average([0.0, 1.0, 2.0, float("nan"), 4.0], 2)
+    [0.0, 0.5, 1.5, 2.0, 4.0]
+    """
+    averages = []
+    for end in range(1, len(values) + 1):
+        known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
+        averages.append(sum(known) / len(known) if known else math.nan)
+    return averages
+
+
+def _column(history: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
+    values = (row[name] for row in history)
+    return [value if value is not None and math.isfinite(value) else math.nan for value in values]

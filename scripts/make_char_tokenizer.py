@@ -1,0 +1,106 @@
+"""Writes the embedded byte tokenizer as an ordinary Hugging Face tokenizer directory.
+
+    python scripts/make_char_tokenizer.py                  # rewrites the shipped files
+    python scripts/make_char_tokenizer.py /tmp/elsewhere   # writes a copy
+
+Ids 0 to 5 are the special tokens, id 6 + b is byte b: one token per ASCII character, and any text comes back as it went
+in. It is a byte-level BPE without merges, so every tool that reads `tokenizer.json` reads it. The files are spelt out
+here and not saved through a library, so that they stay the same to the byte whatever version is installed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+SHIPPED = Path(__file__).parent.parent / "jaxft" / "policy" / "assets" / "char_tokenizer"
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIALS = (PAD, END, *(f"<|{role}|>" for role in ROLES))
+
+# A turn is closed by the token that the policy samples to stop, and nothing stands between two turns. So the recorded
+# ids of a conversation are a prefix of the ids of its continuation.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+        {{- raise_exception("message " ~ loop.index0 ~ " has the role '" ~ message['role'] ~ "'; this template knows \
+system, user, assistant and tool") -}}
+    {%- endif -%}
+    {{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+
+
+def byte_names() -> list[str]:
+    """The printable character that stands for each byte in a byte-level BPE vocabulary, in byte order.
+
+    >>> byte_names()[ord("a")], byte_names()[ord(" ")]
+    ('a', 'Ġ')
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    names, substitutes = [], 0
+    for byte in range(256):
+        if byte in printable:
+            names.append(chr(byte))
+        else:
+            names.append(chr(256 + substitutes))
+            substitutes += 1
+    return names
+
+
+def tokenizer_json() -> dict:
+    """The content of `tokenizer.json`, the format of the `tokenizers` library."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+            | {"normalized": False, "special": True}
+            for i, token in enumerate(SPECIALS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate([*SPECIALS, *byte_names()])},
+            "merges": [],
+        },
+    }
+
+
+def tokenizer_config() -> dict:
+    """The content of `tokenizer_config.json`, the format of transformers."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": END,
+        "additional_special_tokens": [f"<|{role}|>" for role in ROLES],
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "right",
+    }
+
+
+def main(folder: Path) -> None:
+    """Writes the three files into `folder`, made when it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("tokenizer.json", tokenizer_json()), ("tokenizer_config.json", tokenizer_config())):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED)

@@ -1,0 +1,311 @@
+import re
+import sys
+
+import pytest
+
+from jaxft.harness.config import config_from_mapping, help_text, load_config, resolved_yaml
+from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.errors import ConfigError
+from jaxft.harness.strict_yaml import dump_yaml
+
+SENTINEL = "sk-TEST-SENTINEL"
+
+
+def faults_of(mapping, base_dir, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(mapping, base_dir=base_dir, overrides=overrides)
+    return caught.value.faults
+
+
+def test_a_whole_tree_loads(toy_run, tmp_path):
+    config = config_from_mapping(toy_run, base_dir=tmp_path)
+    assert config.workflow.llm == "policy"
+    assert config.eval.general.max_concurrency == 2
+    assert config.finetuning.reward_function.name == "match"
+    assert config.finetuning.target_functions == ("<workflow>",)
+
+
+EXAMPLE = """
+imports: [my_tic_tac_toe]                    # modules that register components
+llms:
+  policy: {_type: local_policy, path: null, preset: qwen3-1m, tokenizer: null, dtype: float32,
+           max_context_tokens: 512, slots: 64}
+workflow: {_type: my_tic_tac_toe, llm: policy}
+eval:
+  general: {max_concurrency: 64, dataset: {_type: jsonl, file_path: data/train.jsonl}}
+  evaluators:
+    win: {_type: my_game_outcome}
+trajectory_builders:
+  rollouts: {_type: grpo_trajectory_builder, num_generations: 8}
+trainer_adapters:
+  local: {_type: local_trainer_adapter, llm: policy, loss: {name: grpo, beta: 0.0},
+          optimizer: {name: adamw, learning_rate: 1e-4}, microbatch_tokens: 8192}
+trainers:
+  loop: {_type: grpo_trainer}
+finetuning:
+  {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer_adapter: local, reward_function: {name: win},
+   num_epochs: 20, seed: 0, output_dir: runs/tic_tac_toe, target_functions: [<workflow>], target_model: null,
+   curriculum_learning: {enabled: false}}
+"""
+
+EXAMPLE_MODULE = """
+from jaxft.harness.fields import LLMRef
+from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
+class TicTacToeConfig(WorkflowConfig, name="my_tic_tac_toe"):
+    llm: LLMRef
+@register_workflow(config_type=TicTacToeConfig)
+async def tic_tac_toe(config, builder):
+    yield None
+class OutcomeConfig(EvaluatorConfig, name="my_game_outcome"):
+    pass
+@register_evaluator(config_type=OutcomeConfig)
+async def outcome(config, builder):
+    yield None
+"""
+
+
+def test_the_documented_configuration_loads(tmp_path):
+    pytest.importorskip("jaxft.components")
+    (tmp_path / "my_tic_tac_toe.py").write_text(EXAMPLE_MODULE)
+    (tmp_path / "run.yml").write_text(EXAMPLE)
+    config = load_config(tmp_path / "run.yml")
+    assert config.eval.general.dataset.file_path == tmp_path / "data" / "train.jsonl"
+    assert config.trainer_adapters["local"].optimizer.learning_rate == 1e-4
+    assert str(config.finetuning.output_dir) == "runs/tic_tac_toe"
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "config.yml").write_text(resolved_yaml(config))
+    assert load_config(tmp_path / "copy" / "config.yml") == config
+
+
+def test_all_faults_are_reported_at_once(toy_run, tmp_path):
+    toy_run["finetuning"] |= {"num_epoch": 3, "num_epochs": 0, "seed": -1, "trainer": "lop"}
+    toy_run["workflow"] = {"_type": "toy_agnet"}
+    toy_run["trainers"]["loop"]["speed"] = 2
+    toy_run["eval"]["general"]["max_concurrency"] = "many"
+    toy_run["eval"]["evaluators"]["other"] = {}
+    toy_run["extra"] = {}
+    faults = faults_of(toy_run, tmp_path)
+    assert set(faults) >= {
+        "finetuning.num_epoch: no such field; did you mean 'num_epochs'?",
+        "finetuning.num_epochs: must be greater than or equal to 1",
+        "finetuning.seed: must be greater than or equal to 0",
+        "finetuning.trainer: 'lop' is not in 'trainers'; did you mean 'loop'?",
+        "trainers.loop.speed: no such field; fields here: reward",
+    }
+    text = "\n".join(faults)
+    assert re.search(
+        r"workflow: no workflow is named 'toy_agnet'; did you mean 'toy_agent'\?; registered: .*toy_agent", text
+    )
+    assert re.search(
+        r"eval.evaluators.other: needs '_type', which chooses the evaluator; registered: .*toy_match", text
+    )
+    assert "eval.general.max_concurrency: must be a valid integer" in text and "many" not in text
+    assert re.search(r"^extra: no such field; fields here: .*finetuning", text, re.MULTILINE)
+    assert len(faults) == 9
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("workflow.llm", "nobody", "workflow.llm: 'nobody' is not in 'llms'; there: policy"),
+        ("finetuning.reward_function.name", "matsch", "finetuning.reward_function.name: 'matsch' is not in 'eval.eval"),
+        ("finetuning.trajectory_builder", "null", "finetuning: enabled, but nothing is chosen for trajectory_builder"),
+        ("finetuning.seed", "4294967296", "finetuning.seed: must be less than 4294967296"),
+        ("finetuning.num_epochs", "true", "finetuning.num_epochs: must be a number (holds a bool)"),
+        ("finetuning.curriculum_learning.enabled", "true", "finetuning.curriculum_learning.enabled: curriculum"),
+        ("finetuning.curriculum_learning.random_subsample", "0", "finetuning.curriculum_learning.random_subsample: "),
+        ("finetuning.target_functions", "[f]", "finetuning.target_functions: targeting single functions is not"),
+        ("finetuning.target_model", "m", "finetuning.target_model: targeting one of several models is not"),
+        ("eval.general.dataset", "3", "eval.general.dataset: must be a mapping with '_type' (holds a number)"),
+        ("trainers.loop._type", "toy_adapter", "trainers.loop: no trainer is named 'toy_adapter'"),
+        ("eval.general", "null", "eval.general: must be a mapping (holds nothing)"),
+        ("llms", "[]", "llms: must be a mapping (holds a list)"),
+    ],
+)
+def test_single_faults(toy_run, tmp_path, path, value, message):
+    if path == "llms":
+        del toy_run["workflow"]["llm"]
+    (fault,) = faults_of(toy_run, tmp_path, [(path, value)])
+    assert fault.startswith(message)
+
+
+def test_a_missing_section_is_named(toy_run, tmp_path):
+    del toy_run["workflow"], toy_run["eval"]["general"]["dataset"]
+    assert faults_of(toy_run, tmp_path) == (
+        "workflow: is required, but not there",
+        "eval.general.dataset: is required, but not there",
+    )
+
+
+def test_overrides(toy_run, tmp_path):
+    overrides = [
+        ("finetuning.num_epochs", "7"),
+        ("eval.general.dataset.questions", "[x, y]"),
+        ("eval.general.dataset.questions.1", "z"),
+        ("finetuning.curriculum_learning.min_reward_diff", "1e-3"),
+        ("trainers.other", "{_type: toy_trainer}"),
+    ]
+    config = config_from_mapping(toy_run, base_dir=tmp_path, overrides=overrides)
+    assert config.finetuning.num_epochs == 7
+    assert config.eval.general.dataset.questions == ("x", "z")
+    assert config.finetuning.curriculum_learning.min_reward_diff == 1e-3
+    assert set(config.trainers) == {"loop", "other"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("finetuning.sead", "1", "finetuning.sead: no such field; did you mean 'seed'?"),
+        ("finetuning.seed.x", "1", "finetuning.seed.x: cannot be set: 'finetuning.seed' holds a number"),
+        ("finetuning.nothing.at.all", "1", "finetuning.nothing: no such field"),
+        (
+            "eval.general.dataset.questions.2",
+            "q",
+            "eval.general.dataset.questions.2: cannot be set: 'eval.general.datas",
+        ),
+        ("eval.general.dataset.questions.x", "q", "eval.general.dataset.questions.x: cannot be set"),
+        ("finetuning.seed", "[1", "finetuning.seed: the value given on the command line is not YAML: quote it"),
+    ],
+)
+def test_overrides_that_cannot_be(toy_run, tmp_path, path, value, message):
+    toy_run["finetuning"]["seed"] = 0
+    toy_run["eval"]["general"]["dataset"]["questions"] = ["a", "b"]
+    (fault,) = faults_of(toy_run, tmp_path, [(path, value)])
+    assert fault.startswith(message)
+
+
+def test_variables(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUESTION", "a: [b]")
+    monkeypatch.delenv("NOPE", raising=False)
+    toy_run["eval"]["general"]["dataset"]["questions"] = ["${QUESTION}", "x${NOPE:-y}", "${NOPE:-}", "$${QUESTION}"]
+    toy_run["finetuning"]["num_epochs"] = "${NOPE:-3}"
+    config = config_from_mapping(toy_run, base_dir=tmp_path)
+    assert config.eval.general.dataset.questions == ("a: [b]", "xy", "", "${QUESTION}")
+    assert config.finetuning.num_epochs == 3
+
+
+def test_a_missing_variable_is_one_fault(toy_run, tmp_path, monkeypatch):
+    monkeypatch.delenv("NOPE", raising=False)
+    toy_run["finetuning"]["num_epochs"] = "${NOPE}"
+    (fault,) = faults_of(toy_run, tmp_path)
+    assert fault.startswith("finetuning.num_epochs: the environment variable 'NOPE' is not set")
+
+
+def test_files_inherit(toy_run, tmp_path):
+    (tmp_path / "deep").mkdir()
+    data = tmp_path / "deep" / "rows.jsonl"
+    toy_run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    (tmp_path / "deep" / "base.yml").write_text(dump_yaml(toy_run))
+    (tmp_path / "run.yml").write_text("base: deep/base.yml\nfinetuning: {num_epochs: 9}\n")
+    config = load_config(tmp_path / "run.yml", [("finetuning.seed", "5")])
+    assert (config.finetuning.num_epochs, config.finetuning.seed, config.finetuning.trainer) == (9, 5, "loop")
+    assert config.eval.general.dataset.file_path == data
+
+
+def test_a_path_on_the_command_line_is_relative_to_the_working_directory(toy_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dataset = "{_type: jsonl, file_path: rows.jsonl}"
+    config = config_from_mapping(toy_run, base_dir=tmp_path / "x", overrides=[("eval.general.dataset", dataset)])
+    assert config.eval.general.dataset.file_path == tmp_path / "rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"run\.yml: cannot be read: No such file"),
+        ({"run.yml": b"base: other.yml"}, r"other\.yml: cannot be read \(base of .*run\.yml\)"),
+        ({"run.yml": b"base: other.yml", "other.yml": b"base: run.yml"}, r"inherits itself: .*run.yml -> .*other.yml"),
+        ({"run.yml": b"base: [x]"}, r"base: wants the path of a YAML file, holds a list"),
+        ({"run.yml": b"base: ${NOPE_NOPE}"}, r"base: the environment variable 'NOPE_NOPE' is not set"),
+        ({"run.yml": b"- a"}, r"run\.yml:1: wants a mapping of sections, holds a list"),
+        ({"run.yml": b""}, r"run\.yml:1: wants a mapping of sections, holds nothing"),
+        ({"run.yml": b"a: 1\nb: \xff"}, r"run\.yml:2: not UTF-8"),
+        ({"run.yml": b"a: 1\na: 2"}, r"run\.yml:2: the key 'a' is there twice"),
+    ],
+)
+def test_files_that_cannot_be(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "run.yml")
+
+
+def test_secrets_are_nowhere(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY", SENTINEL)
+    toy_run["llms"]["policy"]["api_key"] = "${KEY}"
+    config = config_from_mapping(toy_run, base_dir=tmp_path)
+    assert config.llms["policy"].api_key.get_secret_value() == SENTINEL
+    assert SENTINEL not in resolved_yaml(config) + repr(config)
+    for path, value in [
+        ("llms.policy.api_kee", SENTINEL),
+        ("finetuning.seed", SENTINEL),
+        ("llms.policy.api_key", "[s"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            config_from_mapping(toy_run, base_dir=tmp_path, overrides=[(path, value)])
+        assert SENTINEL not in str(caught.value)
+
+
+def test_the_resolved_tree_loads_again_from_any_folder(toy_run, tmp_path):
+    module = tmp_path / "my_reloaded_parts.py"
+    module.write_text("")
+    toy_run["imports"] = ["my_reloaded_parts"]
+    toy_run["workflow"]["fail_on"] = ["1e-5", "${X}", "$${X}", "no", "é"]
+    toy_run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "../data/rows.jsonl"}
+    with pytest.raises(ConfigError, match="environment variable 'X'"):
+        config_from_mapping(toy_run, base_dir=tmp_path)
+    toy_run["workflow"]["fail_on"] = ["1e-5", "$${X}", "no", "é"]
+    config = config_from_mapping(toy_run, base_dir=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.yml").write_text(resolved_yaml(config))
+    assert load_config(tmp_path / "elsewhere" / "config.yml") == config
+    assert config.imports == (str(module),)
+
+
+MODULE = """
+from jaxft.harness.registry import EvaluatorConfig, register_evaluator
+class ImportedConfig(EvaluatorConfig, name="{name}"):
+    limit: int = 1
+@register_evaluator(config_type=ImportedConfig)
+async def imported(config, builder):
+    yield lambda item: 1.0
+"""
+
+
+def test_modules_are_found_next_to_the_file(toy_run, tmp_path):
+    (tmp_path / "my_parts_a.py").write_text(MODULE.format(name="imported_a"))
+    toy_run["imports"] = ["my_parts_a"]
+    toy_run["eval"]["evaluators"]["new"] = {"_type": "imported_a", "limit": 2}
+    assert config_from_mapping(toy_run, base_dir=tmp_path).eval.evaluators["new"].limit == 2
+
+
+def test_a_module_that_fails_is_one_fault_with_its_traceback(toy_run, tmp_path):
+    (tmp_path / "my_parts_b.py").write_text("def f():\n    return 1 / 0\n\nf()\n")
+    toy_run["imports"] = ["my_parts_b", "my_parts_nowhere"]
+    toy_run["eval"]["evaluators"]["new"] = {"_type": "imported_b"}
+    toy_run["finetuning"]["seed"] = -1
+    broken, missing, seed = faults_of(toy_run, tmp_path)
+    assert broken.startswith("imports.0: the module 'my_parts_b' cannot be imported:\n")
+    assert "line 2, in f" in broken and broken.endswith("ZeroDivisionError: division by zero")
+    assert missing.startswith("imports.1: the module 'my_parts_nowhere' cannot be imported")
+    assert seed.startswith("finetuning.seed: ")
+
+
+def test_two_modules_of_one_name_are_told_apart(toy_run, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_parts_c.py").write_text(MODULE.format(name=f"imported_{folder}"))
+    toy_run["imports"] = ["my_parts_c"]
+    config_from_mapping(toy_run, base_dir=tmp_path / "one")
+    (fault,) = faults_of(toy_run, tmp_path / "two")
+    assert re.fullmatch(r"imports\.0: the module 'my_parts_c' is .*one.*, not .*two.*: rename one of them", fault)
+    sys.modules.pop("my_parts_c")
+
+
+def test_every_field_of_finetuning_is_described_and_listed():
+    text = help_text()
+    for name, field in FinetuneConfig.model_fields.items():
+        assert field.description, name
+        assert f"finetuning.{name}" in text
+    assert "eval.general.dataset  _type: jsonl" in text
+    assert 'structure.question_key (str or null, default "question")' in text

@@ -1,0 +1,201 @@
+import asyncio
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.evaluation import Evaluation
+from jaxft.policy.recorder import TRAINING, episode
+
+ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
+
+
+def run(evaluation, items=ITEMS, **options):
+    options = {"stream": TRAINING, "rollout_index": 0} | options
+    return asyncio.run(evaluation.run(items, **options))
+
+
+def evaluation_of(workflow, max_concurrency=2, **evaluators):
+    return Evaluation(workflow, evaluators, next(iter(evaluators), None), max_concurrency, seed=3)
+
+
+async def echo(example):
+    return example["n"]
+
+
+def test_outcomes_are_ordered_by_example_and_generation_not_by_completion():
+    async def slow_first(example):
+        await asyncio.sleep(0.02 / (1 + example["n"]))
+        return example["n"]
+
+    outcomes = run(evaluation_of(slow_first, 100, score=lambda item: float(item.output_obj)), num_generations=3)
+    assert [(o.item.id, o.generation) for o in outcomes] == [(f"e{i}", g) for i in range(5) for g in range(3)]
+    assert [o.reward for o in outcomes] == [float(i) for i in range(5) for _ in range(3)]
+    assert all(o.error is None and set(o.seconds) == {"rollout", "reward"} for o in outcomes)
+
+
+def test_at_most_so_many_run_at_once_and_that_many_do():
+    running, most = 0, 0
+
+    async def counted(example):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+
+    run(evaluation_of(counted, max_concurrency=3), num_generations=4)
+    assert most == 3
+
+
+def test_the_same_seeds_whatever_the_concurrency():
+    async def draw(example):
+        await asyncio.sleep(0)
+        return episode().seed
+
+    seeds = [[o.item.output_obj for o in run(evaluation_of(draw, limit), num_generations=2)] for limit in (1, 64)]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 10
+
+
+def test_an_episode_knows_where_it_belongs():
+    async def look(example):
+        return episode()
+
+    outcome = run(evaluation_of(look), ITEMS[:1], rollout_index=4, temperature=0.5)[0]
+    found = outcome.episode
+    assert outcome.item.output_obj is found
+    assert (found.run_seed, found.stream, found.rollout_index, found.example_id, found.temperature) == (
+        3,
+        0,
+        4,
+        "e0",
+        0.5,
+    )
+
+
+def test_validation_has_its_own_stream_and_counter():
+    evaluation = evaluation_of(echo)
+
+    async def twice():
+        return await evaluation.validate(ITEMS[:1]), await evaluation.validate(ITEMS[:1])
+
+    (first,), (second,) = asyncio.run(twice())
+    assert [(o.episode.stream, o.episode.rollout_index, o.episode.temperature) for o in (first, second)] == [
+        (1, 0, 0.0),
+        (1, 1, 0.0),
+    ]
+
+
+def test_a_failing_workflow_fails_alone():
+    async def fragile(example):
+        if example["n"] == 1:
+            raise KeyError("gone\nwith two lines")
+        return 1
+
+    evaluation = evaluation_of(fragile, score=lambda item: 1.0)
+    outcomes = run(evaluation)
+    assert [o.error is None for o in outcomes] == [True, False, True, True, True]
+    assert outcomes[1].error == "KeyError: 'gone\\nwith two lines'" and outcomes[1].reward is None
+    assert "in fragile" in outcomes[1].traceback and "in user_code" not in outcomes[1].traceback
+    output = evaluation.summarize(outcomes)
+    assert (output.num_episodes, output.num_failed, output.num_unscorable, output.average_reward) == (5, 1, 0, 1.0)
+    assert output.first_error.startswith("example 'e1', generation 0: KeyError")
+    assert output.evaluation_results[0][1].eval_output_items[1].error == outcomes[1].error
+
+
+def test_an_episode_cannot_spoil_the_row_of_another():
+    async def spoil(example):
+        example["list"].append(1)
+        return len(example["list"])
+
+    assert {o.item.output_obj for o in run(evaluation_of(spoil), num_generations=3)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("given", "reward", "named"),
+    [
+        (1, 1.0, None),
+        (np.float32(0.5), 0.5, None),
+        (Fraction(1, 4), 0.25, None),
+        ({"win": 1, "speed": 0.5}, 1.5, {"win": 1.0, "speed": 0.5}),
+        (None, None, None),
+        (math.nan, None, None),
+        (math.inf, None, None),
+        ({"win": 1, "speed": None}, None, None),
+        ({"win": 1, "speed": math.nan}, None, None),
+    ],
+)
+def test_rewards(given, reward, named):
+    async def score(item):
+        return given
+
+    evaluation = evaluation_of(echo, score=score)
+    outcomes = run(evaluation)
+    assert all((o.reward, o.named_rewards, o.error) == (reward, named, None) for o in outcomes)
+    output = evaluation.summarize(outcomes)
+    assert output.num_unscorable == (5 if reward is None else 0)
+    assert output.average_reward == reward
+    assert output.evaluation_results[0][1].average_score == reward
+    output.model_dump_json()
+
+
+@pytest.mark.parametrize("given", [True, "1.0", np.zeros(2), np.array(1.0), {}, {"a": True}, {1: 2.0}, [1.0]])
+def test_what_is_no_reward_is_an_error(given):
+    outcome = run(evaluation_of(echo, win=lambda item: given))[2]
+    assert outcome.reward is None and outcome.error.startswith("evaluator 'win': ")
+    assert f"({type(given).__name__}) for example 'e2'" in outcome.error
+
+
+def test_a_reward_too_large_for_a_float_is_an_error():
+    outcome = run(evaluation_of(echo, win=lambda item: 10**400))[0]
+    assert outcome.error == "evaluator 'win': OverflowError: int too large to convert to float"
+
+
+def test_a_failing_evaluator_is_named_and_keeps_the_output():
+    def broken(item):
+        raise RuntimeError("no judge")
+
+    outcome = run(evaluation_of(echo, good=lambda item: 2.0, bad=broken))[3]
+    assert outcome.error == "evaluator 'bad': RuntimeError: no judge" and outcome.reward is None
+    assert outcome.scores == {"good": 2.0} and outcome.item.output_obj == 3
+
+
+def test_the_reward_is_one_of_several_evaluators():
+    evaluation = Evaluation(echo, {"a": lambda item: 1.0, "b": lambda item: 2.0}, "b", 1, 0)
+    assert {o.reward for o in run(evaluation)} == {2.0}
+    with pytest.raises(ValueError, match="reward_name is 'c'; the evaluators are a"):
+        Evaluation(echo, {"a": lambda item: 1.0}, "c", 1, 0)
+
+
+def test_a_cancelled_run_takes_its_episodes_along():
+    ended = []
+
+    async def endless(example):
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            ended.append(example["n"])
+            raise
+
+    async def main():
+        evaluation = evaluation_of(endless)
+        task = asyncio.create_task(evaluation.run(ITEMS, stream=TRAINING, rollout_index=0))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        started = evaluation.start(ITEMS, stream=TRAINING, rollout_index=1)
+        await asyncio.sleep(0.01)
+        await evaluation.close()
+        assert all(task.cancelled() for task in started)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert sorted(ended) == [0, 0, 1, 1]
+
+
+def test_a_workflow_that_is_not_async_fails_with_a_reason():
+    outcome = run(evaluation_of(lambda example: 1))[0]
+    assert outcome.error is not None and "await" in outcome.error

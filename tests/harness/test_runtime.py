@@ -1,0 +1,168 @@
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxft.harness.config import config_from_mapping, load_config
+from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
+from jaxft.harness.runtime import exit_code_of, finetune, open_session, run_arguments, run_script
+from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.runs.console import Console
+
+
+def run(mapping, tmp_path, use, **options):
+    async def main():
+        config = config_from_mapping(mapping, base_dir=tmp_path)
+        async with open_session(config, **options) as session:
+            return await use(session)
+
+    return asyncio.run(main())
+
+
+def test_a_session_trains_and_leaves_its_files(toy_run, tmp_path, toy_events):
+    shown = io.StringIO()
+
+    async def use(session):
+        before = await session.evaluate()
+        statuses = await session.train()
+        session.write_result({"before": before.average_reward, "jobs": len(statuses)})
+        return session.config
+
+    config = run(toy_run, tmp_path, use, console=Console(shown))
+    files = tmp_path / "run"
+    result = json.loads((files / "result.json").read_text())
+    assert (result["before"], result["jobs"], result["seed"]) == (1.0, 2, 0)
+    assert result["seconds"] > 0 and "jax" in result["versions"]
+    assert "before  " in shown.getvalue() and str(files / "result.json") in shown.getvalue()
+    assert json.loads((files / "environment.json").read_text())["versions"]["python"]
+    assert load_config(files / "config.yml").finetuning == config.finetuning
+    assert toy_events.index("trainer cleaned up") < toy_events.index("llm closed")
+
+
+@pytest.mark.parametrize("status", ["failed", "canceled"])
+def test_a_failed_job_is_an_error(toy_run, tmp_path, status, toy_events):
+    toy_run["trainer_adapters"]["local"]["status"] = status
+    with pytest.raises(JobFailed, match=f"job 'epoch-0' {status}: the toy said so"):
+        run(toy_run, tmp_path, lambda session: session.train())
+    assert "trainer cleaned up" in toy_events
+
+
+def test_training_must_be_enabled(toy_run, tmp_path):
+    toy_run["finetuning"]["enabled"] = False
+    with pytest.raises(ConfigError, match=r"finetuning\.enabled: is false"):
+        run(toy_run, tmp_path, lambda session: session.train())
+
+
+def test_an_evaluation_in_which_everything_fails_is_an_error(toy_run, tmp_path):
+    toy_run["workflow"]["fail_on"] = ["a", "b", "c"]
+    with pytest.raises(TooManyFailures, match=r"all 3 episodes failed; the first: example '0'.*cannot answer a"):
+        run(toy_run, tmp_path, lambda session: session.evaluate())
+
+
+def script(tmp_path, toy_run, main, *arguments):
+    (tmp_path / "run.yml").write_text(dump_yaml(toy_run))
+    parser = run_arguments("A script.", tmp_path / "run.yml")
+    parser.add_argument("--smoke", action="store_true")
+    return run_script(main, parser, arguments)
+
+
+def test_a_script_takes_its_own_arguments_and_overrides(toy_run, tmp_path):
+    seen = []
+
+    async def main(config, arguments):
+        seen.append((arguments.smoke, config.finetuning.num_epochs, config.finetuning.seed))
+
+    options = [
+        "--smoke",
+        "--set",
+        "finetuning.seed=1",
+        "-o",
+        "finetuning.num_epochs",
+        "5",
+        "--set",
+        "finetuning.seed=2",
+    ]
+    assert script(tmp_path, toy_run, main, *options) == 0
+    assert seen == [(True, 5, 2)]
+
+
+def test_finetune_ends_with_a_result(toy_run, tmp_path, capsys):
+    assert script(tmp_path, toy_run, finetune) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["epochs"], result["jobs_completed"], result["model"]) == (2, 2, None)
+    assert "jobs_completed  2" in capsys.readouterr().out
+
+    assert script(tmp_path, toy_run, finetune) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert script(tmp_path, toy_run, finetune, "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--set", "finetuning.sed=1"], 2, "finetuning.sed: no such field; did you mean 'seed'?"),
+        (["--config_file", "nowhere.yml"], 2, "nowhere.yml: cannot be read"),
+        (["--set", "eval.general.dataset={_type: jsonl, file_path: /nowhere/x}"], 2, "/nowhere/x: cannot be read"),
+        (["--set", "trainer_adapters.local.status=failed"], 1, "job 'epoch-0' failed"),
+    ],
+)
+def test_errors_become_one_message_and_a_code(toy_run, tmp_path, capsys, options, code, message):
+    assert script(tmp_path, toy_run, finetune, *options) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("jaxft: error: ") and message in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(NoLearningSignal("n"), 3), (TooManyFailures("t"), 3), (JobFailed("j"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes(error, code, capsys):
+    async def main():
+        raise error
+
+    assert exit_code_of(main) == code
+    assert capsys.readouterr().err.startswith("jaxft: ")
+
+
+def test_an_unforeseen_error_keeps_its_traceback():
+    async def main():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        exit_code_of(main)
+
+
+@pytest.mark.parametrize("arguments", [["--set", "a"], ["--set", "=1"], ["--nonsense"], ["-o", "a"]])
+def test_a_wrong_command_line_is_code_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        run_script(finetune, run_arguments("x", "run.yml"), arguments)
+    assert caught.value.code == 2
+
+
+SIGNALLED = """
+import asyncio, sys
+from jaxft.harness.runtime import exit_code_of
+
+async def main():
+    print("ready", flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("closed", flush=True)
+
+sys.exit(exit_code_of(main))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_closes_everything(number, code):
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, number)
+        assert process.stdout.read() == "closed\n"
+    assert process.returncode == code

@@ -1,0 +1,149 @@
+"""The decoder: neither padding, order, packing nor the cache changes what a token's distribution is."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.generate import generate
+from jaxft.core.logprobs import token_logprobs
+from jaxft.models.config import PRESETS, preset
+from jaxft.models.decoder import decoder, make_context
+from jaxft.models.hf import init_model
+
+SMALL = PRESETS["qwen3-50k"]
+
+
+@cache
+def peaked(name="qwen3-50k"):
+    """Random weights whose logits have a standard deviation of about 1, where fresh ones have 0.1."""
+    model, params = init_model(name, jax.random.key(0))
+    embedding = params["ends"]["embedding"]
+    params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
+    return model, params
+
+
+def with_window(size):
+    """The same weights in a model that sees `size` tokens."""
+    return decoder(replace(SMALL, sliding_window=size)), peaked()[1]
+
+
+def random_tokens(rows, length, config=SMALL):
+    return jax.random.randint(jax.random.key(1), (rows, length), 0, config.vocab_size)
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(model, params, tokens, segment_ids=None, positions=None):
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)
+    return model.unembed(params, hidden)
+
+
+score = jax.jit(token_logprobs, static_argnums=0)
+
+
+def test_equal_configs_are_one_model():
+    assert decoder(replace(SMALL)) is decoder(preset("qwen3-50k"))
+    assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
+
+
+def test_padding_and_row_order_change_nothing():
+    model, params = peaked()
+    tokens = random_tokens(4, 24)
+    logits = logits_of(model, params, tokens)
+    padded = logits_of(model, params, jnp.pad(tokens, ((0, 0), (0, 8)), constant_values=7))[:, :24]
+    np.testing.assert_allclose(padded, logits, rtol=0, atol=1e-5)
+    order = jnp.array([2, 0, 3, 1])
+    np.testing.assert_allclose(logits_of(model, params, tokens[order]), logits[order], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed_segments_are_separate_rows(window):
+    model, params = with_window(window)
+    tokens, lengths = random_tokens(3, 24), [10, 5, 9]
+    pieces = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    segment_ids = jnp.repeat(jnp.arange(3), jnp.array(lengths), total_repeat_length=24)[None]
+    positions = jnp.concatenate([jnp.arange(length) for length in lengths])[None]
+    packed = logits_of(model, params, jnp.concatenate(pieces)[None], segment_ids, positions)[0]
+    separate = logits_of(model, params, tokens)
+    expected = jnp.concatenate([row[:length] for row, length in zip(separate, lengths, strict=True)])
+    np.testing.assert_allclose(packed, expected, rtol=0, atol=1e-5)
+
+
+def test_segments_with_a_cache_are_refused():
+    model, params = peaked()
+    tokens = random_tokens(1, 4)
+    with pytest.raises(ValueError, match="packed rows can be scored but not decoded"):
+        model.apply(params, tokens, tokens, cache=model.init_cache(1, 4, jnp.float32), segment_ids=tokens)
+
+
+def assert_sampler_agrees(model, params, temperature):
+    prompts = [[5], [1, 2, 3], list(range(7, 20)), [0, 0, 4, 0]]
+    rollout = generate(
+        model,
+        params,
+        prompts,
+        jax.random.key(2),
+        num_generations=3,
+        max_new_tokens=24,
+        temperature=temperature,
+        stop_ids=(1,),
+    )
+    mask = np.asarray(rollout.completion_mask)
+    again = score(model, params, rollout.tokens, temperature=jnp.float32(temperature)).logprobs
+    np.testing.assert_allclose(rollout.sampler_logprobs[mask], again[mask], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(rollout.sampler_logprobs[~mask], 0)
+    np.testing.assert_array_equal(rollout.lengths, [len(p) for p in prompts for _ in range(3)] + mask.sum(axis=1))
+    return rollout
+
+
+@pytest.mark.parametrize("name", ["qwen3-50k", "qwen3-1m"])
+def test_sampler_and_trainer_agree(name):
+    model, params = peaked(name)
+    for temperature in (0.5, 1.0, 1.3):
+        rollout = assert_sampler_agrees(model, params, temperature)
+        assert rollout.sampler_logprobs.min() < -2
+
+
+def test_sampler_and_trainer_agree_on_the_padding_id_and_within_a_window():
+    # So few ids that 0, which also pads, is sampled for certain, and stopping is common.
+    model = decoder(replace(SMALL, vocab_size=20, sliding_window=6))
+    params = peaked()[1]
+    params = {**params, "ends": {**params["ends"], "embedding": params["ends"]["embedding"][:20]}}
+    rollout = assert_sampler_agrees(model, params, 1.3)
+    mask = np.asarray(rollout.completion_mask)
+    assert (np.asarray(rollout.tokens)[mask] == 0).any()
+    assert len(set(mask.sum(axis=1).tolist())) > 1
+
+
+def test_window_hides_what_is_further_back():
+    config = replace(SMALL, sliding_window=2)
+    positions = jnp.array([[0, 1, 2, 3]])
+    expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
+    np.testing.assert_array_equal(make_context(config, positions, None, None).visible[0], expected)
+    # The last two tokens, with places for six in the cache.
+    cache = decoder(config).init_cache(1, 6, jnp.float32)
+    visible = make_context(config, positions[:, 2:], cache, None).visible[0]
+    np.testing.assert_array_equal(visible, np.pad(expected[2:], ((0, 0), (0, 2))))
+
+
+def test_a_token_reaches_as_far_as_the_windows_of_the_layers_add_up():
+    model, params = with_window(3)
+    tokens = random_tokens(1, 24)
+    changed = logits_of(model, params, tokens.at[0, 1].add(1)) != logits_of(model, params, tokens)
+    # Two layers, two tokens back each: place 1 is seen by 1 to 5.
+    assert changed.any(axis=-1)[0].tolist() == [False] + [True] * 5 + [False] * 18
+
+
+def test_bfloat16_weights_give_float32_logits():
+    model, params = peaked()
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    tokens = random_tokens(4, 24)
+    logits = logits_of(model, narrow, tokens)
+    assert logits.dtype == jnp.float32
+    # A bfloat16 has 8 bits: a few of their roundings, on logits with a standard deviation of about 1.
+    assert float(jnp.abs(logits - logits_of(model, params, tokens)).max()) < 0.1

@@ -1,0 +1,311 @@
+"""Checkpoints in Hugging Face's format: transformers' logits, every bit after export and reload, faults by name."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
+
+from jaxft.models.bridge import from_function
+from jaxft.models.config import DecoderConfig
+from jaxft.models.decoder import decoder
+from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "hf"
+FOLDERS = ["llama", "llama31-rope", "llama31-rope-v4", "mistral", "qwen2", "qwen3"]
+BIASED = DecoderConfig("llama", 64, 16, 32, 2, 2, 1, 8, qkv_bias=True, output_bias=True, mlp_bias=True)
+
+
+@partial(jax.jit, static_argnums=0)
+def full_logits(model, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.apply(params, tokens, positions)
+    return model.unembed(params, hidden)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def cached_logits(model, params, tokens, prefilled):
+    """A first part in one go, then token by token."""
+    rows, length = tokens.shape
+    params = model.decode_layout(params)
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    cache = model.init_cache(rows, length, jnp.float32)
+    hidden, cache = model.apply(params, tokens[:, :prefilled], positions[:, :prefilled], cache=cache)
+
+    def step(cache, place):
+        token, position = (jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1) for x in (tokens, positions))
+        hidden, cache = model.apply(params, token, position, cache=cache)
+        return cache, hidden[:, 0]
+
+    _, rest = jax.lax.scan(step, cache, jnp.arange(prefilled, length))
+    return model.unembed(params, jnp.concatenate([hidden, rest.transpose(1, 0, 2)], axis=1))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_are_those_of_transformers(name):
+    model, params = load_model(DATA / name)
+    expected = np.load(DATA / name / "expected.npz")
+    tokens, is_real = jnp.asarray(expected["input_ids"]), expected["attention_mask"] == 1
+    assert 0 < is_real.sum() < is_real.size
+    for logits in (full_logits(model, params, tokens), cached_logits(model, params, tokens, 20)):
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(logits)[is_real], expected["logits"][is_real], rtol=0, atol=1e-4)
+
+
+def assert_same_bits(params, others):
+    assert jax.tree.structure(params) == jax.tree.structure(others)
+    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+        assert leaf.dtype == other.dtype
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*FOLDERS, "biases"])
+def test_export_and_reload_keep_every_bit(name, dtype, tmp_path):
+    model, params = init_model(BIASED, jax.random.key(0)) if name == "biases" else load_model(DATA / name)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    save_model(tmp_path / "whole", model, params)
+    assert {file.name for file in (tmp_path / "whole").iterdir()} == {"config.json", "model.safetensors"}
+    save_model(tmp_path / "shards", model, params, max_shard_bytes=5_000)
+    assert len(list((tmp_path / "shards").glob("model-0*.safetensors"))) > 1
+    for folder in ("whole", "shards"):
+        written = json.loads((tmp_path / folder / "config.json").read_text())
+        assert written["dtype"] == written["torch_dtype"] == dtype
+        again, reloaded = load_model(tmp_path / folder, dtype=jnp.dtype(dtype))
+        assert again is model
+        assert_same_bits(params, reloaded)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_export_has_the_tensors_of_the_original(name, tmp_path):
+    save_model(tmp_path / "copy", *load_model(DATA / name))
+    original, copy = load_file(DATA / name / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
+    assert original.keys() == copy.keys()
+    assert all(np.array_equal(original[key], copy[key]) for key in original)
+    with safe_open(tmp_path / "copy" / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_shards_hold_no_more_than_asked_and_the_index_adds_up(tmp_path):
+    model, params = load_model(DATA / "qwen3")
+    save_model(tmp_path / "m", model, params, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    shards = {file.name: load_file(file) for file in (tmp_path / "m").glob("*.safetensors")}
+    assert sorted(shards) == sorted(set(index["weight_map"].values()))
+    assert {key: name for name, shard in shards.items() for key in shard} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert max(sum(x.nbytes for x in shard.values()) for shard in shards.values()) <= 20_000
+
+
+def test_weights_are_cast_while_loading(tmp_path):
+    _, wide = load_model(DATA / "qwen2")
+    _, narrow = load_model(DATA / "qwen2", dtype=jnp.bfloat16)
+    assert_same_bits(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide), narrow)
+    with pytest.raises(ValueError, match="dtype is int32; wanted float32, bfloat16"):
+        load_model(DATA / "qwen2", dtype=jnp.int32)
+    with pytest.raises(ValueError, match="dtype is float64, which jax has switched off; set jax_enable_x64"):
+        load_model(DATA / "qwen2", dtype=jnp.float64)
+
+
+def test_equal_keys_initialise_equal_bits():
+    model, params = init_model(BIASED, jax.random.key(3))
+    again, others = init_model(replace(BIASED), jax.random.key(3))
+    assert model is again
+    assert_same_bits(params, others)
+    _, different = init_model(BIASED, jax.random.key(4))
+    assert not np.array_equal(params["ends"]["embedding"], different["ends"]["embedding"])
+    _, narrow = init_model(BIASED, jax.random.key(3), dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_tokenizer_travels_with_the_model(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jaxft" / "policy" / "assets" / "char_tokenizer")
+    save_model(tmp_path / "m", *load_model(DATA / "qwen3"), tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("hé") == tokenizer.encode("hé")
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    folder = copy_of("qwen3", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same_bits(load_model(folder)[1], load_model(DATA / "qwen3")[1])
+
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"'lm_head.weight' differs from the embedding, though tie_"):
+        load_model(folder)
+
+
+def copy_of(name, tmp_path):
+    return Path(shutil.copytree(DATA / name, tmp_path / name))
+
+
+def drop(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+NORM, KERNEL = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop(KERNEL), rf"model.safetensors: no tensor '{KERNEL}', wanted \(64, 32\)$"),
+        (drop("lm_head.weight"), "no tensor 'lm_head.weight', .*; is tie_word_embeddings missing in config.json"),
+        (
+            lambda tensors: tensors | {"model.norm.bias": np.ones(32, np.float32)},
+            "tensor 'model.norm.bias' has no place",
+        ),
+        (
+            lambda tensors: tensors | {"model.layers.3.mlp.up_proj.weight": tensors[KERNEL]},
+            "model.safetensors: tensor 'model.layers.3.mlp.up_proj.weight' has no place",
+        ),
+        (
+            lambda tensors: tensors | {KERNEL: np.ascontiguousarray(tensors[KERNEL].T)},
+            rf"'{KERNEL}' has shape \(32, 64\); config.json asks for \(64, 32\)",
+        ),
+        (
+            lambda tensors: tensors | {NORM: np.ones(32, np.int8)},
+            "'model.norm.weight' has dtype I8; wanted one of F32, BF16, F16, F64",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
+    folder = copy_of("llama", tmp_path)
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x10", b"\xff" * 64, (8).to_bytes(8, "little") + b"{broken}"],
+    ids=["empty", "short", "huge header", "no json"],
+)
+def test_corrupt_headers_are_named(content, tmp_path):
+    folder = copy_of("llama", tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"model.safetensors is no readable safetensors file .*export it again"):
+        load_model(folder)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    folder = copy_of("llama", tmp_path)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1])
+    with pytest.raises(ModelFileError, match=r"model.safetensors is no readable safetensors file"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({NORM: "../other.safetensors"}, r"index.json names the file '../other.safetensors', which is outside of"),
+        ({NORM: "/etc/passwd"}, "names the file '/etc/passwd', which is outside of"),
+        ({"more": "model-0.safetensors"}, "names the file 'model-0.safetensors', which is not in"),
+        ({NORM: "model-00001-of-0000N.safetensors"}, f"holds the tensor '{NORM}', but .*index.json puts it in"),
+        ({NORM: None}, "weight_map is .*; wanted an object from tensor to file name"),
+        (
+            {"more": "model-00001-of-0000N.safetensors"},
+            "index.json puts the tensor 'more' in .*, which does not hold it",
+        ),
+    ],
+)
+def test_an_index_that_lies_is_named(change, message, tmp_path):
+    save_model(tmp_path / "m", *load_model(DATA / "llama"), max_shard_bytes=20_000)
+    file = tmp_path / "m" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    first = min(index["weight_map"].values())
+    index["weight_map"] |= {key: first if shard and "0000N" in shard else shard for key, shard in change.items()}
+    file.write_text(json.dumps(index))
+    with pytest.raises(ModelFileError, match=message):
+        load_model(tmp_path / "m")
+
+
+def test_a_missing_tensor_of_shards_is_named(tmp_path):
+    save_model(tmp_path / "m", *load_model(DATA / "llama"), max_shard_bytes=20_000)
+    file = tmp_path / "m" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    last = index["weight_map"].pop(NORM)
+    file.write_text(json.dumps(index))
+    with pytest.raises(ModelFileError, match=f"{last} holds the tensor '{NORM}', but .* does not know it"):
+        load_model(tmp_path / "m")
+    save_file(drop(NORM)(load_file(tmp_path / "m" / last)), tmp_path / "m" / last)
+    with pytest.raises(ModelFileError, match=f"model.safetensors.index.json: no tensor '{NORM}'"):
+        load_model(tmp_path / "m")
+
+
+def test_folders_without_safetensors_are_refused(tmp_path):
+    folder = copy_of("llama", tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match=r"holds neither model.safetensors nor model.safetensors.index.json$"):
+        load_model(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelFileError, match=r"pytorch_model.bin is a pickle, .* convert it to safetensors"):
+        load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFileError, match=r"config.json does not exist"):
+        load_model(folder)
+
+
+def test_what_is_no_folder_and_cannot_be_downloaded(tmp_path):
+    with pytest.raises(ModelFileError, match=r"absent is not a folder; wanted one with config.json"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(ModelFileError, match=r"\./absent is not a folder"):
+        load_model("./absent")
+    with pytest.raises(ModelFileError, match=r"'jaxft/absent' is neither .* pass the path of its folder"):
+        load_model("jaxft/absent")  # the hub client is offline in tests
+
+
+def test_saving_leaves_what_is_there(tmp_path):
+    model, params = load_model(DATA / "llama")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    with pytest.raises(ModelFileError, match="full exists and is not an empty folder; choose another one"):
+        save_model(tmp_path / "full", model, params)
+    (tmp_path / "empty").mkdir()
+    save_model(tmp_path / "empty", model, params)
+    save_model(tmp_path / "a" / "b", model, params)
+    assert_same_bits(load_model(tmp_path / "empty")[1], load_model(tmp_path / "a" / "b")[1])
+
+
+def test_a_failed_save_leaves_nothing(tmp_path):
+    class BadTokenizer:
+        bos_token_id = eos_token_id = pad_token_id = None
+
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_model(tmp_path / "m", *load_model(DATA / "llama"), BadTokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_another_model_are_refused(tmp_path):
+    model, params = load_model(DATA / "llama")
+    with pytest.raises(ModelFileError, match=r"params lack \['ends/lm_head'\] and hold \['ends/lora'\]"):
+        ends = {key: value for key, value in params["ends"].items() if key != "lm_head"}
+        save_model(tmp_path / "m", model, {**params, "ends": {**ends, "lora": jnp.ones(2)}})
+    other = decoder(replace(model.config, vocab_size=130))
+    with pytest.raises(ModelFileError, match=r"params: ends/\w+ has shape \(128, 32\); .* asks for \(130, 32\)"):
+        save_model(tmp_path / "m", other, params)
+    with pytest.raises(ModelFileError, match=r"params: .* has dtype int32; wanted a floating-point one"):
+        save_model(tmp_path / "m", model, jax.tree.map(lambda leaf: leaf.astype(jnp.int32), params))
+    with pytest.raises(ModelFileError, match="config is a NetworkConfig; only a decoder can be written"):
+        save_model(tmp_path / "m", from_function(lambda params, tokens, positions: None), params)
+    with pytest.raises(ValueError, match="max_shard_bytes is 0; wanted at least 1"):
+        save_model(tmp_path / "m", model, params, max_shard_bytes=0)
+    assert list(tmp_path.iterdir()) == []

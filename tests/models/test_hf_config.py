@@ -1,0 +1,187 @@
+"""`config.json` in the formats of transformers 4 and 5: defaults, refusals, and the way back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from jaxft.models.config import PRESETS, RopeScaling
+from jaxft.models.hf_config import DEFAULTS, ModelFileError, config_json, decoder_config, load_config
+
+DATA = Path(__file__).parents[1] / "data" / "hf"
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA31_V4 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+tiny = {
+    family: decoder_config({"model_type": family, **SIZES, "sliding_window": None})
+    for family in ("llama", "mistral", "qwen2", "qwen3")
+}
+FEATURES = {
+    "llama biases": replace(tiny["llama"], qkv_bias=True, output_bias=True, mlp_bias=True, head_dim=16),
+    "llama 3.1": replace(tiny["llama"], rope_scaling=LLAMA31, rope_theta=5e5, tie_word_embeddings=True),
+    "mistral": tiny["mistral"],
+    "mistral window": replace(tiny["mistral"], sliding_window=16, max_position_embeddings=99),
+    "qwen2": replace(tiny["qwen2"], rms_norm_eps=1e-5),
+    "qwen2 window": replace(tiny["qwen2"], sliding_window=5),
+    "qwen3": tiny["qwen3"],
+    "qwen3 biases, window": replace(tiny["qwen3"], qkv_bias=True, output_bias=True, sliding_window=5),
+}
+
+
+def read(family="llama", **keys):
+    return decoder_config({"model_type": family, **SIZES, **keys})
+
+
+def test_versions_4_and_5_describe_the_same_model():
+    config = load_config(DATA / "llama31-rope" / "config.json")
+    assert config == load_config(DATA / "llama31-rope-v4" / "config.json")
+    assert config.rope_scaling == LLAMA31
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), *FEATURES.values()], ids=[*PRESETS, *FEATURES])
+def test_config_survives_the_file(config):
+    written = json.loads(json.dumps(config_json(config, "bfloat16")))
+    assert decoder_config(written) == config
+    version_4 = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")}
+    assert decoder_config(version_4) == config
+    version_5 = {key: value for key, value in written.items() if key not in ("rope_scaling", "rope_theta")}
+    assert decoder_config(version_5) == config
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("config", FEATURES.values(), ids=FEATURES)
+def test_transformers_reads_what_we_write(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == [type(theirs).__name__.replace("Config", "ForCausalLM")]
+    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.rope_parameters["rope_type"] == ("default" if config.rope_scaling is None else "llama3")
+    assert (theirs.num_key_value_heads, theirs.head_dim) == (config.num_kv_heads, config.head_dim)
+    assert (theirs.hidden_size, theirs.intermediate_size) == (config.hidden_size, config.intermediate_size)
+    assert (theirs.rms_norm_eps, theirs.tie_word_embeddings) == (config.rms_norm_eps, config.tie_word_embeddings)
+    if config.family != "llama":
+        assert theirs.sliding_window == config.sliding_window
+    if config.family.startswith("qwen"):
+        assert set(theirs.layer_types) == {"sliding_attention" if config.sliding_window else "full_attention"}
+    # What they write in turn, with their defaults filled in, is the same model.
+    assert decoder_config(theirs.to_dict()) == config
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_absent_keys_mean_what_they_mean_to_transformers(family):
+    theirs = AutoConfig.for_model(family).to_dict()
+    sizes = {key: theirs[key] for key in SIZES if key != "num_key_value_heads"}
+    assert decoder_config({"model_type": family, **sizes}) == decoder_config(theirs)
+
+
+def test_defaults_that_depend_on_other_keys():
+    assert read("llama").head_dim == 8
+    assert read("llama", num_key_value_heads=None).num_kv_heads == 4
+    assert read("qwen3").head_dim == 128
+    assert read("mistral").sliding_window == 4096
+    assert read("mistral", sliding_window=None).sliding_window is None
+    assert read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=0).sliding_window == 7
+    assert read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=3).sliding_window is None
+    assert read("qwen2", sliding_window=7, max_window_layers=0).sliding_window is None
+    assert read("llama", rope_scaling={"type": "llama3", **LLAMA31_V4}).rope_scaling == LLAMA31
+    old = {"type" if key == "rope_type" else key: value for key, value in LLAMA31_V4.items()}
+    assert read("llama", rope_scaling=old, rope_theta=5e5).rope_scaling == LLAMA31
+
+
+def without(key):
+    return {name: value for name, value in LLAMA31_V4.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("gpt2", {}, "config.json: model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        (None, {}, "model_type is None; supported are llama"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; wanted 'silu'"),
+        ("llama", {"vocab_size": None}, "vocab_size is None; wanted a whole number of at least 1"),
+        ("llama", {"hidden_size": "64"}, "hidden_size is '64'; wanted a whole number"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; wanted a whole number of at least 1"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ("llama", {"num_attention_heads": 5}, "hidden_size 32 does not divide over 5 heads, and there is no head_dim"),
+        ("llama", {"num_key_value_heads": 3}, "config.json: num_heads 4 is not a multiple of num_kv_heads 3"),
+        ("llama", {"attention_bias": None}, "attention_bias is None; wanted true or false"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps is -1; wanted a number above 0"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is set; wanted unquantised weights"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type is 'yarn'; supported are",
+        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; wanted an object or null"),
+        ("llama", {"rope_scaling": without("factor")}, "factor is absent; wanted a number above 0"),
+        (
+            "llama",
+            {"rope_scaling": without("original_max_position_embeddings")},
+            "original_max_position_embeddings is absent; wanted a whole number",
+        ),
+        ("llama", {"rope_parameters": {"mrope_section": [1]}}, r"rotary parameters hold \['mrope_section'\]"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta has several values"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; wanted 1"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; wanted a whole number of at least 1"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "wanted only 'sliding_attention'"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "layers mix full and sliding attention; wanted one kind in all of them",
+        ),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layers mix full"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "'full_attention' only, as there is no sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention"] * 2}, "wanted a list of 3, each 'full_attention' or"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "wanted a list of 3, each 'full_attention' or"),
+    ],
+)
+def test_what_the_decoder_is_not_is_refused(family, keys, message):
+    with pytest.raises(ModelFileError, match=message):
+        read(family, **keys)
+
+
+@pytest.mark.parametrize("key", [key for key in SIZES if key != "num_key_value_heads"])
+def test_sizes_have_no_default(key):
+    sizes = {name: value for name, value in SIZES.items() if name != key}
+    with pytest.raises(ModelFileError, match=f"config.json: {key} is absent; wanted a whole number"):
+        decoder_config({"model_type": "llama", **sizes})
+
+
+def test_a_family_that_cannot_say_it_is_refused():
+    with pytest.raises(ModelFileError, match="a mistral cannot say qkv_bias=True, mlp_bias=True; choose"):
+        config_json(replace(tiny["mistral"], qkv_bias=True, mlp_bias=True), "float32")
+    with pytest.raises(ModelFileError, match="a llama cannot say sliding_window=4"):
+        config_json(replace(tiny["llama"], sliding_window=4), "float32")
+
+
+def test_unreadable_files_are_named(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ModelFileError, match=r"config.json does not exist; a model folder needs one"):
+        load_config(file)
+    file.write_text("{")
+    with pytest.raises(ModelFileError, match=r"config.json is not valid JSON"):
+        load_config(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelFileError, match=r"config.json is not valid JSON"):
+        load_config(file)
+    file.write_text("[]")
+    with pytest.raises(ModelFileError, match=r"config.json holds a list; wanted a JSON object"):
+        load_config(file)

@@ -1,0 +1,187 @@
+"""The run directory: one writer, whole files, no way out; real files and a second process."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxft.runs.directory import MAX_NAME_CHARACTERS, RUN_FILES, RunDirectory, RunDirectoryError, safe_name
+
+HOLD = """
+import sys, time
+from jaxft.runs.directory import RunDirectory
+directory = RunDirectory.create(sys.argv[1])
+directory.write_text("config.yml", "seed: 0")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with RunDirectory.create(tmp_path / "run") as made:
+        yield made
+
+
+def test_a_second_process_is_told_who_holds_it_until_that_one_is_killed(tmp_path):
+    path = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        for take in (RunDirectory.create, RunDirectory.open):
+            with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid} on host "):
+                take(path)
+        assert (path / "config.yml").read_text() == "seed: 0"
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    with RunDirectory.open(path) as reopened:
+        assert reopened.read_json("LOCK.holder")["pid"] == os.getpid()
+
+
+def test_a_second_writer_in_the_same_process_is_refused(directory):
+    with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} "):
+        RunDirectory.create(directory.path)
+
+
+def test_an_unusable_path_is_named_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunDirectoryError, match=re.escape(f"'{path}' cannot be written")):
+            RunDirectory.create(path)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="nothing is unwritable for root")
+def test_a_read_only_directory_is_found_at_once(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        RunDirectory.create(tmp_path / "run")
+
+
+def test_a_run_is_not_overwritten_unasked(tmp_path):
+    with RunDirectory.create(tmp_path) as first:
+        first.write_text("config.yml", "seed: 0")
+    with pytest.raises(RunDirectoryError, match=r"already holds a run \(config.yml\)"):
+        RunDirectory.create(tmp_path)
+    assert (tmp_path / "config.yml").read_text() == "seed: 0"
+    with RunDirectory.open(tmp_path) as again:  # the refusal gave the lock back
+        again.write_text("config.yml", "seed: 1")
+
+
+def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_text("mine")
+    with RunDirectory.create(tmp_path) as first:
+        for name in RUN_FILES:
+            first.write_text(name if "." in name else f"{name}/inner", "old")
+    (tmp_path / "checkpoints" / "inner").unlink()
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with RunDirectory.create(tmp_path, overwrite=True):
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"notes.txt", "elsewhere", "LOCK", "LOCK.holder"}
+    assert (tmp_path / "elsewhere" / "weights").read_text() == "mine"
+
+
+def test_overwriting_spares_what_no_run_made(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for _ in range(2):  # the refusal leaves no mark that would let the second try through
+        with pytest.raises(RunDirectoryError, match="no run made it"):
+            RunDirectory.create(tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoints").is_dir()
+
+
+def test_only_a_run_can_be_opened(tmp_path):
+    with pytest.raises(RunDirectoryError, match="no run to continue"):
+        RunDirectory.open(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_stay_inside(directory, tmp_path):
+    assert directory.file("a/b/c.txt") == directory.path / "a" / "b" / "c.txt"
+    assert (directory.path / "a" / "b").is_dir()
+    (directory.path / "out").symlink_to(tmp_path)
+    for name in ("", ".", "..", "../x", "a/../../x", "/etc/x", str(directory.path / "x"), "out/x"):
+        with pytest.raises(ValueError, match="is not the name of a file under"):
+            directory.file(name)
+    assert not (tmp_path / "x").exists()
+
+
+def test_json_is_replaced_whole_or_not_at_all(directory):
+    directory.write_json("result.json", {"b": 1, "a": [0.5, None, "é\ud800"]})
+    assert directory.file("result.json").read_bytes().startswith(b'{\n  "b": 1,\n  "a": [\n')
+    for value in ({"loss": math.nan}, {"loss": object()}):
+        with pytest.raises(ValueError, match=r"'result\.json' cannot be written as JSON"):
+            directory.write_json("result.json", value)
+    assert directory.read_json("result.json") == {"b": 1, "a": [0.5, None, "é\ud800"]}
+    assert [path.name for path in directory.path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_a_file_that_is_not_json_is_named(directory):
+    directory.write_text("result.json", "{")
+    with pytest.raises(ValueError, match=re.escape(f"'{directory.path / 'result.json'}' is not JSON")):
+        directory.read_json("result.json")
+
+
+def test_rows_are_appended_and_flushed(directory):
+    for step in range(2):
+        directory.append_jsonl("rows.jsonl", {"step": step, "text": "line\nfeed"})
+        assert len(directory.file("rows.jsonl").read_text().splitlines()) == step + 1
+
+
+def test_a_non_finite_figure_becomes_null_and_is_named(directory):
+    row = {"loss": math.nan, "per_turn": [1.0, -math.inf], "kl": {"max": math.inf}, "ok": 2.0}
+    path = directory.append_jsonl("rows.jsonl", row)
+    assert json.loads(path.read_text()) == {
+        "loss": None,
+        "per_turn": [1.0, None],
+        "kl": {"max": None},
+        "ok": 2.0,
+        "non_finite": {"loss": "nan", "per_turn.1": "-inf", "kl.max": "inf"},
+    }
+    assert math.isnan(row["loss"])
+    with pytest.raises(ValueError, match="'non_finite'"):
+        directory.append_jsonl("rows.jsonl", {"non_finite": 1})
+
+
+def test_a_closed_directory_writes_nothing(directory):
+    directory.close()
+    directory.close()
+    for write in (directory.write_text, directory.write_json):
+        with pytest.raises(RunDirectoryError, match="is closed"):
+            write("result.json", "x")
+    with pytest.raises(RunDirectoryError, match="is closed"):
+        directory.append_jsonl("rows.jsonl", {})
+    assert not (directory.path / "result.json").exists()
+
+
+@given(st.text(alphabet=st.characters(codec=None), max_size=200))
+def test_safe_names_are_short_plain_and_stable(text):
+    name = safe_name(text)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|-[0-9a-f]{12}", name)
+    assert len(name) <= MAX_NAME_CHARACTERS
+    assert name == safe_name(text)
+
+
+def test_safe_names_do_not_collide():
+    texts = ["a b", "a_b", "a/b", safe_name("a b"), "..", ".", "", "é", "e", "x" * 100, "x" * 101, "../../etc/passwd"]
+    names = [safe_name(text) for text in texts]
+    assert len(set(names)) == len(texts)
+    assert safe_name("a_b") == "a_b"
+    assert safe_name("x" * 100) == "x" * 100
+
+
+def test_runs_needs_no_jax():
+    modules = ["directory", "metrics", "plots", "environment", "console"]
+    program = f"import sys, {', '.join(f'jaxft.runs.{module}' for module in modules)}; print('jax' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "False\n"
