@@ -14,7 +14,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ class Board:
     789
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opening: Sequence[int] = ()) -> None:
         self.cells = list("123456789")
+        for turn, cell in enumerate(opening):
+            self.place(cell, "XO"[turn % 2])
 
     def __str__(self) -> str:
         return "\n".join("".join(self.cells[row : row + 3]) for row in (0, 3, 6))
@@ -66,8 +68,7 @@ async def tic_tac_toe(config: TicTacToeConfig, builder: Any) -> AsyncIterator[An
     llm = await builder.get_llm(config.llm)
 
     async def play(example: dict[str, Any]) -> str:
-        board, opponent = Board(), jaxft.episode().random
-        messages = []
+        board, opponent, messages = Board(example["opening"]), jaxft.episode().random, []
         while True:
             messages.append({"role": "user", "content": str(board)})
             reply = await llm.chat(messages, temperature=1.0, max_tokens=config.max_tokens)
@@ -105,18 +106,30 @@ async def game_outcome(config: GameOutcomeConfig, builder: Any) -> AsyncIterator
 class GamesConfig(jaxft.DatasetConfig, name="tic_tac_toe_games"):
     """Games, told apart by their ids: the opponent's moves follow from them."""
 
-    count: int = Field(default=32, ge=1, description="Games, each played num_generations times an epoch.")
+    count: int = Field(default=512, ge=1, description="Games to choose from.")
+    max_opening_rounds: int = Field(
+        default=2, ge=0, le=2, description="Up to so many moves of each player are made at random before the agent takes over."
+    )
 
 
 @jaxft.register_dataset_loader(config_type=GamesConfig)
 async def tic_tac_toe_games(config: GamesConfig, builder: Any) -> AsyncIterator[list[jaxft.EvalInputItem]]:
-    """The training games."""
-    yield games("train", config.count)
+    """The training games: the first from the empty board, the next after one random round, and so on in turn."""
+    yield games("train", config.count, config.max_opening_rounds)
 
 
-def games(name: str, count: int) -> list[jaxft.EvalInputItem]:
+def games(name: str, count: int, max_opening_rounds: int = 0) -> list[jaxft.EvalInputItem]:
     """So many examples, with ids of their own."""
-    return [jaxft.EvalInputItem(id=f"{name}-{i}", full_dataset_entry={"game": i}) for i in range(count)]
+    draw = random.Random(name)
+    return [
+        jaxft.EvalInputItem(id=f"{name}-{i}", full_dataset_entry={"opening": opening(draw, i % (max_opening_rounds + 1))})
+        for i in range(count)
+    ]
+
+
+def opening(draw: random.Random, rounds: int) -> list[int]:
+    """Cells taken in turn by X and O, at random; after at most two rounds nobody can have won."""
+    return draw.sample(range(1, 10), 2 * rounds)
 
 
 def random_conversation(draw: random.Random) -> list[dict[str, str]]:

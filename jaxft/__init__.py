@@ -19,7 +19,7 @@ _HOMES = {
     "jaxft.core.objectives": ("grpo_loss", "sft_loss"),
     "jaxft.core.types": ("Batch", "Denominators", "FinishReason", "Model", "Rollout", "Scored"),
     "jaxft.core.update": ("TrainState", "init_train_state", "make_update"),
-    "jaxft.models.bridge": ("from_linen", "from_module", "from_nnx"),
+    "jaxft.models.bridge": ("from_function", "from_linen", "from_nnx"),
     "jaxft.models.config": ("DecoderConfig", "preset"),
     "jaxft.models.hf": ("init_model", "load_model", "save_model"),
     "jaxft.policy.chat": ("load_tokenizer",),
@@ -45,6 +45,7 @@ _HOMES = {
         "Trajectory",
         "TrajectoryCollection",
     ),
+    "jaxft.harness.datasets": ("load_jsonl",),
     "jaxft.harness.errors": (
         "ComponentError",
         "ConfigError",

@@ -1,4 +1,4 @@
-"""The components that jaxft ships, registered when this package is imported. None of them imports jax before it is made."""
+"""The components that jaxft ships, registered when this package is imported; none imports jax before it is made."""
 
 import jaxft.components.grpo_builder
 import jaxft.components.grpo_trainer

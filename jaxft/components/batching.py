@@ -1,6 +1,6 @@
 """Trajectories as padded arrays, in an order that depends on nothing but which episodes they are."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,14 +44,14 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int) -> tuple[Batch, int]:
     microbatch_rows = max(1, min(microbatch_tokens // width, len(rows)))
     height = -(-len(rows) // microbatch_rows) * microbatch_rows
 
-    def padded(name: str, dtype: type) -> np.ndarray:
-        table = np.zeros((height, width), dtype)
+    def padded(name: str, dtype: type) -> Any:
+        table: np.ndarray = np.zeros((height, width), dtype)
         for line, row in zip(table, rows, strict=False):
             values = dict(row.sequence)[name]
             line[: len(values)] = values
         return table
 
-    advantages = np.zeros(height, np.float32)
+    advantages: Any = np.zeros(height, np.float32)
     advantages[: len(rows)] = [row.advantage for row in rows]
     batch = Batch(
         tokens=padded("tokens", np.int32),

@@ -10,6 +10,7 @@ from pydantic import Field
 from jaxft.harness.data_models import (
     EpisodeItem,
     EpisodeItemRole,
+    EvalInputItem,
     Trajectory,
     TrajectoryCollection,
 )
@@ -46,25 +47,39 @@ class GRPOTrajectoryBuilder(TrajectoryBuilder):
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Starts the episodes of a collection; its rollout index is how many collections there were before.
 
+        Args:
+            run_id: names the collection.
+            meta: `{"example_ids": [...]}` chooses examples, in that order; without it all take part.
+
         Raises:
-            ValueError: a collection of this name has been started and not finalised.
+            ValueError: a collection of this name has been started and not finalised, or an id is not in the dataset.
             RuntimeError: no evaluation is bound.
         """
         if run_id in self.evaluation_runs:
             raise ValueError(f"run '{run_id}' is already in progress; finalize it or choose another id")
         if self.evaluation is None:
             raise RuntimeError("the builder has no evaluation: call bind_evaluation first")
+        examples = self._chosen(meta)
         self._started[run_id] = time.perf_counter()
         self.evaluation_runs[run_id] = self.evaluation.start(
-            self.examples,
+            examples,
             stream=TRAINING,
             rollout_index=self._collections,
             num_generations=self.trajectory_builder_config.num_generations,
         )
         self._collections += 1
 
+    def _chosen(self, meta: dict[str, Any] | None) -> list[EvalInputItem]:
+        if meta is None or "example_ids" not in meta:
+            return self.examples
+        by_id = {item.id: item for item in self.examples}
+        unknown = [example_id for example_id in meta["example_ids"] if example_id not in by_id]
+        if unknown:
+            raise ValueError(f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others")
+        return [by_id[example_id] for example_id in meta["example_ids"]]
+
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        """The trajectories of a collection, a group per example in the dataset's order; failed episodes are left out.
+        """The trajectories of a collection, a group per example in the order of `start_run`, without failed episodes.
 
         `metrics`, `timings` and `failures` of the collection say what was left out and how long it took.
 
@@ -81,12 +96,12 @@ class GRPOTrajectoryBuilder(TrajectoryBuilder):
                 task.cancel()
             started = self._started.pop(run_id)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
-        groups: dict[str, list[Trajectory]] = {item.id: [] for item in self.examples}
+        groups: dict[str, list[Trajectory]] = {}
         for outcome in outcomes:
             if outcome.error is None:
-                groups[outcome.item.id].append(make_trajectory(outcome))
+                groups.setdefault(outcome.item.id, []).append(make_trajectory(outcome))
         return TrajectoryCollection(
-            trajectories=[group for group in groups.values() if group],
+            trajectories=list(groups.values()),
             run_id=run_id,
             metrics={"episodes": len(outcomes), "failed_episodes": len(failed)},
             timings={
@@ -104,15 +119,16 @@ class GRPOTrajectoryBuilder(TrajectoryBuilder):
 def make_trajectory(outcome: EpisodeOutcome) -> Trajectory:
     """An episode that ended well as a trajectory; without a usable reward it is not scorable."""
     calls = outcome.episode.calls
-    answers = iter(calls)
+    unmatched = list(calls)
     episode = []
     for message in episode_messages(calls):
         role = ROLES.get(message["role"], EpisodeItemRole.OTHER)
         logprobs = None
         if role is EpisodeItemRole.ASSISTANT:
             # An assistant's message that no call answered was written by the agent itself, and is not trained.
-            call = next((call for call in answers if call.content == message["content"]), None)
+            call = next((call for call in unmatched if call.content == message["content"]), None)
             logprobs = [] if call is None else list(call.sampler_logprobs)
+            unmatched = [other for other in unmatched if other is not call]
         episode.append(EpisodeItem(role=role, content=message["content"], logprobs=logprobs))
     return Trajectory(
         episode=episode,

@@ -1,13 +1,20 @@
 """`_type: grpo_trainer`: the loop. Collect episodes, train on them, log; once per epoch."""
 
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
-from jaxft.harness.errors import JobFailed, NoLearningSignal, TooManyFailures
+from jaxft.harness.data_models import (
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures
 from jaxft.harness.interfaces import Trainer
 from jaxft.harness.registry import TrainerConfig, register_trainer
 from jaxft.runs.console import Console
@@ -21,7 +28,7 @@ SHOWN = {
     "reward_mean": "reward",
     "entropy": "entropy",
     "kl": "kl",
-    "clip_share": "clip",
+    "clip_high_share": "clip",
     "sampler_logprob_diff_max": "sampler diff",
     "failed_episodes": "failed",
     "tokens_per_second": "tok/s",
@@ -33,11 +40,18 @@ SHOWN = {
 class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
     """One collection and one job per epoch."""
 
-    show_episodes_every: int = Field(default=10, ge=0, description="Epochs between sample episodes shown; 0 shows none.")
+    examples_per_update: int | None = Field(
+        default=None, ge=1, description="Examples of one epoch, drawn in an order of their own each pass; null: all."
+    )
+    show_episodes_every: int = Field(
+        default=10, ge=0, description="Epochs between sample episodes shown; 0 shows none."
+    )
     max_failed_share: float = Field(
         default=0.5, gt=0.0, le=1.0, description="The run stops when more of an epoch's episodes than this fail."
     )
-    max_bad_updates: int = Field(default=3, ge=1, description="The run stops after so many non-finite updates in a row.")
+    max_bad_updates: int = Field(
+        default=3, ge=1, description="The run stops after so many non-finite updates in a row."
+    )
 
 
 class GRPOTrainer(Trainer):
@@ -77,26 +91,31 @@ class GRPOTrainer(Trainer):
                 if status.status is not TrainingStatusEnum.COMPLETED:
                     break
                 self._add_job_figures(run_id, status)
+                if self._metrics[run_id].get("applied_updates", 1) == 0:
+                    self._console.message(f"{run_id}: {status.message}")
             self._timings[run_id]["seconds"] = time.perf_counter() - started
             figures = await self.get_metrics(run_id)
             self.log_progress(epoch, figures)
-            learned_epochs += figures.get("applied_updates", 0) > 0
+            # A backend that does not count its updates is believed to have made one.
+            learned_epochs += ref is not None and figures.get("applied_updates", 1) > 0
             bad_updates = bad_updates + 1 if figures.get("nonfinite_updates", 0) else 0
             if bad_updates >= self.trainer_config.max_bad_updates:
-                raise JobFailed(f"loss or gradient were not finite in {bad_updates} updates in a row, the last in {run_id}")
+                raise JobFailed(
+                    f"loss or gradient were not finite in {bad_updates} updates in a row, the last in {run_id}"
+                )
         self._save_history()
         is_finished = len(statuses) == 0 or statuses[-1].status is TrainingStatusEnum.COMPLETED
         if is_finished and not learned_epochs:
             raise NoLearningSignal(
-                f"nothing could be learned in {num_epochs} epochs: the rewards of every group were equal or not usable; "
-                "make the task easier, raise num_generations, or give partial rewards"
+                f"nothing could be learned in {num_epochs} epochs: the rewards of every group were equal or not "
+                "usable; make the task easier, raise num_generations, or give partial rewards"
             )
         return statuses
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collects episodes and submits them; None when no trajectory has a usable reward."""
+        """Collects episodes and submits them; None when nothing in them can be trained."""
         assert self.trajectory_builder is not None and self.trainer_adapter is not None
-        await self.trajectory_builder.start_run(run_id)
+        await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
         self._metrics[run_id], self._timings[run_id] = collection_figures(collection)
@@ -107,7 +126,28 @@ class GRPOTrainer(Trainer):
         if not any(trajectory.scorable for group in chosen.trajectories for trajectory in group):
             self._console.message(f"{run_id}: no trajectory has a usable reward; nothing was trained")
             return None
-        return await self.trainer_adapter.submit(chosen)
+        try:
+            return await self.trainer_adapter.submit(chosen)
+        except NothingToTrain as error:
+            self._console.message(f"{run_id}: {error}; nothing was trained")
+            return None
+
+    def _choice_of_examples(self, epoch: int) -> dict[str, Any] | None:
+        """Which examples an epoch works on: the next ones of an order that is shuffled anew whenever it is used up."""
+        assert self.run_config is not None and self.trajectory_builder is not None
+        ids = [item.id for item in self.trajectory_builder.examples]
+        count = self.trainer_config.examples_per_update
+        if count is None or count >= len(ids):
+            return None
+        chosen: list[str] = []
+        place = epoch * count
+        while len(chosen) < count:
+            order = list(ids)
+            random.Random(f"order of examples {self.run_config.seed} {place // len(ids)}").shuffle(order)
+            taken = order[place % len(ids) :][: count - len(chosen)]
+            chosen += [example_id for example_id in taken if example_id not in chosen]
+            place += len(taken)
+        return {"example_ids": chosen}
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         """The figures of one epoch: those that another run would repeat, then those of the clock.
@@ -148,7 +188,9 @@ class GRPOTrainer(Trainer):
         if failed > self.trainer_config.max_failed_share * episodes:
             raise TooManyFailures(f"{failed} of {episodes:.0f} episodes failed; the last: {collection.failures[-1]}")
         first = collection.failures[0].splitlines()[0]
-        self._console.message(f"{collection.run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
+        self._console.message(
+            f"{collection.run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}"
+        )
 
     def _remember_rewards(self, epoch: int, metrics: dict[str, Any]) -> None:
         names = ("reward_mean", "reward_min", "reward_max")
@@ -172,12 +214,13 @@ class GRPOTrainer(Trainer):
 
 
 def collection_figures(collection: TrajectoryCollection) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a collection says of itself, rewards and lengths of its trajectories, and the rate at which it was sampled."""
+    """What a collection says of itself, its rewards and lengths; and, by the clock, how fast it was sampled."""
     trajectories = [trajectory for group in collection.trajectories for trajectory in group]
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.scorable]
     lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences) for trajectory in trajectories]
     metrics = {
         **collection.metrics,
+        "unscorable_trajectories": len(trajectories) - len(rewards),
         "completion_tokens_mean": mean(lengths),
         "completion_tokens_max": max(lengths, default=0),
         **{f"reward/{name}": value for name, value in named_reward_means(trajectories).items()},

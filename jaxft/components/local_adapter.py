@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer
 from jaxft.harness.data_models import (
     TrainingJobRef,
@@ -18,11 +19,10 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.errors import ComponentError, UserCodeError, user_code
-from jaxft.harness.fields import ConfigModel, LLMRef
+from jaxft.harness.errors import ComponentError, NothingToTrain, TrajectoryError, UserCodeError, user_code
+from jaxft.harness.fields import LLMRef
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
-
 from jaxft.policy.recorder import TokenSequence
 
 if TYPE_CHECKING:
@@ -32,29 +32,6 @@ if TYPE_CHECKING:
 BACKEND = "local"
 
 EQUAL_REWARDS = 1e-6
-
-AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch"]
-
-
-class LossConfig(ConfigModel):
-    """The policy loss: a published one by name, and what to change of it."""
-
-    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "reinforce"] = Field(
-        default="grpo", description="The row of presets that the other fields of the loss override."
-    )
-    advantages: AdvantageName | None = Field(
-        default=None, description="The baseline: null for group_mean with dr_grpo, group with all others."
-    )
-    importance_level: Literal["token", "sequence"] | None = Field(default=None, description="One ratio per token or row.")
-    clip_low: float | None = Field(default=None, gt=0.0, le=1.0, description="The ratio stays above 1 - clip_low.")
-    clip_high: float | None = Field(default=None, gt=0.0, description="It stays below 1 + clip_high; cispo's cap.")
-    delta: float | None = Field(default=None, gt=1.0, description="Dual clip: bounds the loss of bad rows.")
-    beta: float = Field(default=0.0, ge=0.0, description="Weight of the KL to the starting parameters; 0 keeps none.")
-    kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl"] = Field(default="k3_ratio", description="Its estimator.")
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a whole trajectory: the constant that dr_grpo divides by."
-    )
-    mask_truncated: bool = Field(default=False, description="Rows cut by their length budget train nothing.")
 
 
 class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
@@ -79,11 +56,16 @@ class LocalTrainerAdapter(TrainerAdapter):
     adapter_config: LocalTrainerAdapterConfig
 
     def __init__(self, adapter_config: LocalTrainerAdapterConfig, policy: "Policy", warn: Any = print) -> None:
-        """`warn` is called with a sentence the first time something deserves one."""
+        """`warn` is called with a sentence the first time something deserves one.
+
+        Raises:
+            ValueError: the loss cannot be made of its knobs.
+        """
         super().__init__(adapter_config)
         self.policy = policy
         self._warn = warn
         self._has_warned = False
+        self._loss = make_loss(adapter_config.loss)
         self._optimizer = make_optimizer(adapter_config.optimizer)
         self._opt_state: Any = None
         self._step: Any = None
@@ -92,20 +74,26 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._jobs: dict[str, _Job] = {}
 
     async def is_healthy(self) -> bool:
-        """Whether every parameter is finite."""
+        """Whether there are parameters, all of them finite."""
         import jax
         import jax.numpy as jnp
 
-        finite = await self.policy.read(
-            lambda params: all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
-        )
-        return finite
+        from jaxft.policy.policy import PolicyLostError
+
+        try:
+            return await self.policy.read(
+                lambda params: all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+            )
+        except PolicyLostError:
+            return False
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Queues one update on these trajectories and returns at once.
 
         Raises:
-            ValueError: the job's name is taken, nothing is there to train on, or greedy or foreign rows are among them.
+            ValueError: the job's name is taken.
+            NothingToTrain: no row has a token to train.
+            TrajectoryError: greedy or malformed rows are among them.
         """
         run_id = trajectories.run_id
         if run_id in self._jobs:
@@ -149,11 +137,14 @@ class LocalTrainerAdapter(TrainerAdapter):
 
         from jaxft.components.batching import Row, sort_trajectories
 
-        trajectories = sort_trajectories(collection.trajectories)
-        rows, truncated, versions, log_mass = [], 0, [], []
-        for trajectory, advantage in zip(trajectories, self._advantages(trajectories), strict=True):
+        groups = [sort_trajectories([group]) for group in collection.trajectories]
+        trajectories = [trajectory for group in groups for trajectory in group]
+        rows, foreign, versions, log_mass = [], 0, [], []
+        for trajectory, advantage in zip(trajectories, self._advantages(groups), strict=True):
             for sequence in trajectory.sequences if trajectory.scorable else ():
-                truncated += sequence.truncated
+                if sequence.llm not in (None, self.adapter_config.llm):
+                    foreign += 1
+                    continue
                 if sequence.truncated and self.adapter_config.loss.mask_truncated:
                     continue
                 check_sequence(trajectory, sequence)
@@ -162,25 +153,29 @@ class LocalTrainerAdapter(TrainerAdapter):
                 versions.append(np.array(sequence.policy_versions)[mask])
                 log_mass.append((np.array(sequence.sampler_logprobs) - np.array(sequence.behavior_logprobs))[mask])
         unscorable = sum(not trajectory.scorable for trajectory in trajectories)
+        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+        truncated = sum(sequence.truncated for sequence in sequences)
         trained_versions = np.concatenate(versions) if versions else np.zeros(0)
         if trained_versions.size == 0:
-            raise ValueError(
-                f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} of "
-                f"them without a usable reward, {truncated} sequences truncated"
+            raise NothingToTrain(
+                f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
+                f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
+                f"{foreign} of other language models"
             )
         self._warn_of_filters(np.concatenate(log_mass))
         metrics = {
-            "groups": len(collection.trajectories),
-            "no_signal_groups": sum(not has_signal(group) for group in collection.trajectories),
+            "groups": len(groups),
+            "no_signal_groups": sum(not has_signal(group) for group in groups),
             "unscorable_trajectories": unscorable,
-            "sequences_per_trajectory": sum(len(t.sequences) for t in trajectories) / len(trajectories),
+            "sequences_per_trajectory": len(sequences) / len(trajectories),
+            "foreign_sequences": foreign,
             "trained_tokens": trained_versions.size,
-            "truncated_share": truncated / sum(len(t.sequences) for t in trajectories),
+            "truncated_share": truncated / len(sequences),
             "stale_token_share": float((trained_versions != self.policy.version).mean()),
         }
         return rows, metrics
 
-    def _advantages(self, trajectories: list[Trajectory]) -> list[float]:
+    def _advantages(self, groups: list[list[Trajectory]]) -> list[float]:
         import numpy as np
 
         from jaxft.core import advantages
@@ -193,12 +188,12 @@ class LocalTrainerAdapter(TrainerAdapter):
             "leave_one_out": advantages.leave_one_out_advantages,
             "batch": advantages.batch_advantages,
         }
-        rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
-        _, group_ids = np.unique([t.example_id for t in trajectories], return_inverse=True)
+        rewards = np.array([t.reward if t.scorable else np.nan for group in groups for t in group], np.float64)
+        group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         return np.asarray(estimators[name](rewards, group_ids)).tolist()
 
     def _warn_of_filters(self, log_mass: Any) -> None:
-        """Says, once, that truncated sampling was used; `log_mass` holds the log of the kept mass, negated, per token."""
+        """Says, once, that truncated sampling was used; `log_mass` holds the log of the mass kept, per token."""
         import numpy as np
 
         if self._has_warned or not log_mass.any():
@@ -215,7 +210,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         started = time.perf_counter()
         try:
             with user_code():  # whatever stops the job becomes its status
-                update_metrics = await self.policy.update(partial(self._update, rows))
+                update_metrics = await self.policy.update(
+                    partial(self._update, rows), has_changed=lambda figures: figures["applied_updates"] > 0
+                )
         except UserCodeError as failure:
             job.status = job.status.model_copy(
                 update={
@@ -258,25 +255,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         return state.params, figures
 
     def _jitted_update(self, microbatch_rows: int) -> Any:
-        from jaxft.core.objectives import grpo_loss
         from jaxft.core.update import make_update
 
         if microbatch_rows not in self._updates:
-            loss = self.adapter_config.loss
-            loss_fn = partial(
-                grpo_loss,
-                loss=loss.name,
-                importance_level=loss.importance_level,
-                clip_low=loss.clip_low,
-                clip_high=loss.clip_high,
-                delta=loss.delta,
-                beta=loss.beta,
-                kl=loss.kl,
-                max_completion_tokens=loss.max_completion_tokens,
-            )
             self._updates[microbatch_rows] = make_update(
                 self.policy.model,
-                loss_fn,
+                self._loss,
                 self._optimizer,
                 microbatch_rows=microbatch_rows,
                 max_grad_norm=self.adapter_config.optimizer.max_grad_norm,
@@ -296,13 +280,18 @@ class LocalTrainerAdapter(TrainerAdapter):
 
 
 def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Refuses, with a `ValueError` that names the episode, rows that a policy gradient has no meaning for."""
+    """Refuses, with a `TrajectoryError` that names the episode, rows that a policy gradient has no meaning for."""
     name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
+    lengths = {field: len(values) for field, values in sequence if isinstance(values, list)}
+    if len(set(lengths.values())) > 1:
+        raise TrajectoryError(f"{name}: the lists of a sequence differ in length: {lengths}")
     trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
     if 0 in trained:
-        raise ValueError(f"{name} was sampled greedily; there is nothing to learn from it: sample at a temperature above 0")
-    if sequence.completion_mask[0]:
-        raise ValueError(f"{name}: the first token of a sequence has no context and cannot be trained")
+        raise TrajectoryError(
+            f"{name} was sampled greedily; there is nothing to learn from it: sample at a temperature above 0"
+        )
+    if sequence.completion_mask[:1] == [True]:
+        raise TrajectoryError(f"{name}: the first token of a sequence has no context and cannot be trained")
 
 
 def has_signal(group: list[Trajectory]) -> bool:

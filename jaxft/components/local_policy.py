@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 class LocalPolicyConfig(LLMConfig, name="local_policy"):
     """A Hugging Face checkpoint, or a model of random weights by the name of its shape."""
 
-    path: PathOrName | None = Field(default=None, description="Folder or hub id of a checkpoint; null for random weights.")
+    path: PathOrName | None = Field(
+        default=None, description="Folder or hub id of a checkpoint; null for random weights."
+    )
     preset: str | None = Field(default=None, description="Shape of a model of random weights, such as qwen3-1m.")
     tokenizer: PathOrName | None = Field(
         default=None, description="Folder or hub id of a tokenizer; null for the checkpoint's, or the embedded one."
@@ -33,7 +35,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
 
 @register_llm(config_type=LocalPolicyConfig)
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterator[ChatClient]":
-    """A chat client of a fresh policy. A `path` wins over a `preset`, so that one override puts a checkpoint in its place."""
+    """A chat client of a fresh policy. A `path` wins over a `preset`: one override puts a checkpoint in its place."""
     import jax
     import jax.numpy as jnp
 

@@ -33,18 +33,17 @@ class _Groups(NamedTuple):
 
 def _groups(rewards: Rewards, group_ids: GroupIds) -> _Groups:
     xp: ModuleType = jnp if isinstance(rewards, jax.Array) else np
-    rewards, group_ids = xp.asarray(rewards) if xp is jnp else np.asarray(rewards, np.float64), xp.asarray(group_ids)
-    if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(
-            f"rewards have shape {rewards.shape} and group_ids {group_ids.shape}; wanted one of each per trajectory"
-        )
-    scorable = xp.isfinite(rewards)
-    values = xp.where(scorable, rewards, 0.0)
-    same = (group_ids[:, None] == group_ids[None, :]) & scorable[None, :]
+    raw: Any = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards, np.float64)
+    ids: Any = xp.asarray(group_ids)
+    if raw.shape != ids.shape:
+        raise ValueError(f"rewards have shape {raw.shape} and group_ids {ids.shape}; wanted one of each per trajectory")
+    scorable = xp.isfinite(raw)
+    values = xp.where(scorable, raw, 0.0)
+    same = (ids[:, None] == ids[None, :]) & scorable[None, :]
     count = xp.maximum(same.sum(1), 1)
-    largest = xp.where(same, values[None, :], -xp.inf).max(1)
-    smallest = xp.where(same, values[None, :], xp.inf).min(1)
-    scale = xp.maximum(1.0, xp.where(same, xp.abs(values)[None, :], 0.0).max(1))
+    largest = xp.where(same, values[None, :], -xp.inf).max(1, initial=-xp.inf)
+    smallest = xp.where(same, values[None, :], xp.inf).min(1, initial=xp.inf)
+    scale = xp.where(same, xp.abs(values)[None, :], 0.0).max(1, initial=1.0)
     has_signal = scorable & (count > 1) & (largest - smallest > EQUAL_REWARDS * scale)
     mean = xp.where(same, values[None, :], 0.0).sum(1) / count
     return _Groups(xp, xp.where(has_signal, values - mean, 0.0), count, has_signal, same, scorable)
@@ -66,7 +65,7 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
 
 
 def group_mean_advantages(rewards: Rewards, group_ids: GroupIds) -> Advantages:
-    """`R - mean_g`: no division by the spread, which would favour too easy and too hard prompts (Dr. GRPO, arXiv 2503.20783).
+    """`R - mean_g` (Dr. GRPO, arXiv 2503.20783): dividing by the spread would favour too easy and too hard prompts.
 
     >>> print(group_mean_advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7]))
     [ 0.75 -0.25 -0.25 -0.25]

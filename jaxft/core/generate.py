@@ -66,8 +66,8 @@ def decode(
 ) -> tuple[DecodeState, Emitted]:
     """Samples up to `max_steps` tokens for every active row and stops early once none is active.
 
-    A row is deterministic in its own token history, parameters and key: at equal shapes its tokens and log-probabilities
-    are the same bits whatever the other rows are.
+    A row is deterministic in its own token history, parameters and key: at equal shapes its tokens and
+    log-probabilities are the same bits whatever the other rows are.
     """
     size = state.tokens.shape[0]
     emitted = Emitted(
@@ -192,7 +192,8 @@ def _generate(
     cache, tokens, positions = prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
-    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
+    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations))  # [P G]
+    keys = keys.reshape(-1, *key.shape)  # [R]; a key of the older kind is two numbers
 
     state, prompts, lengths = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, num_generations, axis=0),

@@ -53,8 +53,9 @@ def token_logprobs(
 ) -> Scored:
     """Log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the entropy of that distribution, `[B T]` each.
 
-    The logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; the result does not
-    depend on the chunking beyond rounding. The first token of a row, and of each packed segment, gets 0 and no gradient.
+    The logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; the result does
+    not depend on the chunking beyond rounding. The first token of a row, and of each packed segment, gets 0 and no
+    gradient.
 
     Args:
         tokens: right-padded rows; what stands behind the last real token changes nothing before it.

@@ -18,7 +18,6 @@ MAX_LOG_RATIO = 20.0
 
 Surrogate = Literal["clip", "cap", "score"]
 Aggregation = Literal["row_mean", "token_mean", "budget"]
-KLKind = Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl"]
 Metrics = dict[str, Float[Array, ""]]
 
 
@@ -50,8 +49,8 @@ def policy_loss(
     completion_mask: Bool[Array, "B T"],
     *,
     loss: str = "grpo",
-    importance_level: Literal["token", "sequence"] | None = None,
-    aggregation: Aggregation | None = None,
+    importance_level: str | None = None,
+    aggregation: str | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
     delta: float | None = None,
@@ -102,7 +101,7 @@ def policy_loss(
     aggregation = aggregation or preset.aggregation
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
-    _check_knobs(preset.surrogate, loss, delta, clip_high, beta, kl, ref_logprobs, old_logprobs)
+    _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, ref_logprobs, old_logprobs)
     _check_shapes(logprobs, old_logprobs, advantages, completion_mask, ref_logprobs)
 
     mask = completion_mask
@@ -151,7 +150,7 @@ def clipped_surrogate(
     clip_high: float,
     delta: float | None = None,
 ) -> Float[Array, "B #S"]:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7), with optional dual clip.
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
 
     >>> print(clipped_surrogate(jnp.array([[1.5, 0.5]]), jnp.array([[1.0, 1.0]]), 0.2, 0.2))
     [[-1.2 -0.5]]
@@ -165,18 +164,20 @@ def clipped_surrogate(
 def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """`e^x - 1 - x`, never negative: the low-variance KL estimate for `x = log q - log p`, tokens drawn from p.
 
-    (J. Schulman, "Approximating KL divergence", 2020.)
+    (J. Schulman, "Approximating KL divergence", 2020.) Above the clamp it is constant: `e^20 - 1 - x` would fall with x
+    and its gradient push away from the reference.
 
     >>> print(f"{k3(jnp.log(2.0)):.4f}")  # 2 - 1 - log 2
     0.3069
     """
-    return jnp.expm1(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_ratio
+    x = jnp.minimum(log_ratio, MAX_LOG_RATIO)
+    return jnp.expm1(x) - x
 
 
 def kl_penalty(
     kind: str, rho: Float[Array, "B T"], log_ratio: Float[Array, "B T"], importance_ratio: Float[Array, "B #T"]
 ) -> Float[Array, "B T"]:
-    """A term per token whose gradient pulls the policy to the reference; `rho = ref_logprobs - logprobs`, 0 where masked.
+    """A term per token that pulls the policy to the reference; `rho = ref_logprobs - logprobs`, 0 where masked.
 
     * `k3_ratio` (default): `exp(logprobs - old) k3`, differentiated through both: the gradient of KL(policy || ref).
     * `k2`: `rho^2 / 2`, weighted by the detached ratio: the same gradient.
@@ -189,7 +190,8 @@ def kl_penalty(
     """
     if kind == "k1":
         raise ValueError(
-            "kl='k1' in the loss has gradient 0 in expectation: it would hold nothing; use 'k3_ratio', or k1 in the reward"
+            "kl='k1' in the loss has gradient 0 in expectation: it would hold nothing; "
+            "use 'k3_ratio', or k1 in the reward"
         )
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if kind == "k3_ratio":
@@ -219,7 +221,7 @@ def aggregate(
     per_token: Float[Array, "B #T"],
     completion_mask: Bool[Array, "B T"],
     denominators: Denominators,
-    aggregation: Aggregation,
+    aggregation: str,
     max_completion_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
@@ -231,7 +233,7 @@ def aggregate(
         ValueError: `budget` without `max_completion_tokens`, or an unknown name.
 
     >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
-    >>> print(aggregate(x, mask, count_trained(mask), "row_mean"), aggregate(x, mask, count_trained(mask), "token_mean"))
+    >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
     4.5 4.0
     """
     masked = jnp.where(completion_mask, per_token, 0.0)
@@ -252,7 +254,7 @@ def aggregate(
 def token_mean(
     x: Float[Array, "B #T"] | Bool[Array, "B #T"], completion_mask: Bool[Array, "B T"], denominators: Denominators
 ) -> Float[Array, ""]:
-    """Sum over these rows' trained tokens over the number of trained tokens of the whole batch; 0 when there is none."""
+    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none."""
     return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)
 
 
@@ -282,13 +284,15 @@ def _clip_bites(
 def _check_knobs(
     surrogate: Surrogate,
     loss: str,
+    importance_level: str,
     delta: float | None,
     clip_high: float,
     beta: float,
-    kl: str,
     ref_logprobs: Array | None,
     old_logprobs: Array | None,
 ) -> None:
+    if importance_level not in ("token", "sequence"):
+        raise ValueError(f"importance_level is {importance_level!r}; wanted token or sequence")
     if delta is not None and surrogate != "clip":
         raise ValueError(f"delta is {delta}, but {loss!r} has no clipped surrogate to bound; leave delta None")
     if delta is not None and delta <= 1.0 + clip_high:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.losses import MAX_LOG_RATIO, Aggregation, Metrics, aggregate, k3, policy_loss, token_mean
+from jaxft.core.losses import MAX_LOG_RATIO, Metrics, aggregate, k3, policy_loss, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
 
 
@@ -23,22 +23,25 @@ def grpo_loss(
     *,
     loss: str = "grpo",
     importance_level: str | None = None,
-    aggregation: Aggregation | None = None,
+    aggregation: str | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
     delta: float | None = None,
     beta: float = 0.0,
     kl: str = "k3_ratio",
     max_completion_tokens: int | None = None,
+    entropy_coef: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
+
+    `entropy_coef` times the mean entropy of all trained tokens, in nats, is taken off the loss (arXiv 1602.01783).
 
     Raises:
         ValueError: the batch has no advantages, or what `policy_loss` refuses.
     """
     if batch.advantages is None:
         raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
-    scored = score(model, params, batch)
+    scored = score(model, params, batch, entropy_gradient=entropy_coef != 0)
     value, metrics = policy_loss(
         scored.logprobs,
         batch.old_logprobs,
@@ -57,7 +60,10 @@ def grpo_loss(
         denominators=denominators,
     )
     mask = batch.completion_mask
-    metrics["entropy"] = token_mean(scored.entropy, mask, denominators)
+    entropy = token_mean(scored.entropy, mask, denominators)
+    if entropy_coef:
+        value = value - entropy_coef * entropy
+    metrics["entropy"] = jax.lax.stop_gradient(entropy)
     if batch.sampler_logprobs is not None:
         old = scored.logprobs if batch.old_logprobs is None else batch.old_logprobs
         metrics |= sampler_agreement(jax.lax.stop_gradient(old), batch.sampler_logprobs, mask, denominators)
@@ -73,7 +79,7 @@ def sft_loss(
     return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
 
 
-def score(model: Model, params: Params, batch: Batch) -> Scored:
+def score(model: Model, params: Params, batch: Batch, *, entropy_gradient: bool = False) -> Scored:
     """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with."""
     return token_logprobs(
         model,
@@ -82,6 +88,7 @@ def score(model: Model, params: Params, batch: Batch) -> Scored:
         temperature=1.0 if batch.temperatures is None else batch.temperatures,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
+        entropy_gradient=entropy_gradient,
     )
 
 

@@ -1,7 +1,7 @@
 """Drawing one token per row, with the two log-probabilities that training needs to know of it.
 
-All parameters are arrays with one entry per row, so a new value never recompiles, and noise is drawn from a key per row,
-so a row's token depends on nothing but its own logits, parameters and key. Letters: `R` rows, `V` vocabulary.
+All parameters are arrays with one entry per row, so a new value never recompiles, and noise is drawn from a key per
+row, so a row's token depends on nothing but its own logits, parameters and key. Letters: `R` rows, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class SamplingParams(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token per row; both log-probabilities are equal when nothing is filtered, and taken at temperature 1 when greedy."""
+    """One token per row; its log-probabilities are equal when nothing is filtered, at temperature 1 when greedy."""
 
     tokens: Int[Array, "R"]
     sampler_logprobs: Float[Array, "R"]
@@ -57,7 +57,7 @@ def sampling_params(
 
 
 def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Refuses values outside their range with a `ValueError` that names the parameter, what it held and what is wanted."""
+    """Refuses values outside their range with a `ValueError` that names the parameter, what it held and the range."""
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0")
     if top_k < 0:
@@ -115,15 +115,18 @@ def draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
 
 
 def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
-    # uniform < 1 - 2^-24 keeps the product strictly below the total, so the index found always has weight above 0.
-    cumulative = jnp.cumsum(weights, axis=-1)
-    return jnp.sum(cumulative <= (uniform * cumulative[:, -1])[:, None], axis=-1)
+    # A parallel prefix sum rounds each place by a tree of its own: it may rise by a unit in the last place where the
+    # weight is 0. Such places are passed over, or a filtered or forbidden token would be drawn once in some 10^7.
+    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+    # uniform <= 1 - 2^-23 keeps the product strictly below the total, so a place above it exists.
+    target = uniform * cumulative.max(axis=-1)
+    return jnp.argmax(cumulative > target[:, None], axis=-1)
 
 
 def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Array, "R V"]:
     """Which tokens survive top-k, top-p and min-p. Exact, without sorting; among equal probabilities low ids go first.
 
-    Probabilities are not negative, so their bit patterns are ordered as they are, and 31 halvings of the range of bit
+    Probabilities are not negative, so their bit patterns are ordered as they are, and 30 halvings of the range of bit
     patterns find the very number at which the kept set is cut.
 
     >>> params = sampling_params(1, top_p=0.7)
@@ -159,7 +162,7 @@ def _most_likely(
 
 
 def _largest_true(predicate: Callable[[Int[Array, "R"]], Bool[Array, "R"]], rows: int) -> Int[Array, "R"]:
-    """Per row, the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) for which a monotone predicate holds; 0 if none."""
+    """Per row, the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) for which a monotone predicate holds, else 0."""
 
     def halve(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
         candidate = found | (1 << (29 - i))

@@ -1,4 +1,4 @@
-"""The values that the pure functions pass to each other: the model contract, a batch, and what scoring and sampling return.
+"""What the pure functions pass to each other: the model contract, a batch, and what scoring and sampling return.
 
 Letters: `B` rows, `T` tokens, `V` vocabulary, `D` width of the hidden state.
 """
@@ -29,8 +29,8 @@ class Model(NamedTuple):
     Attributes:
         config: numbers, strings and tuples; hashable.
         init: `key -> params`.
-        apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`. With a
-            cache, the positions of a row are consecutive and are also the places that are written.
+        apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`.
+            With a cache, the positions of a row are consecutive and are also the places that are written.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
         init_cache: `(rows, length, dtype) -> cache`, empty, with room for `length` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.

@@ -100,6 +100,11 @@ def read_json(path: Path) -> Iterator[Row]:
         raise DatasetError(f"{path}:{line}: wants ',' or ']' after an object, and nothing after the list")
 
 
+def load_jsonl(path: Path) -> list[EvalInputItem]:
+    """The examples of a JSONL file whose rows have `id`, `question` and `answer`, as the dataset `jsonl` reads them."""
+    return file_items(JsonlDatasetConfig(file_path=path), read_jsonl(path))
+
+
 def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:
     """The rows as examples.
 

@@ -47,6 +47,18 @@ class JobFailed(JaxftError, RuntimeError):
     """A training job ended as failed or canceled."""
 
 
+class TrajectoryError(JaxftError, ValueError):
+    """Trajectories that cannot be trained on; the message names the episode."""
+
+    exit_code = 2
+
+
+class NothingToTrain(TrajectoryError):
+    """Not one token of a collection can be trained; other collections may still teach something."""
+
+    exit_code = 3
+
+
 class NoLearningSignal(JaxftError, RuntimeError):
     """Nothing in the collected trajectories could teach the policy anything."""
 

@@ -42,18 +42,18 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"no tokenizer could be loaded from {str(source)!r} ({reason}); give the folder of a Hugging Face tokenizer, "
-            "or leave `tokenizer` out for the embedded one"
+            f"no tokenizer could be loaded from {str(source)!r} ({reason}); give the folder of a Hugging Face "
+            "tokenizer, or leave `tokenizer` out for the embedded one"
         ) from error
     if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja to its folder")
+        raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja there")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {str(source)!r} names no eos_token, so nothing would end an answer")
     return tokenizer
 
 
 def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's end token, and those that `generation_config.json` of a checkpoint adds."""
+    """Ids that end an answer: the tokenizer's end token, and those that `generation_config.json` of a model adds."""
     stop_ids = [tokenizer.eos_token_id]
     config = Path(model_folder) / "generation_config.json" if model_folder is not None else None
     if config is not None and config.is_file():
@@ -105,16 +105,17 @@ class ChatTemplate:
         return call.context_ids + self._encode(rest)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A finished conversation as ids with a mask that is True on the assistant's words and the token that ends them.
+        """A finished conversation as ids, with a mask that is True on the assistant's words and their end token.
 
         For supervised finetuning. The last message must be the assistant's.
 
         Raises:
-            ValueError: the conversation does not end with the assistant, or the template does not render turns one
-                behind the other.
+            ValueError: the conversation does not end with the assistant, begins with it, holds something else than
+                text, or the template does not render turns one behind the other.
         """
-        if not messages or messages[-1]["role"] != "assistant":
-            raise ValueError("a conversation to be learned must end with a message of the assistant")
+        check_messages(messages)
+        if messages[0]["role"] == "assistant" or messages[-1]["role"] != "assistant":
+            raise ValueError("a conversation to be learned must end with a message of the assistant, and not begin so")
         ids: list[int] = []
         mask: list[bool] = []
         rendered = ""
@@ -124,7 +125,9 @@ class ChatTemplate:
             asked = self._render(messages[:turn], add_generation_prompt=True)
             answer = self._mark(message["content"]) + self.tokenizer.eos_token
             if not asked.startswith(rendered):
-                raise ValueError(f"the chat template rewrites what came before message {turn}; it cannot be learned in one row")
+                raise ValueError(
+                    f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
+                )
             context, words = self._encode(asked[len(rendered) :]), self._encode(answer)
             ids += [*context, *words]
             mask += [False] * len(context) + [True] * len(words)
@@ -136,16 +139,15 @@ class ChatTemplate:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        if not messages:
-            raise ValueError("messages is empty; wanted at least one {'role': ..., 'content': ...}")
-        for index, message in enumerate(messages):
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise ValueError(f"messages[{index}] has keys {sorted(message)}; wanted text under 'role' and 'content'")
         from jinja2 import TemplateError
+
+        check_messages(messages)
 
         marked = [{name: self._mark(value) for name, value in message.items()} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return self.tokenizer.apply_chat_template(
+                marked, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
@@ -157,3 +159,16 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuses, with a `ValueError` that says which message, what is no conversation of texts."""
+    if not messages:
+        raise ValueError("messages is empty; wanted at least one {'role': ..., 'content': ...}")
+    for index, message in enumerate(messages):
+        missing = [name for name in ("role", "content") if name not in message]
+        if missing:
+            raise ValueError(f"messages[{index}] has no {missing[0]!r}; wanted 'role' and 'content'")
+        for name, value in message.items():
+            if not isinstance(value, str):
+                raise ValueError(f"messages[{index}][{name!r}] is of type {type(value).__name__}; wanted text")

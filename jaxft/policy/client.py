@@ -81,7 +81,9 @@ class ChatClient:
             raise ValueError("stop contains an empty string, which every text ends with")
 
         template, engine = self.policy.template, self.policy.engine
-        prompt = template.prompt(messages, episode.calls if episode is not None else ())
+        # Another model's calls are in other token ids.
+        earlier = [] if episode is None else [call for call in episode.calls if call.llm == self.name]
+        prompt = template.prompt(messages, earlier)
         if episode is not None:
             index, call_id = episode.begin_call(prompt.ids)
             key_ids = (*episode.key_ids, call_id)

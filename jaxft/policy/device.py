@@ -30,7 +30,10 @@ class DeviceThread:
         Raises:
             RuntimeError: the thread has been closed.
         """
-        return self._executor.submit(job)
+        try:
+            return self._executor.submit(job)
+        except RuntimeError as error:
+            raise RuntimeError("the policy has been closed; its device thread takes no more work") from error
 
     async def run(self, job: Callable[[], T]) -> T:
         """Waits for a job without blocking the event loop; its exception is raised here."""

@@ -1,12 +1,14 @@
 """Concurrent requests, one batch: fixed decode slots over one cache, and nothing a request gets depends on the others.
 
 Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a prefill) or follows from the
-request alone (its prompt's length bucket), and noise comes from the request's own key. So tokens and log-probabilities of
-a request are the same bits whatever runs beside it, in whichever slot, in whatever order requests came.
+request alone (its prompt's length bucket), and noise comes from the request's own key. So tokens and log-probabilities
+of a request are the same bits whatever runs beside it, in whichever slot, in whatever order requests came.
 Letters: `R` slots, `P` rows of a prefill, `L` bucket of prompt length, `S` stop ids.
 """
 
 import asyncio
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxft.core.generate import DecodeState, Emitted, RowParams, decode
 from jaxft.core.sampling import SamplingParams, fold_ids
@@ -97,9 +99,10 @@ class _Running:
 
 
 class Engine:
-    """Serves requests from the event loop on the device thread.
+    """Serves requests from any event loop on the device thread.
 
-    `submit` belongs to the event loop, everything with an underscore and `finish_running` to the device thread.
+    `submit` belongs to event loops, `finish_running` and what it stands on to the device thread; the lock guards what
+    both sides change, `_waiting` and `_is_scheduled`.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._waiting: deque[_Running] = deque()
         self._is_scheduled = False
+        self._lock = threading.Lock()
 
     async def submit(self, request: Request) -> Completion:
         """Waits for the completion of a request; a cancelled wait frees the slot.
@@ -135,11 +139,12 @@ class Engine:
         self._check(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        self._waiting.append(_Running(request, future, Completion()))
-        if not self._is_scheduled:
-            self._is_scheduled = True
+        with self._lock:
+            self._waiting.append(_Running(request, future, Completion()))
+            is_first, self._is_scheduled = not self._is_scheduled, True
+        if is_first:
             # After the callbacks that are ready now: requests of one wave are admitted together.
-            loop.call_soon(self._device.submit, partial(self._pump, loop))
+            loop.call_soon(self._schedule)
         return await future
 
     def _check(self, request: Request) -> None:
@@ -153,51 +158,48 @@ class Engine:
             )
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
+        if not all(0 <= number < 2**32 for number in request.key_ids):
+            raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
 
-    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule(self) -> None:
+        try:
+            self._device.submit(self._pump)
+        except RuntimeError as error:  # the device thread has been closed
+            with self._lock:
+                self._is_scheduled = False
+            self._fail(error)
+
+    def _pump(self) -> None:
         """One round: admit, decode a little, deliver; then queues itself behind other device jobs if work is left."""
+        finished: list[_Running] = []
         try:
             self._admit()
             finished = self._advance()
         except Exception as error:  # whatever it is, those who wait must hear of it
-            self._fail(loop, error)
-            return
-        if self._running or self._waiting:
-            self._device.submit(partial(self._pump, loop))
-            loop.call_soon_threadsafe(_deliver, finished)
-        else:
-            loop.call_soon_threadsafe(self._deliver_last, loop, finished)
-
-    def _deliver_last(self, loop: asyncio.AbstractEventLoop, finished: list[_Running]) -> None:
-        self._is_scheduled = False
+            self._fail(error)
+        with self._lock:
+            self._is_scheduled = is_needed = bool(self._running or self._waiting)
+        if is_needed:
+            self._schedule()
         _deliver(finished)
-        if self._waiting:  # came in while the last round ended
-            self._is_scheduled = True
-            self._device.submit(partial(self._pump, loop))
 
-    def _fail(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
-        failed = [*self._running.values(), *self._waiting]
-        self._running.clear()
-        self._waiting.clear()
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            failed = [*self._running.values(), *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
         self._device_slots = None  # it may have been donated to the call that failed
+        _deliver(failed, error)
 
-        def tell() -> None:
-            self._is_scheduled = False
-            for running in failed:
-                if not running.future.done():
-                    running.future.set_exception(error)
-
-        loop.call_soon_threadsafe(tell)
-
-    def finish_running(self, loop: asyncio.AbstractEventLoop) -> None:
+    def finish_running(self) -> None:
         """Decodes what has been admitted to its end, admitting nothing: afterwards the weights may change."""
         try:
             while self._running:
-                loop.call_soon_threadsafe(_deliver, self._advance())
+                _deliver(self._advance())
         except Exception as error:
-            self._fail(loop, error)
+            self._fail(error)
             raise
 
     def _admit(self) -> None:
@@ -230,7 +232,7 @@ class Engine:
             prompts[row, : len(request.prompt_ids)] = request.prompt_ids
             stops[row, : len(request.stop_ids)] = request.stop_ids
 
-        def column(values: list[Any], filler: Any, dtype: Any) -> np.ndarray:
+        def column(values: list[Any], filler: Any, dtype: Any) -> Any:
             return np.array(values + [filler] * spare, dtype)
 
         lengths = [len(request.prompt_ids) for request in requests]
@@ -266,16 +268,17 @@ class Engine:
         active = np.asarray(self._device_slots.state.active)
         self.decoded_tokens += int(counts.sum())
 
-        finished = []
-        for slot, running in list(self._running.items()):
+        finished = {}
+        for slot, running in self._running.items():
             count, completion = int(counts[slot]), running.completion
             completion.token_ids += tokens[slot, :count].tolist()
             completion.sampler_logprobs += sampler_logprobs[slot, :count].tolist()
             completion.behavior_logprobs += behavior_logprobs[slot, :count].tolist()
             if _is_finished(running.request, completion, bool(active[slot])):
-                del self._running[slot]
-                finished.append(running)
-        return finished
+                finished[slot] = running
+        for slot in finished:
+            del self._running[slot]
+        return list(finished.values())
 
 
 def _is_finished(request: Request, completion: Completion, is_active: bool) -> bool:
@@ -291,10 +294,24 @@ def _is_finished(request: Request, completion: Completion, is_active: bool) -> b
     return not is_active
 
 
-def _deliver(finished: list[_Running]) -> None:
-    for running in finished:
-        if not running.future.done():
+def _deliver(answered: list[_Running], error: Exception | None = None) -> None:
+    """Gives each its completion, or all of them the error, in the event loops that wait for them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Running]] = {}
+    for running in answered:
+        by_loop.setdefault(running.future.get_loop(), []).append(running)
+    for loop, waiting in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # of a closed loop, in which nobody waits any more
+            loop.call_soon_threadsafe(_settle, waiting, error)
+
+
+def _settle(answered: list[_Running], error: Exception | None) -> None:
+    for running in answered:
+        if running.future.done():
+            continue
+        if error is None:
             running.future.set_result(running.completion)
+        else:
+            running.future.set_exception(error)
 
 
 def bucket(tokens: int) -> int:
@@ -327,7 +344,8 @@ def _empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slo
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _admit(model: Model, params: Params, slots: Slots, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
     """Prefills the admitted prompts in the rows of their slots and sets the slots' parameters."""
-    cache = jax.tree.map(lambda leaf: leaf[admission.slots], slots.state.cache)  # a slot out of range reads the last row
+    # A slot out of range reads the last row.
+    cache = jax.tree.map(lambda leaf: leaf[admission.slots], slots.state.cache)
     prompts, last = admission.prompts, admission.lengths - 1
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     _, cache = model.apply(params, prompts, positions, cache=cache)

@@ -1,6 +1,5 @@
 """A live policy: weights, tokenizer, engine and device thread, with one way to ask it and one way to change it."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,21 +62,25 @@ class Policy:
             max_context_tokens=max_context_tokens,
         )
 
-    async def update(self, job: Callable[[Params], tuple[Params, T]]) -> T:
+    async def update(
+        self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True
+    ) -> T:
         """Replaces the parameters by what `job` makes of them and returns its result.
 
         Requests that run already finish first, on the parameters they began with. The job may donate the parameters; if
-        it raises, they count as lost and the policy refuses all further work. A job that returns the very object it was
-        given changes nothing, and the version stays.
+        it raises, they count as lost and the policy refuses all further work.
+
+        Args:
+            job: `params -> (params, result)`. When it returns the very object it was given, the version stays.
+            has_changed: tells from the result whether the new parameters hold other values; if not, the version stays.
 
         Raises:
             PolicyLostError: an earlier job failed.
         """
-        loop = asyncio.get_running_loop()
 
         def run() -> T:
             self._check()
-            self.engine.finish_running(loop)
+            self.engine.finish_running()
             given = self._params
             self._decode_params = None
             try:
@@ -85,8 +88,8 @@ class Policy:
             except BaseException as error:
                 self._lost = f"{type(error).__name__}: {error}"
                 raise
-            if params is not given:
-                self._params = params
+            self._params = params
+            if params is not given and has_changed(result):
                 self.version += 1
             return result
 
@@ -124,6 +127,6 @@ class Policy:
     def _check(self) -> None:
         if self._lost is not None:
             raise PolicyLostError(
-                f"the policy's parameters were lost when an update failed ({self._lost}); restore them from a checkpoint"
+                f"the policy's parameters were lost when an update failed ({self._lost}); "
+                "restore them from a checkpoint"
             )
-

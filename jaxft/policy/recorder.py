@@ -112,7 +112,7 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """A 64-bit seed for the agent's own randomness (opponents, tools), the same whenever the episode is repeated."""
+        """A 64-bit seed for the agent's own randomness (opponents, tools): the same when the episode is repeated."""
         text = repr((self.run_seed, *self.key_ids))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -157,7 +157,8 @@ def recording(current: Episode) -> Iterator[Episode]:
 class TokenSequence(BaseModel):
     """One training row: token ids with, aligned to each, who chose it and with which log-probability.
 
-    Prompt tokens have mask False and zeros elsewhere; `policy_versions` is -1 there.
+    Prompt tokens have mask False and zeros elsewhere; `policy_versions` is -1 there. `llm` names the language model
+    that sampled, when it is known.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -169,20 +170,22 @@ class TokenSequence(BaseModel):
     temperatures: list[float]
     policy_versions: list[int]
     truncated: bool = False
+    llm: str | None = None
 
 
 def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
-    """The calls of an episode as training rows, in the order in which they began.
+    """The calls of an episode as training rows, in an order that depends on their tokens alone and never on timing.
 
-    A call whose prompt starts with all tokens of an earlier call continues that call's row; any other begins a new one.
-    No sampled token is lost, and none appears twice as a trained token.
+    A call whose prompt starts with all tokens of another call of the same language model continues that call's row; any
+    other begins a new one. No sampled token is lost, and none appears twice as a trained token.
     """
     sequences: list[TokenSequence] = []
-    for call in calls:
+    # A prefix sorts before what extends it.
+    for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
         longest = None
         for sequence in sequences:
             known = len(sequence.tokens)
-            extends = known <= len(call.prompt_ids) and list(call.prompt_ids[:known]) == sequence.tokens
+            extends = sequence.llm == call.llm and list(call.prompt_ids[:known]) == sequence.tokens
             if extends and (longest is None or known > len(longest.tokens)):
                 longest = sequence
         if longest is None:
@@ -193,6 +196,7 @@ def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
                 behavior_logprobs=[],
                 temperatures=[],
                 policy_versions=[],
+                llm=call.llm,
             )
             sequences.append(longest)
         _extend(longest, call)
@@ -212,7 +216,7 @@ def _extend(sequence: TokenSequence, call: Call) -> None:
 
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
-    """The conversation for people to read: the last call's messages and its answer; earlier ones that it does not contain come first."""
+    """The conversation for people to read: the last call with its answer, and before it what that does not contain."""
     messages: list[dict[str, str]] = []
     for index, call in enumerate(calls):
         said = [*call.messages, {"role": "assistant", "content": call.content}]

@@ -1,0 +1,104 @@
+"""A policy learns to add: one question, one answer, reward for the right number and a little for giving a number at all.
+
+    python experiments/arithmetic.py
+
+It starts from random weights: a supervised warm start on some solved problems gets it to answer with numbers that are
+sometimes right, then GRPO takes over, and sees the right answers only through the reward. About five minutes on two CPU
+cores. At the end the greedy policy solves more than 0.8 of 500 held-out problems, from less than 0.3 after the warm start.
+
+    python experiments/arithmetic.py --set trainer_adapters.local.loss.name=dr_grpo --overwrite
+"""
+
+import argparse
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+import jaxft
+
+HELD_OUT = Path(__file__).parent / "data" / "arithmetic_held_out.jsonl"
+
+
+class ArithmeticConfig(jaxft.WorkflowConfig, name="arithmetic"):
+    """The agent."""
+
+    llm: jaxft.LLMRef = Field(description="Who answers.")
+    max_tokens: int = Field(default=5, ge=1, description="Of an answer: three digits, the end of the turn, and one to spare.")
+
+
+@jaxft.register_workflow(config_type=ArithmeticConfig)
+async def arithmetic(config: ArithmeticConfig, builder: Any) -> AsyncIterator[Any]:
+    """Asks the question and returns the answer."""
+    llm = await builder.get_llm(config.llm)
+
+    async def solve(example: dict[str, Any]) -> str:
+        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=config.max_tokens)
+        return reply.content if reply.finish_reason == "stop" else ""
+
+    yield solve
+
+
+class ExactMatchConfig(jaxft.EvaluatorConfig, name="exact_match"):
+    """What an answer is worth."""
+
+    exact: float = Field(default=1.0, description="Reward of the expected answer.")
+    format: float = Field(default=0.1, description="Reward of an answer that is a number, right or wrong.")
+
+
+@jaxft.register_evaluator(config_type=ExactMatchConfig)
+async def exact_match(config: ExactMatchConfig, builder: Any) -> AsyncIterator[Any]:
+    """Both parts of the reward, by name; they add up."""
+
+    def score(item: jaxft.EvalInputItem) -> dict[str, float]:
+        answer = item.output_obj
+        is_number = answer.isascii() and answer.isdigit()
+        return {
+            "exact": config.exact * (answer == item.expected_output_obj),
+            "format": config.format * is_number,
+        }
+
+    yield score
+
+
+async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
+    """Warm start, evaluation, training, evaluation."""
+    from warm_start import warm_start
+
+    async with jaxft.open_session(config, overwrite=arguments.overwrite) as session:
+        llm = await session.builder.get_llm(config.workflow.llm)
+        problems = await session.builder.get_dataset()
+        held_out = jaxft.load_jsonl(HELD_OUT)
+        if arguments.warm_start_steps:
+            conversations = [
+                [
+                    {"role": "user", "content": item.input_obj},
+                    {"role": "assistant", "content": item.expected_output_obj},
+                ]
+                for item in problems
+            ]
+            await warm_start(
+                session, llm, conversations, steps=arguments.warm_start_steps, batch_rows=256, learning_rate=2e-3
+            )
+        before = await exact_match_share(session, held_out)
+        session.console.message(f"exact match before training: {before:.3f}")
+        await session.train()
+        after = await exact_match_share(session, held_out)
+        session.console.message(f"exact match after training: {after:.3f}")
+        await session.export_model()
+        session.write_result({"exact_match_warm_start": before, "exact_match_after": after})
+
+
+async def exact_match_share(session: jaxft.Session, items: list[jaxft.EvalInputItem]) -> float:
+    """The share of greedy answers that are right."""
+    output = await session.evaluate(items)
+    answered = output.eval_input.eval_input_items
+    return sum(item.output_obj == item.expected_output_obj for item in answered) / len(answered)
+
+
+if __name__ == "__main__":
+    parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
+    parser.add_argument("--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)")
+    sys.exit(jaxft.run_script(main, parser))

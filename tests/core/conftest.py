@@ -1,0 +1,48 @@
+"""Models small enough to compute by hand, and one real decoder, shared by the tests of the core."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxft.core.types import Model
+from jaxft.models.config import preset
+from jaxft.models.decoder import decoder
+
+VOCABULARY = 48
+
+
+def make_bigram() -> Model:
+    """Logits depend on the token before alone: `params["embedding"][token] @ params["head"]`."""
+
+    def init(key):
+        return {"embedding": jax.random.normal(key, (5, 3)), "head": jax.random.normal(jax.random.fold_in(key, 1), (3, 5))}
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        return params["embedding"][tokens], cache
+
+    def unembed(params, hidden):
+        return (hidden @ params["head"]).astype(jnp.float32)
+
+    def init_cache(rows, length, dtype):
+        return {}
+
+    return Model("bigram", init, apply, unembed, init_cache)
+
+
+BIGRAM = make_bigram()
+
+
+@pytest.fixture(scope="session")
+def bigram():
+    """A model of two matrices; its parameters may have any sizes."""
+    return BIGRAM
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A decoder and its weights, with logits that have a standard deviation of about 1."""
+    model = decoder(preset("qwen3-50k", vocab_size=VOCABULARY))
+    params = model.init(jax.random.key(0))
+    embedding = params["ends"]["embedding"]
+    params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
+    return model, params

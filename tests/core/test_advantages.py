@@ -1,0 +1,133 @@
+"""Advantages of groups: published numbers, a plain loop over groups, and the cases without a signal."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxft.core.advantages import (
+    batch_advantages,
+    group_advantages,
+    group_mean_advantages,
+    leave_one_out_advantages,
+)
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "advantages.json").read_text())["cases"]
+GROUP_ESTIMATORS = [group_advantages, group_mean_advantages, leave_one_out_advantages, batch_advantages]
+NAN, INF = float("nan"), float("inf")
+
+
+def of_vectors(name, rewards, group_ids):
+    if name == "group_eps_1e-6":
+        return group_advantages(rewards, group_ids, eps=1e-6)
+    return {"group_mean": group_mean_advantages, "leave_one_out": leave_one_out_advantages}[name](rewards, group_ids)
+
+
+def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
+    """The definitions again, written without a single trick of the code under test."""
+    rewards, group_ids = np.asarray(rewards, np.float64), np.asarray(group_ids)
+    scorable = np.isfinite(rewards)
+    spread_of_batch = rewards[scorable].std(ddof=1) if scorable.sum() > 1 else 0.0
+    result = np.zeros(len(rewards))
+    for group in np.unique(group_ids):
+        members = np.flatnonzero((group_ids == group) & scorable)
+        of_group = rewards[members]
+        if len(members) < 2 or np.ptp(of_group) < 1e-6 * max(1.0, np.abs(of_group).max()):
+            continue
+        centred = of_group - of_group.mean()
+        result[members] = {
+            group_advantages: lambda: centred / (of_group.std(ddof=1) + eps),
+            group_mean_advantages: lambda: centred,
+            leave_one_out_advantages: lambda: of_group - (of_group.sum() - of_group) / (len(members) - 1),
+            batch_advantages: lambda: centred / (spread_of_batch + eps),
+        }[estimator]()
+    return result
+
+
+@pytest.mark.parametrize("name", ["group_eps_1e-6", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("case", VECTORS, ids=["case0", "case1"])
+def test_published_numbers(case, name):
+    expected = case["expected"][name]
+    got = of_vectors(name, case["rewards"], case["group_ids"])
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-8)
+
+    jitted = jax.jit(of_vectors, static_argnums=0)(
+        name, jnp.array(case["rewards"], jnp.float32), jnp.array(case["group_ids"])
+    )
+    assert jitted.dtype == jnp.float32
+    np.testing.assert_allclose(jitted, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_estimator_by_hand():
+    # Rewards 0, 2, 4, 6: mean 3, squares 9 + 1 + 1 + 9, variance 20 / 3; groups centre to -1, 1, -1, 1.
+    expected = np.array([-1.0, 1.0, -1.0, 1.0]) / (np.sqrt(20 / 3) + 1e-4)
+    np.testing.assert_allclose(batch_advantages([0.0, 2.0, 4.0, 6.0], [0, 0, 1, 1]), expected, rtol=1e-12)
+
+
+def test_batch_spread_counts_groups_that_have_no_signal_and_skips_unscorable_members():
+    # The second group adds nothing but its rewards' spread: std of (0, 2, 5, 5) is sqrt(18 / 3).
+    got = batch_advantages([0.0, 2.0, 5.0, 5.0, NAN], [0, 0, 1, 1, 0], eps=0.0)
+    np.testing.assert_allclose(got, [-1 / np.sqrt(6), 1 / np.sqrt(6), 0, 0, 0], rtol=1e-12)
+
+
+def test_ddof_is_one():
+    np.testing.assert_allclose(group_advantages([1.0, 0.0, 0.0, 0.0], [3, 3, 3, 3])[0], 0.75 / 0.5001, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("on_host", [True, False], ids=["numpy", "jax"])
+def test_no_signal_is_exactly_zero(estimator, on_host):
+    # A lone member; equal rewards, also ones that f32 cannot hold exactly and ones that differ in their last digits.
+    rewards = [0.7, 0.1, 0.1, 0.1, 1e6, 1e6 + 0.5, 0.3, 0.3 + 5e-7]
+    groups = [0, 1, 1, 1, 2, 2, 3, 3]
+    if on_host:
+        got = estimator(rewards, groups)
+    else:
+        got = jax.jit(estimator)(jnp.array(rewards, jnp.float32), jnp.array(groups))
+    assert np.array_equal(got, np.zeros(8))
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("on_host", [True, False], ids=["numpy", "jax"])
+def test_unscorable_members_count_for_nobody(estimator, on_host):
+    rewards = np.array([NAN, 1.0, INF, 0.0, -INF, 0.5, NAN, 4.0])
+    groups = np.array([0, 0, 0, 0, 1, 1, 2, 3])  # the second group is left with one member, the third with none
+    if not on_host:
+        rewards, groups = jnp.array(rewards, jnp.float32), jnp.array(groups)
+    got = estimator(rewards, groups)
+    assert np.array_equal(np.flatnonzero(np.asarray(got)), [1, 3])
+    np.testing.assert_allclose(got, one_group_at_a_time(estimator, rewards, groups), rtol=1e-6)
+
+
+reward = st.one_of(
+    st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3)), st.sampled_from([0.0, 1.0, NAN, INF, -INF])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(members=st.lists(st.tuples(reward, st.integers(-2, 3)), min_size=1, max_size=12), order=st.randoms())
+def test_ragged_groups_in_any_order(members, order):
+    rewards, groups = (list(column) for column in zip(*members, strict=True))
+    permutation = list(range(len(members)))
+    order.shuffle(permutation)
+    for estimator in GROUP_ESTIMATORS:
+        got = estimator(rewards, groups)
+        np.testing.assert_allclose(got, one_group_at_a_time(estimator, rewards, groups), rtol=1e-9, atol=1e-9)
+        permuted = estimator([rewards[i] for i in permutation], [groups[i] for i in permutation])
+        np.testing.assert_allclose(permuted, got[permutation], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_batch_of_nothing(estimator):
+    assert estimator([], np.zeros(0, np.int32)).shape == (0,)
+
+
+def test_lengths_that_disagree_are_refused():
+    with pytest.raises(ValueError, match=r"rewards have shape \(3,\) and group_ids \(2,\); wanted one of each"):
+        group_advantages([1.0, 0.0, 1.0], [0, 0])

@@ -1,0 +1,469 @@
+"""Policy losses: published values and gradients, numbers by hand where those are silent, and what must change nothing."""
+
+import inspect
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.losses import PRESETS, aggregate, count_trained, kl_penalty, policy_loss
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "policy_losses.json").read_text())
+ARRAYS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages")
+
+
+def value_and_gradient(logprobs, old_logprobs, advantages, mask, **knobs):
+    """Loss, gradient with respect to `logprobs`, and metrics."""
+
+    def loss_of(logprobs):
+        return policy_loss(logprobs, old_logprobs, advantages, mask, **knobs)
+
+    (value, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(logprobs)
+    return value, gradient, metrics
+
+
+def knobs_of(case, batch):
+    return dict(
+        loss=case["loss_type"],
+        importance_level=case["importance_sampling_level"],
+        clip_low=case["epsilon_low"],
+        clip_high=case["epsilon_high"],
+        delta=case["delta"],
+        beta=case["beta"],
+        kl="k3_trl" if case["kl_bias_correction"] else "k3_unweighted",
+        max_completion_tokens=batch["max_completion_tokens"] if case["loss_type"] == "dr_grpo" else None,
+    )
+
+
+def check_vectors(dtype, rtol, atol):
+    wrong = []
+    for number, case in enumerate(VECTORS["cases"]):
+        batch = VECTORS["batches"][case["batch"]]
+        arrays = {name: jnp.array(batch[name], dtype) for name in ARRAYS}
+        value, gradient, _ = value_and_gradient(
+            arrays["logprobs"],
+            arrays["old_logprobs"],
+            arrays["advantages"],
+            jnp.array(batch["completion_mask"], bool),
+            ref_logprobs=arrays["ref_logprobs"],
+            **knobs_of(case, batch),
+        )
+        assert value.dtype == gradient.dtype == dtype
+        is_right = np.allclose(value, case["loss"], rtol, atol) and np.allclose(gradient, case["grad"], rtol, atol)
+        if not is_right:
+            wrong.append((number, {name: case[name] for name in case if name not in ("loss", "grad")}))
+    assert not wrong, f"{len(wrong)} of {len(VECTORS['cases'])} cases disagree: {wrong[:3]}"
+
+
+
+def test_published_values_and_gradients_in_float64():
+    with jax.enable_x64(True):
+        check_vectors(jnp.float64, rtol=0, atol=1e-10)
+
+
+def test_published_values_and_gradients_in_float32():
+    check_vectors(jnp.float32, rtol=1e-5, atol=1e-6)
+
+
+# --- Numbers by hand. Log-probabilities of 0 stand for "only the ratio matters".
+
+
+def rows(*values):
+    return jnp.array(values, jnp.float32)
+
+
+def log_rows(*ratios):
+    """`(logprobs, old_logprobs)` with these ratios between them."""
+    return jnp.zeros_like(rows(*ratios)), -jnp.log(rows(*ratios))
+
+
+def all_trained(like):
+    return jnp.ones(like.shape, bool)
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7)
+
+
+def test_cispo_cap_bites_and_keeps_the_gradient():
+    logprobs = rows([-1.0, -2.0])
+    old = logprobs - jnp.log(rows([8.0, 2.0]))
+    value, gradient, metrics = value_and_gradient(logprobs, old, jnp.array([3.0]), all_trained(old), loss="cispo")
+    close(value, -3 * (5 * -1.0 + 2 * -2.0) / 2)
+    close(gradient, [[-3 * 5 / 2, -3 * 2 / 2]])
+    close(metrics["clip_high_share"], 0.5)
+    close(metrics["clip_low_share"], 0.0)
+
+
+def test_cispo_has_no_lower_bound():
+    logprobs, old = log_rows([0.001, 1.0])
+    _, gradient, _ = value_and_gradient(logprobs, old, jnp.array([1.0]), all_trained(old), loss="cispo")
+    close(gradient, [[-0.001 / 2, -1 / 2]])
+
+
+def test_cispo_cap_at_sequence_level():
+    logprobs = rows([-1.0, -3.0])
+    old = logprobs - jnp.log(rows([64.0, 1.0]))  # geometric mean 8, capped at 5
+    value, gradient, _ = value_and_gradient(
+        logprobs, old, jnp.array([1.0]), all_trained(old), loss="cispo", importance_level="sequence"
+    )
+    close(value, 5 * 4 / 2)
+    close(gradient, [[-5 / 2, -5 / 2]])
+
+
+def test_sequence_clip_at_a_positive_advantage():
+    logprobs, old = log_rows([3.0, 0.75], [1.0, 1.21])  # geometric means 1.5, clipped to 1.2, and 1.1
+    knobs = dict(loss="grpo", importance_level="sequence")
+    value, gradient, metrics = value_and_gradient(logprobs, old, jnp.array([1.0, 1.0]), all_trained(old), **knobs)
+    close(value, -(1.2 + 1.1) / 2)
+    close(gradient, [[0, 0], [-1.1 / 2 / 2, -1.1 / 2 / 2]])
+    close(metrics["clip_high_share"], 0.5)
+
+
+def test_gspo_clips_are_narrow():
+    logprobs, old = log_rows([1.0005, 1.0005], [0.9995, 0.9995])
+    value, gradient, _ = value_and_gradient(logprobs, old, jnp.array([1.0, -1.0]), all_trained(old), loss="gspo")
+    close(value, (-(1 + 4e-4) + (1 - 3e-4)) / 2)
+    close(gradient, jnp.zeros((2, 2)))
+
+
+def test_dual_clip_with_dr_grpo():
+    logprobs, old = log_rows([3.0, 1.25])
+    knobs = dict(loss="dr_grpo", delta=1.5, max_completion_tokens=4)
+    value, gradient, _ = value_and_gradient(logprobs, old, jnp.array([-2.0]), all_trained(old), **knobs)
+    close(value, (1.5 * 2 + 1.25 * 2) / 4)
+    close(gradient, [[0, 1.25 * 2 / 4]])
+    # A positive advantage knows nothing of delta.
+    value, _, _ = value_and_gradient(logprobs, old, jnp.array([2.0]), all_trained(old), **knobs)
+    close(value, -(1.2 * 2 + 1.2 * 2) / 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "first", "second"),
+    [
+        ("grpo", (1.1 + 0.9 * 2) / 2 / 2 - 1 / 2, [1.1 / 4, 0, 1.8 / 4], -1 / 2),
+        ("dapo", (1.1 + 0.9 * 2 - 1) / 3, [1.1 / 3, 0, 1.8 / 3], -1 / 3),
+        ("dr_grpo", (1.1 + 0.9 * 2 - 1) / (2 * 10), [1.1 / 20, 0, 1.8 / 20], -1 / 20),
+    ],
+)
+def test_empty_rows_and_holes_with_token_advantages(loss, value, first, second):
+    logprobs, old = log_rows([1.1, 7.0, 0.9], [2.0, 1.0, 2.0], [5.0, 5.0, 5.0])
+    mask = jnp.array([[True, False, True], [False, True, False], [False, False, False]])
+    advantages = rows([-1.0, 9.0, -2.0], [9.0, 1.0, 9.0], [9.0, 9.0, 9.0])
+    knobs = dict(loss=loss, max_completion_tokens=10)
+    got, gradient, metrics = value_and_gradient(logprobs, old, advantages, mask, **knobs)
+    close(got, value)
+    close(gradient, [first, [0, second, 0], [0, 0, 0]])
+    close(metrics["policy_loss"], value)
+    close(metrics["log_ratio_abs_max"], -np.log(0.9))
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_equal_token_advantages_are_the_value_of_row_advantages(loss):
+    logprobs, old = log_rows([1.1, 0.7, 0.9], [2.0, 1.0, 0.5])
+    old = None if loss == "reinforce" else old
+    mask = jnp.array([[True, True, True], [True, True, False]])
+    per_row = jnp.array([1.5, -0.5])
+    per_token = jnp.broadcast_to(per_row[:, None], (2, 3))
+    knobs = dict(loss=loss, max_completion_tokens=5)
+    close(
+        value_and_gradient(logprobs, old, per_token, mask, **knobs)[0],
+        value_and_gradient(logprobs, old, per_row, mask, **knobs)[0],
+    )
+
+
+def test_gspo_token_keeps_credit_at_its_token():
+    logprobs, old = log_rows([1.21, 1.0])  # s = 1.1
+    advantages = rows([3.0, 0.0])
+    knobs = dict(loss="gspo", clip_low=0.2, clip_high=0.2)
+    value, gradient, _ = value_and_gradient(logprobs, old, advantages, all_trained(old), **knobs)
+    close(value, -1.1 * 3 / 2)
+    close(gradient, [[-1.1 * 3 / 2, 0]])
+    # One advantage for the row: the gradient goes through all of its tokens.
+    _, gradient, _ = value_and_gradient(logprobs, old, jnp.array([3.0]), all_trained(old), **knobs)
+    close(gradient, [[-1.1 * 3 / 2, -1.1 * 3 / 2]])
+
+
+def test_reinforce_is_advantage_times_score():
+    logprobs = rows([-1.0, -2.0], [-3.0, -9.0])
+    mask = jnp.array([[True, True], [True, False]])
+    advantages = jnp.array([2.0, -1.0])
+    value, gradient, _ = value_and_gradient(logprobs, None, advantages, mask, loss="reinforce")
+    close(value, -(2 * -1 + 2 * -2 - 1 * -3) / 3)
+    close(gradient, [[-2 / 3, -2 / 3], [1 / 3, 0]])
+    knobs = dict(loss="reinforce", aggregation="row_mean")
+    close(value_and_gradient(logprobs, None, advantages, mask, **knobs)[1], [[-2 / 4, -2 / 4], [1 / 2, 0]])
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_on_policy_gradient_is_that_of_reinforce(loss):
+    logprobs, mask, advantages = rows([-1.0, -2.0]), jnp.ones((1, 2), bool), jnp.array([3.0])
+    knobs = dict(loss=loss, aggregation="token_mean")
+    close(value_and_gradient(logprobs, None, advantages, mask, **knobs)[1], [[-3 / 2, -3 / 2]])
+    if loss != "reinforce":
+        close(value_and_gradient(logprobs, logprobs, advantages, mask, **knobs)[1], [[-3 / 2, -3 / 2]])
+
+
+@pytest.mark.parametrize(
+    ("kl", "value", "gradient"),
+    [  # ratio 2 against old, rho = log 3: k3 = 2 - log 3, its derivative by logprobs 1 - 3
+        ("k2", 2 * np.log(3) ** 2 / 2, -2 * np.log(3)),
+        ("k3", 2 * (2 - np.log(3)), 2 * -2),
+        ("k3_unweighted", 2 - np.log(3), -2),
+        ("k3_ratio", 2 * (2 - np.log(3)), 2 * (2 - np.log(3)) - 2 * 2),
+        ("k3_trl", 2 * (2 - np.log(3)), 2 * (2 - np.log(3)) - 2 * 2),
+    ],
+)
+def test_kl_terms_by_hand(kl, value, gradient):
+    logprobs, old = log_rows([2.0])
+    got = value_and_gradient(
+        logprobs, old, jnp.zeros(1), all_trained(old), beta=0.5, kl=kl, ref_logprobs=jnp.log(rows([3.0]))
+    )
+    close(got[0], 0.5 * value)
+    close(got[1], [[0.5 * gradient]])
+    close(got[2]["kl"], 2 - np.log(3))
+
+
+def test_k3_trl_takes_the_ratio_of_the_row_and_k3_ratio_that_of_the_token():
+    logprobs, old = log_rows([4.0, 1.0])  # s = 2
+    ref = jnp.log(rows([3.0, 1.0]))  # the second token has no divergence
+    knobs = dict(importance_level="sequence", beta=1.0, ref_logprobs=ref)
+    loss = partial(policy_loss, logprobs, old, jnp.zeros(1), all_trained(old), **knobs)
+    close(loss(kl="k3_trl")[0], 2 * (2 - np.log(3)) / 2)
+    close(loss(kl="k3_ratio")[0], 4 * (2 - np.log(3)) / 2)
+
+
+# --- What a KL term pulls at: expectations over all tokens of a vocabulary, nothing sampled.
+
+POLICY, REFERENCE, OLD = [0.3, -0.7, 1.1, 0.0], [-0.2, 0.4, 0.9, -1.3], [0.5, -0.1, 0.2, 0.6]
+
+
+def expected_gradient(kl, policy, old):
+    """Mean over tokens drawn from `old` of the gradient, with respect to the policy's logits, of the KL term."""
+    logprobs, to_logits = jax.vjp(jax.nn.log_softmax, policy)
+    old_logprobs, ref_logprobs = jax.nn.log_softmax(old), jax.nn.log_softmax(jnp.array(REFERENCE))
+    size = len(policy)
+    _, per_token, _ = value_and_gradient(  # a row per token of the vocabulary
+        logprobs[:, None],
+        old_logprobs[:, None],
+        jnp.zeros(size),
+        jnp.ones((size, 1), bool),
+        beta=1.0,
+        kl=kl,
+        ref_logprobs=ref_logprobs[:, None],
+    )
+    return to_logits(jnp.exp(old_logprobs) * size * per_token[:, 0])[0]
+
+
+def kl_gradients(policy):
+    """Exact gradients of KL(policy || ref) and of KL(ref || policy)."""
+    ref = jax.nn.log_softmax(jnp.array(REFERENCE))
+
+    def reverse(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(logprobs) * (logprobs - ref))
+
+    def forward(logits):
+        return jnp.sum(jnp.exp(ref) * (ref - jax.nn.log_softmax(logits)))
+
+    return jax.grad(reverse)(policy), jax.grad(forward)(policy)
+
+
+def test_kl_directions_by_exact_enumeration():
+    with jax.enable_x64(True):
+        policy, old = jnp.array(POLICY), jnp.array(OLD)
+        assert policy.dtype == jnp.float64
+        reverse, forward = kl_gradients(policy)
+        assert jnp.abs(reverse - forward).max() > 0.05  # the two directions can be told apart
+        for tokens_from in (policy, old):
+            exact = partial(np.testing.assert_allclose, rtol=0, atol=1e-13)
+            exact(expected_gradient("k3_ratio", policy, tokens_from), reverse)
+            exact(expected_gradient("k2", policy, tokens_from), reverse)
+            exact(expected_gradient("k3", policy, tokens_from), forward)
+        exact(expected_gradient("k3_unweighted", policy, policy), forward)
+        assert jnp.abs(expected_gradient("k3_unweighted", policy, old) - forward).max() > 0.01
+
+
+def test_k1_has_no_gradient_and_is_refused():
+    with jax.enable_x64(True):
+        logprobs, to_logits = jax.vjp(jax.nn.log_softmax, jnp.array(POLICY))
+        # The derivative of -rho by logprobs is 1 for every token.
+        np.testing.assert_allclose(to_logits(jnp.exp(logprobs))[0], np.zeros(4), atol=1e-15)
+    x = jnp.zeros((1, 1))
+    with pytest.raises(ValueError, match="kl='k1' in the loss has gradient 0 in expectation.*use 'k3_ratio'"):
+        policy_loss(x, x, jnp.zeros(1), jnp.ones((1, 1), bool), beta=0.1, kl="k1", ref_logprobs=x)
+
+
+# --- Nothing that is masked, and no size of a number, makes a gradient that is not finite.
+
+LEVELS = [(loss, level) for loss in PRESETS for level in ("token", "sequence")]
+
+
+def example(loss):
+    """Five rows, one of them empty, with holes; reinforce goes without `old_logprobs`."""
+    rng = np.random.default_rng(5)
+    draw = lambda *shape: jnp.array(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    logprobs = -jnp.abs(draw(5, 6))
+    mask = jnp.array(rng.random((5, 6)) < 0.7).at[3].set(False)
+    knobs = dict(loss=loss, beta=0.1, max_completion_tokens=9)
+    old = None if loss == "reinforce" else logprobs + 0.3 * draw(5, 6)
+    return logprobs, old, draw(5), mask, logprobs + 0.3 * draw(5, 6), knobs
+
+
+@pytest.mark.parametrize(("loss", "level"), LEVELS)
+def test_padding_may_hold_anything(loss, level):
+    logprobs, old, advantages, mask, ref, knobs = example(loss)
+    knobs["importance_level"] = level
+    clean = value_and_gradient(logprobs, old, advantages, mask, ref_logprobs=ref, **knobs)
+    for rubbish in (jnp.nan, -jnp.inf, 1e9):
+        spoil = lambda x: None if x is None else jnp.where(mask, x, rubbish)  # noqa: B023, E731
+        spoilt = value_and_gradient(
+            spoil(logprobs),
+            spoil(old),
+            advantages.at[3].set(rubbish),  # an unscorable trajectory
+            mask,
+            ref_logprobs=spoil(ref),
+            **knobs,
+        )
+        jax.tree.map(np.testing.assert_array_equal, spoilt, clean)
+    assert jnp.all(clean[1][~mask] == 0)
+
+    per_token = jnp.where(mask, advantages[:, None], jnp.nan)
+    assert jnp.isfinite(value_and_gradient(logprobs, old, per_token, mask, ref_logprobs=ref, **knobs)[1]).all()
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_nothing_trained_is_a_loss_of_zero(loss):
+    logprobs, old, advantages, mask, ref, knobs = example(loss)
+    got = value_and_gradient(logprobs, old, advantages, jnp.zeros_like(mask), ref_logprobs=ref, **knobs)
+    for leaf in jax.tree.leaves(got):
+        assert np.array_equal(leaf, np.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "cispo"])
+def test_log_ratio_of_100_is_clamped(loss):
+    logprobs = rows([-0.5, -0.5], [-0.5, -0.5])
+    old = logprobs - rows([100.0, 100.0], [-100.0, -100.0])
+    for sign in (1.0, -1.0):
+        advantages = jnp.array([sign, sign])
+        value, gradient, metrics = value_and_gradient(logprobs, old, advantages, all_trained(old), loss=loss)
+        assert jnp.isfinite(value)
+        assert jnp.isfinite(gradient).all()
+        close(metrics["log_ratio_abs_max"], 100.0)
+        close(metrics["log_ratio_clamped_share"], 1.0)
+    if loss == "grpo":
+        np.testing.assert_allclose(value, (np.exp(20.0) + np.exp(-20.0)) / 2, rtol=1e-5)
+        value, gradient, _ = value_and_gradient(logprobs, old, advantages, all_trained(old), delta=2.0)
+        close(value, (2.0 + 0.8) / 2)
+        close(gradient, jnp.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3", "k3_unweighted", "k3_ratio", "k3_trl"])
+@pytest.mark.parametrize("rho", [100.0, 25.0, -25.0, -100.0])
+def test_far_references_do_not_push_the_policy_away(kl, rho):
+    logprobs = rows([-0.5])
+    value, gradient, _ = value_and_gradient(
+        logprobs, logprobs, jnp.zeros(1), jnp.ones((1, 1), bool), beta=1.0, kl=kl, ref_logprobs=logprobs + rho
+    )
+    assert jnp.isfinite(value)
+    assert value > 0
+    assert jnp.isfinite(gradient).all()
+    # The ratio's own gradient is the score function's, whose mean alone has a direction.
+    if kl in ("k2", "k3", "k3_unweighted"):
+        assert gradient[0, 0] * rho <= 0
+
+
+# --- What must change nothing.
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_order_padding_and_microbatches_change_nothing(loss):
+    logprobs, old, advantages, mask, ref, knobs = example(loss)
+
+    def take(index):
+        return value_and_gradient(
+            logprobs[index],
+            None if old is None else old[index],
+            advantages[index],
+            mask[index],
+            ref_logprobs=ref[index],
+            denominators=count_trained(mask),
+            **knobs,
+        )
+
+    value, gradient, metrics = take(jnp.arange(5))
+    order = jnp.array([3, 0, 4, 2, 1])
+    permuted = take(order)
+    close(permuted[0], value)
+    close(permuted[1], gradient[order])
+
+    widen = lambda x: None if x is None else jnp.pad(x, ((0, 0), (0, 3)))  # noqa: E731
+    wide = value_and_gradient(
+        widen(logprobs), widen(old), advantages, widen(mask), ref_logprobs=widen(ref), **knobs
+    )
+    close(wide[0], value)
+    close(wide[1], widen(gradient))
+
+    parts = [take(jnp.array(index)) for index in ([0, 3], [1], [2, 4])]
+    close(sum(part[0] for part in parts), value)
+    close(jnp.concatenate([part[1] for part in parts])[jnp.array([0, 2, 3, 1, 4])], gradient)
+    for name, whole in metrics.items():
+        of_parts = [part[2][name] for part in parts]
+        close(max(of_parts) if name.endswith("_max") else sum(of_parts), whole)
+
+
+def test_jit_changes_nothing():
+    logprobs, old, advantages, mask, ref, knobs = example("grpo")
+    jitted = jax.jit(partial(value_and_gradient, **knobs))
+    got = jitted(logprobs, old, advantages, mask, ref_logprobs=ref)
+    jax.tree.map(close, got, value_and_gradient(logprobs, old, advantages, mask, ref_logprobs=ref, **knobs))
+
+
+# --- Refusals.
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(loss="grop"), "loss is 'grop'; wanted one of grpo, dapo, bnpo, dr_grpo, gspo, cispo, reinforce"),
+        (dict(importance_level="row"), "importance_level is 'row'; wanted token or sequence"),
+        (dict(aggregation="sum"), "aggregation is 'sum'; wanted row_mean, token_mean or budget"),
+        (dict(loss="dr_grpo"), "max_completion_tokens is None; this loss divides by it"),
+        (dict(loss="cispo", delta=9.0), "delta is 9.0, but 'cispo' has no clipped surrogate"),
+        (dict(loss="reinforce", delta=9.0), "delta is 9.0, but 'reinforce' has no clipped surrogate"),
+        (dict(delta=1.2), r"delta is 1.2; wanted more than 1 \+ clip_high = 1.2"),
+        (dict(beta=0.1), "beta is 0.1, but ref_logprobs is None; give the reference's log-probabilities"),
+        (dict(loss="reinforce"), "'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None"),
+        (dict(beta=0.1, kl="k4", ref_logprobs=jnp.zeros((2, 3))), "kl is 'k4'; wanted one of k2, k3, k3_ratio"),
+    ],
+)
+def test_refusals(knobs, message):
+    x = jnp.zeros((2, 3))
+    with pytest.raises(ValueError, match=message):
+        policy_loss(x, x, jnp.zeros(2), jnp.ones((2, 3), bool), **knobs)
+
+
+def test_shapes_that_disagree_are_refused():
+    # As users call it: without the checks of annotations that this test session adds.
+    loss = inspect.unwrap(policy_loss)
+    x, other, mask = jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.ones((2, 3), bool)
+    with pytest.raises(ValueError, match=r"old_logprobs has shape \(2, 4\); wanted that of logprobs, \(2, 3\)"):
+        loss(x, other, jnp.zeros(2), mask)
+    with pytest.raises(ValueError, match=r"completion_mask has shape \(2, 4\); wanted that of logprobs"):
+        loss(x, x, jnp.zeros(2), jnp.ones((2, 4), bool))
+    with pytest.raises(ValueError, match=r"ref_logprobs has shape \(2, 4\); wanted that of logprobs"):
+        loss(x, x, jnp.zeros(2), mask, beta=0.1, ref_logprobs=other)
+    with pytest.raises(ValueError, match=r"advantages have shape \(3,\); wanted \(2,\) or \(2, 3\)"):
+        loss(x, x, jnp.zeros(3), mask)
+
+
+def test_pieces_refuse_unknown_names_too():
+    x, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    with pytest.raises(ValueError, match="kl is 'k9'"):
+        kl_penalty("k9", x, x, x)
+    with pytest.raises(ValueError, match="aggregation is 'mean'"):
+        aggregate(x, mask, count_trained(mask), "mean")
