@@ -7,14 +7,14 @@ of its own games teaches it to win. About five minutes on two CPU cores. At the 
 1,000 held-out games and loses at most 0.07 (a random player wins 0.58).
 
     python experiments/tic_tac_toe.py --set finetuning.seed=1 --overwrite
-    python experiments/tic_tac_toe.py --set llms.policy.path=PATH_TO_A_CHECKPOINT --set experiment...
+    python experiments/tic_tac_toe.py --set llms.policy.path=PATH_TO_A_CHECKPOINT --warm_start_steps 0
 """
 
 import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,8 @@ class Board:
     789
     """
 
-    def __init__(self, opening: Sequence[int] = ()) -> None:
+    def __init__(self) -> None:
         self.cells = list("123456789")
-        for turn, cell in enumerate(opening):
-            self.place(cell, "XO"[turn % 2])
 
     def __str__(self) -> str:
         return "\n".join("".join(self.cells[row : row + 3]) for row in (0, 3, 6))
@@ -68,7 +66,7 @@ async def tic_tac_toe(config: TicTacToeConfig, builder: Any) -> AsyncIterator[An
     llm = await builder.get_llm(config.llm)
 
     async def play(example: dict[str, Any]) -> str:
-        board, opponent, messages = Board(example["opening"]), jaxft.episode().random, []
+        board, opponent, messages = Board(), jaxft.episode().random, []
         while True:
             messages.append({"role": "user", "content": str(board)})
             reply = await llm.chat(messages, temperature=1.0, max_tokens=config.max_tokens)
@@ -106,30 +104,18 @@ async def game_outcome(config: GameOutcomeConfig, builder: Any) -> AsyncIterator
 class GamesConfig(jaxft.DatasetConfig, name="tic_tac_toe_games"):
     """Games, told apart by their ids: the opponent's moves follow from them."""
 
-    count: int = Field(default=512, ge=1, description="Games to choose from.")
-    max_opening_rounds: int = Field(
-        default=2, ge=0, le=2, description="Up to so many moves of each player are made at random before the agent takes over."
-    )
+    count: int = Field(default=16, ge=1, description="Games, each played num_generations times an epoch.")
 
 
 @jaxft.register_dataset_loader(config_type=GamesConfig)
 async def tic_tac_toe_games(config: GamesConfig, builder: Any) -> AsyncIterator[list[jaxft.EvalInputItem]]:
-    """The training games: the first from the empty board, the next after one random round, and so on in turn."""
-    yield games("train", config.count, config.max_opening_rounds)
+    """The training games."""
+    yield games("train", config.count)
 
 
-def games(name: str, count: int, max_opening_rounds: int = 0) -> list[jaxft.EvalInputItem]:
+def games(name: str, count: int) -> list[jaxft.EvalInputItem]:
     """So many examples, with ids of their own."""
-    draw = random.Random(name)
-    return [
-        jaxft.EvalInputItem(id=f"{name}-{i}", full_dataset_entry={"opening": opening(draw, i % (max_opening_rounds + 1))})
-        for i in range(count)
-    ]
-
-
-def opening(draw: random.Random, rounds: int) -> list[int]:
-    """Cells taken in turn by X and O, at random; after at most two rounds nobody can have won."""
-    return draw.sample(range(1, 10), 2 * rounds)
+    return [jaxft.EvalInputItem(id=f"{name}-{i}", full_dataset_entry={"game": i}) for i in range(count)]
 
 
 def random_conversation(draw: random.Random) -> list[dict[str, str]]:

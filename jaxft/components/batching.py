@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxft.core.types import Batch
 from jaxft.harness.data_models import Trajectory
-from jaxft.policy.engine import bucket
 from jaxft.policy.recorder import TokenSequence
 
 
@@ -29,10 +28,20 @@ def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
     ]
 
 
+def padded_width(tokens: int) -> int:
+    """The width of a batch whose longest row has so many tokens: at most an eighth of it is padding, or 15 tokens.
+
+    >>> [padded_width(n) for n in (5, 80, 81, 300, 513)]
+    [16, 80, 96, 320, 576]
+    """
+    step = max(16, (1 << (tokens - 1).bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
 def make_batch(rows: list[Row], *, microbatch_tokens: int) -> tuple[Batch, int]:
     """The padded batch, and how many of its rows make a microbatch of at most `microbatch_tokens` tokens.
 
-    Width is rounded up to a length bucket and height to a multiple of the microbatch, so that batches of about the same
+    Width is rounded up (`padded_width`) and height to a multiple of the microbatch, so that batches of about the same
     size share a compiled program. Filling rows train nothing.
 
     Raises:
@@ -40,7 +49,7 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int) -> tuple[Batch, int]:
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
-    width = bucket(max(len(row.sequence.tokens) for row in rows))
+    width = padded_width(max(len(row.sequence.tokens) for row in rows))
     microbatch_rows = max(1, min(microbatch_tokens // width, len(rows)))
     height = -(-len(rows) // microbatch_rows) * microbatch_rows
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxft.harness.data_models import (
+    EpisodeItem,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -119,6 +120,11 @@ class GRPOTrainer(Trainer):
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
         self._metrics[run_id], self._timings[run_id] = collection_figures(collection)
+        unscorable = self._metrics[run_id]["unscorable_trajectories"]
+        if unscorable:
+            self._console.message(
+                f"{run_id}: {unscorable} rewards were None, NaN or infinite; their episodes train nothing"
+            )
         self.trajectory_builder.log_progress(run_id, self._metrics[run_id])
         self._remember_rewards(epoch, self._metrics[run_id])
         self._show_episodes(epoch, collection)
@@ -206,7 +212,11 @@ class GRPOTrainer(Trainer):
         if not every or epoch % every or not collection.trajectories:
             return
         trajectory = collection.trajectories[0][0]
-        messages = [{"role": item.role.value, "content": item.content} for item in trajectory.episode]
+        messages = [
+            {"role": item.role.value, "content": item.content}
+            for item in trajectory.episode
+            if isinstance(item, EpisodeItem)
+        ]
         title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
         self._console.episode(title, messages)
         row = trajectory.model_dump(mode="json")

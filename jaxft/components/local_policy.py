@@ -39,7 +39,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     import jax
     import jax.numpy as jnp
 
-    from jaxft.models.config import preset
+    from jaxft.models.config import DecoderConfig, preset
     from jaxft.models.hf import init_model, load_model
     from jaxft.policy.chat import find_stop_ids, load_tokenizer
     from jaxft.policy.client import ChatClient
@@ -54,6 +54,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         assert config.preset is not None
         shape = preset(config.preset, vocab_size=len(tokenizer))
         model, params = init_model(shape, jax.random.key(seed, impl="threefry2x32"), dtype=dtype)
+    assert isinstance(model.config, DecoderConfig)
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")

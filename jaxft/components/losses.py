@@ -32,6 +32,7 @@ class LossConfig(ConfigModel):
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl"] = Field(
         default="k3_ratio", description="Its estimator."
     )
+    entropy_coef: float = Field(default=0.0, ge=0.0, description="Weight of the entropy bonus.")
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a whole trajectory: the constant that dr_grpo divides by."
     )
@@ -64,4 +65,4 @@ def make_loss(config: LossConfig) -> "LossFn":
     row = jnp.zeros((1, 2))
     reference = row if config.beta else None
     jax.eval_shape(lambda x: policy_loss(x, None, x[:, 0], x > 0, ref_logprobs=reference, **knobs), row)
-    return partial(grpo_loss, **knobs)
+    return partial(grpo_loss, entropy_coef=config.entropy_coef, **knobs)

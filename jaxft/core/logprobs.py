@@ -33,11 +33,13 @@ def logits_logprobs(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scaled = logits / scaling_temperature(temperature)[:, None]  # [N V]
     normaliser = jax.nn.logsumexp(scaled, axis=-1)
-    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-    probs = jnp.exp(scaled - normaliser[:, None])
-    # A logit of -inf has probability 0 and adds 0, not 0 * -inf.
-    entropy = normaliser - jnp.sum(jnp.where(probs > 0, probs * jnp.where(probs > 0, scaled, 0.0), 0.0), axis=-1)
-    return chosen - normaliser, entropy
+    logprobs = scaled - normaliser[:, None]
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    probs = jnp.exp(logprobs)
+    # A logit of -inf has probability 0 and adds 0, not 0 * -inf. The terms are of one sign: logsumexp(z) - sum(p z)
+    # is the same number, but loses the digits of large logits.
+    entropy = -jnp.sum(probs * jnp.where(probs > 0, logprobs, 0.0), axis=-1)
+    return chosen, entropy
 
 
 def token_logprobs(

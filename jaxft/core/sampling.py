@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxft.core.logprobs import scaling_temperature
 
@@ -68,7 +68,7 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
         raise ValueError(f"min_p is {min_p}; wanted a share of the largest probability in [0, 1)")
 
 
-def fold_ids(key: Any, ids: Int[Array, "N"]) -> Any:
+def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
     """`key` with each of `ids` (uint32) folded in, in order."""
     return jax.lax.fori_loop(0, ids.shape[0], lambda i, k: jax.random.fold_in(k, ids[i]), key)
 

@@ -50,9 +50,10 @@ class CompileCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
+        self._is_closed = False
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **details: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1
@@ -63,8 +64,10 @@ class CompileCounter:
         return self._count
 
     def close(self) -> None:
-        """Stops counting."""
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        """Stops counting; again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,10 @@ def make_bigram() -> Model:
     """Logits depend on the token before alone: `params["embedding"][token] @ params["head"]`."""
 
     def init(key):
-        return {"embedding": jax.random.normal(key, (5, 3)), "head": jax.random.normal(jax.random.fold_in(key, 1), (3, 5))}
+        return {
+            "embedding": jax.random.normal(key, (5, 3)),
+            "head": jax.random.normal(jax.random.fold_in(key, 1), (3, 5)),
+        }
 
     def apply(params, tokens, positions, cache=None, segment_ids=None):
         return params["embedding"][tokens], cache
@@ -42,7 +45,7 @@ def bigram():
 def tiny():
     """A decoder and its weights, with logits that have a standard deviation of about 1."""
     model = decoder(preset("qwen3-50k", vocab_size=VOCABULARY))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     embedding = params["ends"]["embedding"]
     params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
     return model, params

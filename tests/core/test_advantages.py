@@ -41,11 +41,11 @@ def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
             continue
         centred = of_group - of_group.mean()
         result[members] = {
-            group_advantages: lambda: centred / (of_group.std(ddof=1) + eps),
-            group_mean_advantages: lambda: centred,
-            leave_one_out_advantages: lambda: of_group - (of_group.sum() - of_group) / (len(members) - 1),
-            batch_advantages: lambda: centred / (spread_of_batch + eps),
-        }[estimator]()
+            group_advantages: centred / (of_group.std(ddof=1) + eps),
+            group_mean_advantages: centred,
+            leave_one_out_advantages: of_group - (of_group.sum() - of_group) / (len(members) - 1),
+            batch_advantages: centred / (spread_of_batch + eps),
+        }[estimator]
     return result
 
 

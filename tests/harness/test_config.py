@@ -65,7 +65,6 @@ async def outcome(config, builder):
 
 
 def test_the_documented_configuration_loads(tmp_path):
-    pytest.importorskip("jaxft.components")
     (tmp_path / "my_tic_tac_toe.py").write_text(EXAMPLE_MODULE)
     (tmp_path / "run.yml").write_text(EXAMPLE)
     config = load_config(tmp_path / "run.yml")

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from jaxft.components.batching import Row, make_batch, sort_trajectories
+from jaxft.harness.data_models import Trajectory
+
+
+def test_the_order_in_which_episodes_ended_is_forgotten():
+    def made(example_id, generation):
+        return Trajectory(episode=[], reward=0.0, example_id=example_id, generation=generation)
+
+    groups = [[made("b", 2), made("b", 0), made("b", 1)], [made("a", 1), made("a", 0)]]
+    order = [(each.example_id, each.generation) for each in sort_trajectories(groups)]
+    assert order == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)]
+
+
+def test_rows_are_padded_and_filled_up(make_sequence):
+    rows = [Row(make_sequence(number), float(number)) for number in range(5)]
+    batch, microbatch_rows = make_batch(rows, microbatch_tokens=2 * 16 + 1)
+    assert microbatch_rows == 2
+    assert batch.tokens.shape == batch.completion_mask.shape == (6, 16)
+    assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
+    assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4, 0]
+    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]
+    assert batch.temperatures[0, :6].tolist() == [1.0] * 6
+    assert batch.sampler_logprobs[0, :6].tolist() == batch.behavior_logprobs[0, :6].tolist() == [0.0] * 2 + [-5.0] * 4
+    assert {np.asarray(each).dtype.name for each in batch if each is not None} == {"int32", "bool", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatch_tokens", "expected"),
+    [(3, 1, (1, 3)), (3, 10_000, (3, 3)), (4, 32, (2, 4)), (5, 48, (3, 6))],
+)
+def test_a_microbatch_holds_at_least_a_row_and_no_more_than_there_are(make_sequence, rows, microbatch_tokens, expected):
+    batch, microbatch_rows = make_batch([Row(make_sequence(), 0.0)] * rows, microbatch_tokens=microbatch_tokens)
+    assert (microbatch_rows, batch.tokens.shape[0]) == expected
+
+
+def test_the_longest_row_sets_the_width(make_sequence):
+    longer = make_sequence(**{name: values * 6 for name, values in make_sequence() if isinstance(values, list)})
+    batch, _ = make_batch([Row(make_sequence(), 0.0), Row(longer, 0.0)], microbatch_tokens=1000)
+    assert batch.tokens.shape == (2, 48)
+
+
+def test_nothing_is_no_batch():
+    with pytest.raises(ValueError, match="there are no rows"):
+        make_batch([], microbatch_tokens=64)

@@ -1,0 +1,223 @@
+import asyncio
+import io
+import json
+import math
+
+import pytest
+
+from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
+from jaxft.components.grpo_trainer import GRPOTrainer, GRPOTrainerConfig
+from jaxft.harness.data_models import (
+    FinetuneConfig,
+    RewardFunctionConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures
+from jaxft.harness.evaluation import Evaluation
+from jaxft.harness.interfaces import TrainerAdapter
+from jaxft.harness.registry import TrainerAdapterConfig
+from jaxft.policy.recorder import episode
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+
+
+class NotingAdapterConfig(TrainerAdapterConfig, name="noting_adapter"):
+    pass
+
+
+class NotingAdapter(TrainerAdapter):
+    """A backend that trains nothing; it keeps what is submitted and answers with `figures`."""
+
+    def __init__(self, status=TrainingStatusEnum.COMPLETED, **figures):
+        super().__init__(NotingAdapterConfig())
+        self.answer, self.figures = status, figures
+        self.submitted = []
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        self.submitted.append(trajectories)
+        return TrainingJobRef(run_id=trajectories.run_id, backend="noting")
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend="noting",
+            status=self.answer,
+            message="so it went",
+            metadata={"metrics": self.figures, "timings": {"seconds_update": 0.1}},
+        )
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        return await self.status(ref)
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict, output_dir: str | None = None) -> None:
+        pass
+
+
+@pytest.fixture
+def train(tmp_path, make_items):
+    """Runs a trainer; gives its statuses, the rows of its metrics, what it showed, and the trainer."""
+
+    def train(workflow, adapter, *, reward=lambda item: item.output_obj, names="ab", epochs=2, generations=2, **config):
+        async def main(directory, shown):
+            builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=generations))
+            await builder.bind_evaluation(Evaluation(workflow, {"reward": reward}, "reward", 4, 0), make_items(names))
+            trainer = GRPOTrainer(GRPOTrainerConfig(**config), directory=directory, console=Console(shown))
+            await trainer.bind_components(builder, adapter)
+            await trainer.initialize(FinetuneConfig(reward_function=RewardFunctionConfig(name="reward")))
+            try:
+                return await trainer.run(epochs), trainer
+            finally:
+                await trainer.cleanup()
+
+        shown = io.StringIO()
+        train.shown = shown
+        with RunDirectory.create(tmp_path / "run", overwrite=True) as directory:
+            statuses, trainer = asyncio.run(main(directory, shown))
+        log = tmp_path / "run" / "training_metrics.jsonl"
+        rows = [json.loads(row) for row in log.read_text().splitlines()] if log.exists() else []
+        return statuses, rows, shown.getvalue(), trainer
+
+    return train
+
+
+async def generation(example):
+    """Rewards that differ within every group."""
+    return float(episode().generation)
+
+
+def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
+    adapter = NotingAdapter(applied_updates=1.0, nonfinite_updates=0.0, entropy=2.0)
+    statuses, rows, shown, trainer = train(generation, adapter, show_episodes_every=2)
+    assert [status.run_id for status in statuses] == ["epoch_00000", "epoch_00001"]
+    assert [[len(group) for group in collection.trajectories] for collection in adapter.submitted] == [[2, 2]] * 2
+    expected = {"reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, "episodes": 4, "failed_episodes": 0}
+    assert [row["step"] for row in rows] == [0, 1] and rows[0].items() >= expected.items()
+    assert rows[0]["unscorable_trajectories"] == 0 and rows[0]["entropy"] == 2.0
+    assert "epoch 1/2  reward 0.5  entropy 2  failed 0" in shown and "epoch 2/2" in shown
+    assert shown.count("--- epoch 1, example a, reward 0") == 1 and "--- epoch 2" not in shown
+
+    history = json.loads((tmp_path / "run" / "reward_history.json").read_text())
+    assert history[1] == {"epoch": 1, "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0}
+    samples = (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(sample)["epoch"] for sample in samples] == [0]
+    assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
+    timings = json.loads((tmp_path / "run" / "timings.jsonl").read_text().splitlines()[0])
+    assert {"seconds", "seconds_rollout", "seconds_reward", "seconds_update"} <= timings.keys()
+
+    figures = asyncio.run(trainer.get_metrics("epoch_00001"))
+    assert figures["reward_mean"] == 0.5 and figures["seconds_update"] == 0.1
+    with pytest.raises(ValueError, match="no epoch 'epoch_00002' was run; epochs: epoch_00000, epoch_00001"):
+        asyncio.run(trainer.get_metrics("epoch_00002"))
+
+
+def test_a_backend_that_counts_no_updates_is_believed(train):
+    assert len(train(generation, NotingAdapter())[0]) == 2
+
+
+def test_no_signal_in_any_epoch_is_an_error(train):
+    with pytest.raises(NoLearningSignal, match="nothing could be learned in 2 epochs") as caught:
+        train(generation, NotingAdapter(applied_updates=0.0))
+    assert caught.value.exit_code == 3
+    assert "epoch_00001: so it went" in train.shown.getvalue()  # the epoch says so, too
+
+
+def test_no_usable_reward_at_all_is_an_error(train):
+    adapter = NotingAdapter(applied_updates=1.0)
+    with pytest.raises(NoLearningSignal):
+        train(generation, adapter, reward=lambda item: math.nan)
+    assert adapter.submitted == []
+    assert "epoch_00000: 4 rewards were None, NaN or infinite" in train.shown.getvalue()
+    assert "epoch_00000: no trajectory has a usable reward; nothing was trained" in train.shown.getvalue()
+
+
+def test_nothing_to_train_skips_the_epoch(train):
+    class Refusing(NotingAdapter):
+        async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+            if trajectories.run_id == "epoch_00000":
+                raise NothingToTrain("every row was truncated")
+            return await super().submit(trajectories)
+
+    statuses, rows, shown, _ = train(generation, Refusing(applied_updates=1.0))
+    assert len(statuses) == 1 and len(rows) == 2
+    assert "epoch_00000: every row was truncated; nothing was trained" in shown
+
+
+def test_nan_rewards_are_counted_and_shown(train):
+    def reward(item):
+        return math.nan if item.id == "a" and item.output_obj == 0.0 else item.output_obj
+
+    _, rows, shown, _ = train(generation, NotingAdapter(applied_updates=1.0), reward=reward)
+    assert [row["unscorable_trajectories"] for row in rows] == [1, 1]
+    assert rows[0]["reward_mean"] == pytest.approx(2 / 3)
+    assert "epoch_00000: 1 rewards were None, NaN or infinite" in shown
+
+
+def test_all_episodes_failing_ends_the_run(train):
+    async def broken(example):
+        raise KeyError(f"{example['name']}{episode().generation}")
+
+    with pytest.raises(TooManyFailures) as caught:
+        train(broken, NotingAdapter())
+    message = str(caught.value)
+    assert message.startswith("4 of 4 episodes failed; the last: example 'b', generation 1: KeyError: 'b1'\n")
+    assert "Traceback" in message and "in broken" in message
+    assert caught.value.exit_code == 3
+
+
+def brittle(example):
+    if example["name"] == "a" and episode().generation == 0:
+        raise ValueError("one of four")
+    return generation(example)
+
+
+def test_some_episodes_failing_are_counted_and_shown(train):
+    adapter = NotingAdapter(applied_updates=1.0)
+    statuses, rows, shown, _ = train(brittle, adapter)
+    assert len(statuses) == 2 and [row["failed_episodes"] for row in rows] == [1, 1]
+    assert (
+        "epoch_00000: 1 of 4 episodes failed and are left out; example 'a', generation 0: ValueError: one of four"
+        in shown
+    )
+    assert [len(group) for group in adapter.submitted[0].trajectories] == [1, 2]
+
+
+def test_how_many_failures_are_too_many_can_be_set(train):
+    with pytest.raises(TooManyFailures, match="1 of 4 episodes failed"):
+        train(brittle, NotingAdapter(), max_failed_share=0.2)
+
+
+def test_a_failed_job_ends_the_run(train):
+    adapter = NotingAdapter(status=TrainingStatusEnum.FAILED)
+    statuses, rows, *_ = train(generation, adapter, epochs=3)
+    assert [status.status for status in statuses] == [TrainingStatusEnum.FAILED] and len(adapter.submitted) == 1
+    assert rows == []
+
+
+def test_updates_that_are_not_finite_end_the_run(train):
+    adapter = NotingAdapter(applied_updates=0.0, nonfinite_updates=1.0)
+    with pytest.raises(JobFailed, match="not finite in 2 updates in a row, the last in epoch_00001"):
+        train(generation, adapter, epochs=5, max_bad_updates=2)
+
+
+def test_named_rewards_are_logged(train):
+    def reward(item):
+        return {"win": item.output_obj, "short": 0.5}
+
+    _, rows, *_ = train(generation, NotingAdapter(applied_updates=1.0), reward=reward)
+    assert (rows[0]["reward/win"], rows[0]["reward/short"], rows[0]["reward_mean"]) == (0.5, 0.5, 1.0)
+
+
+def test_an_epoch_may_take_a_part_of_the_examples(train):
+    adapter = NotingAdapter(applied_updates=1.0)
+    train(generation, adapter, names="abcdef", epochs=6, examples_per_update=2)
+    taken = [[group[0].example_id for group in collection.trajectories] for collection in adapter.submitted]
+    assert all(len(epoch) == 2 for epoch in taken)
+    for start in (0, 3):  # every pass meets each example once, in an order of its own
+        assert sorted(name for epoch in taken[start : start + 3] for name in epoch) == list("abcdef")
+    assert taken[:3] != taken[3:]

@@ -1,0 +1,41 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from pydantic import ValidationError
+
+from jaxft.components.optimizers import OptimizerConfig, make_optimizer
+from jaxft.models.config import preset
+from jaxft.models.decoder import decoder
+
+
+def paths(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
+def test_weight_decay_leaves_out_norms_and_biases():
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.5, weight_decay=0.5))
+    shapes = jax.eval_shape(decoder(preset("qwen3-50k")).init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    params["biased"] = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((2,))}
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates = jax.jit(lambda: optimizer.update(still, optimizer.init(params), params)[0])()
+    decayed = {path for path, leaf in zip(paths(updates), jax.tree.leaves(updates), strict=True) if leaf.any()}
+    kept = set(paths(updates)) - decayed
+    assert {path.rsplit("/", 1)[1] for path in kept} == {"scale", "bias"}
+    assert {path.rsplit("/", 1)[1] for path in decayed} == {"kernel", "embedding"}
+    # With no gradient what is left is the decay alone: -learning_rate * weight_decay * 1.
+    assert {float(leaf.min()) for leaf in jax.tree.leaves(updates)} == {0.0, -0.25}
+
+
+def test_sgd_is_plain():
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.5))
+    params = {"kernel": jnp.array([1.0])}
+    updates, _ = optimizer.update({"kernel": jnp.array([2.0])}, optimizer.init(params), params)
+    assert updates["kernel"].tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 0.0}, {"b1": 1.0}, {"max_grad_norm": 0.0}, {"name": "lion"}])
+def test_impossible_values_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        OptimizerConfig(**wrong)

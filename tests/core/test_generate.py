@@ -1,0 +1,171 @@
+"""Sampling whole completions: shapes, where rows end, and which rows a change of the request leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.generate import DecodeState, RowParams, decode, generate
+from jaxft.core.sampling import sampling_params
+from jaxft.core.types import FinishReason, Model
+
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7]]
+NEW = 6
+KEY = jax.random.key(11)
+
+
+def run(tiny, prompts=PROMPTS, key=KEY, num_generations=2, **knobs):
+    return generate(*tiny, prompts, key, num_generations=num_generations, max_new_tokens=NEW, **knobs)
+
+
+@pytest.fixture(scope="module")
+def rollout(tiny):
+    return jax.tree.map(np.asarray, run(tiny))
+
+
+def completion(rollout, row):
+    return rollout.tokens[row][rollout.completion_mask[row]]
+
+
+def assert_same_bits(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_rows_are_prompts_and_their_completions(rollout):
+    assert rollout.tokens.shape == rollout.completion_mask.shape == (6, 32 + NEW)
+    assert rollout.lengths.shape == rollout.finish_reason.shape == (6,)
+    for row in range(6):
+        prompt = PROMPTS[row // 2]  # prompt-major
+        start, end = len(prompt), len(prompt) + NEW
+        np.testing.assert_array_equal(rollout.tokens[row, :start], prompt)
+        np.testing.assert_array_equal(np.flatnonzero(rollout.completion_mask[row]), np.arange(start, end))
+        assert rollout.lengths[row] == end
+        assert not rollout.tokens[row, end:].any()
+        assert rollout.finish_reason[row] == FinishReason.LENGTH
+    for logprobs in (rollout.sampler_logprobs, rollout.behavior_logprobs):
+        assert np.all(logprobs[~rollout.completion_mask] == 0)
+        assert np.all(logprobs[rollout.completion_mask] < 0)
+
+
+def test_generations_of_a_prompt_differ(rollout):
+    for first in (0, 2, 4):
+        assert not np.array_equal(completion(rollout, first), completion(rollout, first + 1))
+
+
+def test_equal_keys_give_equal_bits(tiny, rollout):
+    assert_same_bits(run(tiny), rollout)
+    assert not np.array_equal(run(tiny, key=jax.random.key(12)).tokens, rollout.tokens)
+
+
+def test_other_prompts_in_the_same_shape_change_no_bit(tiny, rollout):
+    changed = run(tiny, prompts=[[8] * 20, PROMPTS[1], [3]])
+    assert_same_bits(jax.tree.map(lambda x: x[2:4], changed), jax.tree.map(lambda x: x[2:4], rollout))
+
+
+def test_more_prompts_and_generations_leave_the_others_as_they_were(tiny, rollout):
+    more = run(tiny, prompts=[*PROMPTS, [4, 4]], num_generations=3)
+    kept = np.array([0, 1, 3, 4, 6, 7])
+    np.testing.assert_array_equal(more.tokens[kept], rollout.tokens)
+    # Programs of other shapes differ by rounding.
+    np.testing.assert_allclose(more.sampler_logprobs[kept], rollout.sampler_logprobs, rtol=0, atol=1e-5)
+
+
+def test_keys_of_the_older_kind_draw_the_same(bigram):
+    model = bigram, bigram.init(jax.random.key(0))
+    typed, old = (run(model, prompts=[[3], [1, 4]], key=key) for key in (KEY, jax.random.key_data(KEY)))
+    assert_same_bits(old, typed)
+
+
+def test_a_stop_token_ends_its_row_and_belongs_to_it(tiny, rollout):
+    completions = [completion(rollout, row).tolist() for row in range(6)]
+    # One that comes last in its row: the row stops on its very limit. And one that comes early.
+    last = next(tokens[-1] for tokens in completions if tokens[-1] not in tokens[:-1])
+    early = next(tokens[1] for tokens in completions if tokens[1] != tokens[0] and tokens[1] != last)
+    ended_on_limit = 0
+    for stop in (last, early):
+        stopped = run(tiny, stop_ids=(stop,))
+        for row, tokens in enumerate(completions):
+            is_stopped = stop in tokens
+            kept = tokens[: tokens.index(stop) + 1] if is_stopped else tokens
+            np.testing.assert_array_equal(completion(stopped, row), kept)
+            assert stopped.lengths[row] == len(PROMPTS[row // 2]) + len(kept)
+            assert stopped.finish_reason[row] == (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+            assert not stopped.tokens[row, stopped.lengths[row] :].any()
+            np.testing.assert_array_equal(
+                stopped.sampler_logprobs[row][stopped.completion_mask[row]],
+                rollout.sampler_logprobs[row][rollout.completion_mask[row]][: len(kept)],
+            )
+            ended_on_limit += is_stopped and len(kept) == NEW
+    assert ended_on_limit
+
+
+def test_greedy_rows_follow_the_largest_logit(tiny):
+    model, params = tiny
+    greedy = run(tiny, temperature=0.0)
+    tokens, positions = greedy.tokens, jnp.broadcast_to(jnp.arange(32 + NEW), greedy.tokens.shape)
+    hidden, _ = jax.jit(model.apply)(params, tokens, positions)
+    best = np.asarray(jax.jit(model.unembed)(params, hidden)).argmax(-1)
+    mask = greedy.completion_mask
+    np.testing.assert_array_equal(tokens[mask], best[:, :-1][mask[:, 1:]])
+    np.testing.assert_array_equal(greedy.behavior_logprobs, greedy.sampler_logprobs)
+
+
+def test_filters_show_in_the_behavior_logprobs(tiny, rollout):
+    one_choice = run(tiny, top_k=1)
+    assert np.all(one_choice.behavior_logprobs == 0)
+    assert np.all(one_choice.sampler_logprobs[one_choice.completion_mask] < 0)
+    np.testing.assert_array_equal(one_choice.tokens[0::2], one_choice.tokens[1::2])
+
+
+# --- The loop itself, with a model that counts how often it is called.
+
+
+def make_counter() -> Model:
+    """Says token `positions + 1` with certainty; its cache is the number of calls so far."""
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        return jax.nn.one_hot(positions + 1, 20) * 1e3, cache + 1
+
+    return Model("counter", lambda key: {}, apply, lambda params, hidden: hidden, lambda rows, length, dtype: None)
+
+
+@pytest.mark.parametrize(
+    ("stops", "limits", "calls", "counts"),
+    [
+        ([-1, -1], [99, 99], 8, [8, 8]),
+        ([3, 3], [99, 99], 3, [3, 2]),  # rows start at positions 0 and 1
+        ([3, -1], [99, 6], 4, [3, 4]),
+        ([1, 2], [99, 99], 1, [1, 1]),
+    ],
+)
+def test_decoding_ends_with_the_last_row(stops, limits, calls, counts):
+    state = DecodeState(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32), jnp.array([0, 1]), jnp.ones(2, bool))
+    keys = jax.random.split(jax.random.key(0), 2)
+    rows = RowParams(sampling_params(2), keys, jnp.array(stops)[:, None], jnp.array(limits))
+    state, emitted = jitted_decode(COUNTER, {}, state, rows, 8)
+    np.testing.assert_array_equal(state.cache, [calls, calls])
+    np.testing.assert_array_equal(emitted.counts, counts)
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(emitted.tokens[row, :count], row + 1 + np.arange(count))
+        assert not emitted.tokens[row, count:].any()
+        assert state.positions[row] == row + count
+
+
+COUNTER = make_counter()
+jitted_decode = jax.jit(decode, static_argnums=(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "knobs", "message"),
+    [
+        ([], {}, "prompts is empty; wanted at least one list of token ids"),
+        ([[1], []], {}, r"prompts\[1\] has no tokens; a model needs at least one to continue"),
+        ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; wanted at least 1 of each"),
+        ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; wanted at least 1 of each"),
+        ([[1]], dict(temperature=-1.0), "temperature is -1.0; wanted"),
+        ([[1]], dict(top_p=0.0), "top_p is 0.0; wanted"),
+    ],
+)
+def test_refusals(tiny, prompts, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        generate(*tiny, prompts, KEY, **(dict(max_new_tokens=4) | knobs))

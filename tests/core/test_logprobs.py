@@ -1,0 +1,204 @@
+"""Log-probabilities and entropies of tokens: against a plain float64 softmax, in chunks, packed; their gradients."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.logprobs import logits_logprobs, token_logprobs
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 4, 11
+score_logits = jax.jit(logits_logprobs)
+score = jax.jit(token_logprobs, static_argnames=("model", "entropy_gradient", "chunk_tokens"))
+
+
+def random_params(vocabulary=VOCABULARY, width=WIDTH):
+    embedding_key, head_key = jax.random.split(jax.random.key(3))
+    return {
+        "embedding": jax.random.normal(embedding_key, (vocabulary, width)),
+        "head": jax.random.normal(head_key, (width, vocabulary)),
+    }
+
+
+PARAMS = random_params()
+TOKENS = jax.random.randint(jax.random.key(4), (ROWS, LENGTH), 0, VOCABULARY)
+
+
+def plain_scores(params, tokens, temperature):
+    """Log-probabilities and entropies in float64, the first token 0."""
+    tokens = np.asarray(tokens)
+    embedding, head = (np.asarray(params[name], np.float64) for name in ("embedding", "head"))
+    scaled = (embedding[tokens[:, :-1]] @ head) / np.broadcast_to(temperature, tokens.shape)[:, 1:, None]
+    scaled -= scaled.max(-1, keepdims=True)
+    logprobs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(-1)
+    chosen = np.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return np.pad(chosen, ((0, 0), (1, 0))), np.pad(entropy, ((0, 0), (1, 0)))
+
+
+def relative_error(got, expected):
+    return max(
+        float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    )
+
+
+PER_ROW = np.array([0.5, 1.0, 1.7], np.float32)
+PER_TOKEN = np.linspace(0.3, 2.0, ROWS * LENGTH, dtype=np.float32).reshape(ROWS, LENGTH)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, PER_ROW, PER_TOKEN], ids=["1", "0.5", "per row", "per token"])
+def test_against_a_plain_softmax(bigram, temperature):
+    scored = score(bigram, PARAMS, TOKENS, temperature=jnp.asarray(temperature))
+    plain = plain_scores(PARAMS, TOKENS, temperature[:, None] if np.ndim(temperature) == 1 else temperature)
+    assert scored.logprobs.dtype == scored.entropy.dtype == jnp.float32
+    np.testing.assert_allclose(scored.logprobs, plain[0], rtol=0, atol=5e-6)
+    np.testing.assert_allclose(scored.entropy, plain[1], rtol=0, atol=5e-6)
+    assert np.all(scored.logprobs[:, 0] == 0)
+    assert np.all(scored.entropy[:, 0] == 0)
+
+
+def test_greedy_rows_are_scored_at_temperature_one(bigram):
+    mixed = score(bigram, PARAMS, TOKENS, temperature=jnp.array([0.0, 0.5, 0.0]))
+    ones = score(bigram, PARAMS, TOKENS, temperature=jnp.array([1.0, 0.5, 1.0]))
+    jax.tree.map(np.testing.assert_array_equal, mixed, ones)
+
+
+def test_the_first_tokens_of_packed_segments_are_not_scored(bigram):
+    segments = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1], [5, 5, 5, 5, 5, 5, 5]])
+    scored = score(bigram, PARAMS, TOKENS, segment_ids=segments)
+    whole = score(bigram, PARAMS, TOKENS)
+    firsts = np.array([[1, 0, 0, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]], bool)
+    for packed, unpacked in zip(scored, whole, strict=True):
+        np.testing.assert_allclose(packed, np.where(firsts, 0.0, unpacked), rtol=1e-6)
+        assert np.all(packed[firsts] == 0)
+
+
+def test_packed_rows_of_a_decoder_score_as_their_parts(tiny):
+    model, params = tiny
+    first, second = np.random.default_rng(7).integers(48, size=(2, 6))
+    rows = np.zeros((3, 12), np.int32)  # both packed into one row, then each alone
+    rows[0], rows[1, :6], rows[2, :6] = np.concatenate([first, second]), first, second
+    positions = np.array([[*range(6), *range(6)], range(12), range(12)], np.int32)
+    segments = np.array([[0] * 6 + [1] * 6, [0] * 12, [0] * 12], np.int32)
+    scored = score(model, params, jnp.array(rows), positions=jnp.array(positions), segment_ids=jnp.array(segments))
+    for packed, *alone in scored:
+        np.testing.assert_allclose(packed, np.concatenate([row[:6] for row in alone]), rtol=0, atol=1e-5)
+
+
+def value_and_gradient(model, params, tokens, chunk_tokens):
+    """Scores, and the gradient of a weighted sum of them all."""
+    weights = jnp.arange(tokens.size, dtype=jnp.float32).reshape(tokens.shape)
+
+    def total(params):
+        scored = token_logprobs(
+            model, params, tokens, temperature=0.7, entropy_gradient=True, chunk_tokens=chunk_tokens
+        )
+        return jnp.sum(weights * (scored.logprobs + 0.3 * scored.entropy)), scored
+
+    (_, scored), gradient = jax.value_and_grad(total, has_aux=True)(params)
+    return scored, gradient
+
+
+jitted_value_and_gradient = jax.jit(value_and_gradient, static_argnums=(0, 3))
+
+
+def test_chunks_change_nothing(bigram):
+    whole = jitted_value_and_gradient(bigram, PARAMS, TOKENS, 100)
+    for chunk_tokens in (5, 6):  # 18 tokens are scored: 5 leaves a rest
+        assert relative_error(jitted_value_and_gradient(bigram, PARAMS, TOKENS, chunk_tokens), whole) <= 1e-6
+
+
+def test_entropy_by_hand():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25]]))
+    logprobs, entropy = score_logits(logits, jnp.array([1, 3]), jnp.ones(2))
+    np.testing.assert_allclose(logprobs, np.log([0.25, 0.25]), rtol=1e-6)
+    np.testing.assert_allclose(entropy, [1.5 * np.log(2), 2 * np.log(2)], rtol=1e-6)
+    # At temperature 1/2 probabilities are squared: 4, 1, 1 of 6.
+    logprobs, _ = score_logits(logits, jnp.array([0, 0]), jnp.full(2, 0.5))
+    np.testing.assert_allclose(np.exp(logprobs), [4 / 6, 1 / 4], rtol=1e-6)
+
+
+def test_forbidden_tokens_have_no_gradient_and_spoil_none():
+    logits = jnp.array([[1.0, -jnp.inf, 2.0, -jnp.inf]])
+
+    def total(logits):
+        logprobs, entropy = logits_logprobs(logits, jnp.array([0]), jnp.array([0.8]))
+        return logprobs[0] + entropy[0]
+
+    gradient, without = (jax.jit(jax.grad(total))(logits) for logits in (logits, logits[:, ::2]))
+    np.testing.assert_allclose(gradient, [[without[0, 0], 0, without[0, 1], 0]], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_the_entropy_by_hand():
+    # dH/dz_i = -p_i (log p_i + H), at temperature 1.
+    logits = jnp.array([[0.3, -1.0, 0.8]])
+    gradient = jax.jit(jax.grad(lambda z: logits_logprobs(z, jnp.array([0]), jnp.ones(1))[1][0]))(logits)
+    logprobs = np.asarray(logits) - np.log(np.exp(logits).sum())
+    entropy = -(np.exp(logprobs) * logprobs).sum()
+    np.testing.assert_allclose(gradient, -np.exp(logprobs) * (logprobs + entropy), rtol=1e-5, atol=1e-7)
+
+
+def test_the_entropy_has_a_gradient_only_when_asked(bigram):
+    def entropy_gradient(wanted):
+        def mean(params):
+            return token_logprobs(bigram, params, TOKENS, entropy_gradient=wanted).entropy.mean()
+
+        return jax.tree.leaves(jax.jit(jax.grad(mean))(PARAMS))
+
+    assert all(jnp.any(leaf != 0) for leaf in entropy_gradient(True))
+    assert all(jnp.all(leaf == 0) for leaf in entropy_gradient(False))
+
+
+def test_bfloat16_logits_are_scored_in_float32():
+    logits = jnp.array(np.random.default_rng(0).normal(size=(50, 200)) * 4, jnp.bfloat16)
+    tokens, temperature = jnp.zeros(50, jnp.int32), jnp.full(50, 1.3)
+    got = score_logits(logits, tokens, temperature)
+    assert {x.dtype for x in got} == {jnp.dtype(jnp.float32)}
+    wide = score_logits(logits.astype(jnp.float32), tokens, temperature)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, wide)
+
+
+def test_float64_stays_float64(bigram):
+    with jax.enable_x64(True):
+        model = bigram._replace(unembed=lambda params, hidden: hidden @ params["head"])
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float64), PARAMS)
+        scored = score(model, params, TOKENS)
+        np.testing.assert_allclose(scored.logprobs, plain_scores(PARAMS, TOKENS, 1.0)[0], rtol=0, atol=1e-12)
+
+
+def test_chunked_gradients_never_hold_all_logits(bigram):
+    """Logits of 256 tokens and 16384 ids are 16 MiB: 8 tokens at a time, all scratch memory is under a quarter of it.
+
+    The whole in one chunk needs that much and more.
+    """
+    vocabulary, width = 16384, 4
+    params = jax.eval_shape(partial(random_params, vocabulary, width))
+    tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
+    scratch_bytes = {
+        chunk: jitted_value_and_gradient.lower(bigram, params, tokens, chunk)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for chunk in (8, 256)
+    }
+    all_logits_bytes = 256 * vocabulary * 4
+    assert scratch_bytes[256] > all_logits_bytes
+    assert scratch_bytes[8] < all_logits_bytes / 4
+
+
+def test_rows_of_one_token(bigram):
+    scored = score(bigram, PARAMS, TOKENS[:, :1])
+    jax.tree.map(np.testing.assert_array_equal, tuple(scored), (np.zeros((3, 1)), np.zeros((3, 1))))
+
+
+def test_refusals(bigram):
+    # As users call it: without the checks of annotations that this test session adds.
+    unchecked = inspect.unwrap(token_logprobs)
+    with pytest.raises(ValueError, match=r"temperature has shape \(7,\); wanted \(\), \(3,\) or \(3, 7\)"):
+        unchecked(bigram, PARAMS, TOKENS, temperature=jnp.ones(7))
+    with pytest.raises(ValueError, match="chunk_tokens is 0; wanted at least 1"):
+        token_logprobs(bigram, PARAMS, TOKENS, chunk_tokens=0)

@@ -1,0 +1,238 @@
+"""Drawing tokens: frequencies, filters against a plain sort, and what a row must not depend on."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from jaxft.core.sampling import (
+    SamplingParams,
+    _inverse_cdf,
+    check_sampling,
+    draw_index,
+    fold_ids,
+    kept_tokens,
+    sample,
+    sampling_params,
+)
+
+DRAWS = 20_000
+jitted_sample = jax.jit(sample)
+jitted_kept = jax.jit(kept_tokens)
+
+
+def row_params(temperature, top_k, top_p, min_p):
+    floats = [np.array(values, np.float32) for values in (temperature, top_p, min_p)]
+    return SamplingParams(floats[0], np.array(top_k, np.int32), *floats[1:])
+
+
+def assert_frequencies(drawn, probs):
+    """Nothing without probability was drawn, the rest as often as chance allows (1 in 1000 fails; keys are fixed)."""
+    counts = np.bincount(np.asarray(drawn), minlength=len(probs))
+    possible = probs > 0
+    assert len(counts) == len(probs)
+    assert not counts[~possible].any()
+    if possible.sum() > 1:
+        expected = probs[possible] / probs.sum() * counts.sum()
+        assert chisquare(counts[possible], expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_draw_index_draws_in_proportion(size):
+    weights = np.random.default_rng(size).exponential(size=size)
+    weights[1::4] = 0.0
+    rows = jnp.broadcast_to(jnp.array(weights, jnp.float32), (DRAWS, size))
+    assert_frequencies(jax.jit(draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
+
+
+def test_no_place_of_weight_zero_is_ever_found():
+    """Prefix sums may rise by a rounding where the weight is 0; every such step is hit here on purpose."""
+    rng = np.random.default_rng(0)
+    for size in (64, 389):
+        weights = (rng.random((20, size)) * (rng.random((20, size)) < 0.2)).astype(np.float32)
+        weights[:, size // 3] = 0.5
+        cumulative = np.asarray(jax.jit(partial(jnp.cumsum, axis=-1))(weights))
+        uniforms = np.clip(cumulative / cumulative[:, -1:], 0, 1 - 2**-23).astype(np.float32)  # [20 N]
+        found = jax.jit(jax.vmap(_inverse_cdf, in_axes=(None, 1), out_axes=1))(weights, uniforms)
+        assert np.all(np.take_along_axis(weights, np.asarray(found), axis=1) > 0)
+
+
+def test_sample_draws_from_the_softmax():
+    logits = np.random.default_rng(1).normal(size=10).astype(np.float32)
+    logits[3] = -np.inf
+    for temperature in (0.5, 2.0):
+        drawn = jitted_sample(
+            jnp.broadcast_to(logits, (DRAWS, 10)),
+            jax.random.split(jax.random.key(2), DRAWS),
+            sampling_params(DRAWS, temperature=temperature),
+        )
+        probs = np.exp(logits.astype(np.float64) / temperature)
+        assert_frequencies(drawn.tokens, probs)
+        expected = (logits / temperature - np.log(probs.sum()))[drawn.tokens]
+        np.testing.assert_allclose(drawn.sampler_logprobs, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(drawn.behavior_logprobs, drawn.sampler_logprobs)
+
+
+def test_filtered_samples_follow_the_renormalised_distribution():
+    probs = np.array([0.05, 0.3, 0.02, 0.25, 0.2, 0.03, 0.1, 0.05, 0.0, 0.0])
+    # Top-k leaves the five largest, 0.9 in all (the lower id of the two at 0.05); 0.85 of that, 0.765, is reached with
+    # 0.1; min-p asks for half of 0.3.
+    kept = np.array([0, 1, 0, 1, 1, 0, 0, 0, 0, 0], bool)
+    drawn = jitted_sample(
+        jnp.broadcast_to(jnp.log(probs), (DRAWS, 10)),
+        jax.random.split(jax.random.key(5), DRAWS),
+        sampling_params(DRAWS, top_k=5, top_p=0.85, min_p=0.5),
+    )
+    assert_frequencies(drawn.tokens, np.where(kept, probs, 0))
+    np.testing.assert_allclose(drawn.sampler_logprobs, np.log(probs[drawn.tokens]), rtol=1e-5)
+    np.testing.assert_allclose(drawn.behavior_logprobs, np.log(probs[drawn.tokens] / 0.75), rtol=1e-5)
+
+
+def test_greedy_takes_the_lowest_id_on_ties():
+    logits = np.full((6, 33), -np.inf, np.float32)
+    logits[:, :4] = [[1, 3, 3, 0], [2, 2, 2, 2], [0, -np.inf, 1, -np.inf]] * 2
+    # Filters mean nothing to it.
+    params = sampling_params(6, temperature=0.0, top_k=1, top_p=0.1)
+    drawn = jitted_sample(logits, jax.random.split(jax.random.key(0), 6), params)
+    np.testing.assert_array_equal(drawn.tokens, [1, 0, 2] * 2)
+    mass = np.exp(logits.astype(np.float64)).sum(-1)
+    np.testing.assert_allclose(drawn.sampler_logprobs, [3, 2, 1] * 2 - np.log(mass), rtol=1e-6)
+    np.testing.assert_array_equal(drawn.behavior_logprobs, drawn.sampler_logprobs)
+
+
+# --- Which tokens are kept.
+
+
+def kept_by_sorting(probs, top_k, top_p, min_p):
+    """The filters in their order, in float64, on a sorted list; Python's sort leaves low ids first among equals."""
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    if top_k:
+        order = order[:top_k]
+    if top_p < 1:
+        reached = np.cumsum(probs[order]) >= top_p * probs[order].sum()
+        order = order[: int(np.argmax(reached)) + 1]
+    order = [token for token in order if probs[token] >= min_p * probs.max()]
+    return np.isin(np.arange(len(probs)), order)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=12, max_size=12).filter(any),
+    top_k=st.integers(0, 14),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.99)),
+)
+def test_kept_sets_are_those_of_a_sort(counts, top_k, top_p, min_p):
+    probs = np.array(counts, np.float64) / sum(counts)  # small counts: ties are common
+    kept = jitted_kept(probs.astype(np.float32)[None], row_params([1.0], [top_k], [top_p], [min_p]))
+    kept = np.asarray(kept)[0]
+    drawable = probs > 0  # what has no probability is never drawn, kept or not
+    # A bound that is met exactly in float64 may be met or missed by a rounding in float32.
+    tighter, looser = 1 - 1e-5, 1 + 1e-5
+    fewest = kept_by_sorting(probs, top_k, top_p * tighter if top_p < 1 else 1.0, min_p * looser)
+    most = kept_by_sorting(probs, top_k, min(1.0, top_p * looser), min_p * tighter)
+    assert np.all((fewest <= kept)[drawable]), "a token that belongs was cut"
+    assert np.all((kept <= most)[drawable]), "a token that does not belong was kept"
+
+
+@pytest.mark.parametrize(
+    ("probs", "filters", "kept"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], dict(top_k=2), [1, 1, 0, 0]),
+        ([0.25, 0.25, 0.25, 0.25], dict(top_p=0.6), [1, 1, 1, 0]),
+        ([0.125, 0.5, 0.25, 0.125], dict(top_p=0.5), [0, 1, 0, 0]),  # reached exactly
+        ([0.125, 0.5, 0.25, 0.125], dict(top_p=0.51), [0, 1, 1, 0]),  # the crossing token stays
+        ([0.125, 0.5, 0.25, 0.125], dict(top_p=0.8), [1, 1, 1, 0]),
+        ([0.125, 0.5, 0.25, 0.125], dict(min_p=0.5), [0, 1, 1, 0]),
+        ([0.125, 0.5, 0.25, 0.125], dict(top_k=9), [1, 1, 1, 1]),
+        # 0.6 of the whole takes two tokens; 0.6 of what top-k left takes one.
+        ([0.125, 0.5, 0.25, 0.125], dict(top_k=2, top_p=0.6), [0, 1, 0, 0]),
+        ([1.0, 0.0, 0.0, 0.0], dict(top_p=0.9), [1, 0, 0, 0]),
+    ],
+)
+def test_kept_sets_by_hand(probs, filters, kept):
+    got = jitted_kept(jnp.array([probs]), sampling_params(1, **filters))
+    np.testing.assert_array_equal(got[0], np.array(kept, bool))
+
+
+# --- What a row must not depend on.
+
+MIXED = row_params([1.0, 0.7, 0.0, 1.3, 1.0, 2.0], [0, 3, 0, 0, 0, 5], [1, 1, 1, 0.5, 1, 0.9], [0, 0, 0, 0, 0.2, 0.1])
+
+
+def assert_same_bits(got, expected, rows=slice(None)):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[rows], b[rows]), got, expected)
+
+
+def test_a_row_does_not_know_its_neighbours():
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(6, 33)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(2), 6)
+    plain = jax.tree.map(np.asarray, sampling_params(6))
+    together = jitted_sample(logits, keys, MIXED)
+    for row in range(6):
+        is_row = np.arange(6) == row
+        others = rng.normal(size=(6, 33)).astype(np.float32)
+        neighbours = jax.tree.map(partial(np.where, is_row), MIXED, plain)
+        # The order of keys is turned, so that other rows draw with other noise.
+        drawn = jitted_sample(
+            np.where(is_row[:, None], logits, others), jnp.roll(keys, 1).at[row].set(keys[row]), neighbours
+        )
+        assert_same_bits(drawn, together, row)
+
+    order = np.array([4, 2, 0, 5, 1, 3])
+    permuted = jitted_sample(logits[order], keys[order], jax.tree.map(lambda x: x[order], MIXED))
+    assert_same_bits(permuted, jax.tree.map(lambda x: x[order], together))
+
+
+def test_nothing_is_sorted_and_new_values_do_not_compile_again():
+    traces = []
+
+    @jax.jit
+    def counted(logits, keys, params):
+        traces.append(1)
+        return sample(logits, keys, params)
+
+    logits, keys = jnp.zeros((6, 33)), jax.random.split(jax.random.key(0), 6)
+    lowered = counted.lower(logits, keys, MIXED)
+    assert "stablehlo.sort" not in lowered.as_text()
+    assert " sort(" not in lowered.compile().as_text()
+    traces.clear()
+    for params in (MIXED, sampling_params(6), sampling_params(6, temperature=0.3, top_k=7, top_p=0.5, min_p=0.1)):
+        counted(logits, keys, params)
+    assert len(traces) <= 1
+
+
+def test_fold_ids_folds_in_order():
+    key = jax.random.key(3)
+    ids = jnp.array([7, 2**32 - 1, 0], jnp.uint32)
+    expected = key
+    for number in (7, 2**32 - 1, 0):
+        expected = jax.random.fold_in(expected, np.uint32(number))
+    assert fold_ids(key, ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(temperature=-0.1), r"temperature is -0.1; wanted 0 \(greedy\) or a finite number above 0"),
+        (dict(temperature=float("inf")), r"temperature is inf; wanted"),
+        (dict(temperature=float("nan")), r"temperature is nan; wanted"),
+        (dict(top_k=-1), r"top_k is -1; wanted 0 \(off\) or the number of tokens to keep"),
+        (dict(top_p=0.0), r"top_p is 0.0; wanted a share of the mass in \(0, 1\]"),
+        (dict(top_p=1.5), r"top_p is 1.5; wanted"),
+        (dict(top_p=float("nan")), r"top_p is nan; wanted"),
+        (dict(min_p=1.0), r"min_p is 1.0; wanted a share of the largest probability in \[0, 1\)"),
+        (dict(min_p=-0.5), r"min_p is -0.5; wanted"),
+    ],
+)
+def test_values_outside_their_range_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        check_sampling(**(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values))
+    with pytest.raises(ValueError, match=message):
+        sampling_params(2, **values)

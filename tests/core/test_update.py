@@ -1,0 +1,243 @@
+"""The update step: how a batch is split changes nothing, and what must not be learned from moves nothing."""
+
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxft.core.losses import count_trained
+from jaxft.core.objectives import grpo_loss, sft_loss
+from jaxft.core.types import Batch
+from jaxft.core.update import init_train_state, loss_and_gradients, make_update
+
+FIGURES = ("applied_updates", "nonfinite_updates", "nothing_to_learn")
+
+
+def figures(metrics):
+    return tuple(int(metrics[name]) for name in FIGURES)
+
+
+def assert_same_bits(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def copies(tree):
+    """On the host, safe from donation."""
+    return jax.tree.map(lambda leaf: np.array(leaf), tree)
+
+
+def largest_relative_difference(got, expected):
+    """Per leaf, of the largest |gradient| of that leaf."""
+    return max(
+        np.abs(a - b).max() / np.abs(b).max()
+        for a, b in zip(jax.tree.leaves(copies(got)), jax.tree.leaves(copies(expected)), strict=True)
+    )
+
+
+# --- Splitting.
+
+
+def bigram_params():
+    rng = np.random.default_rng(3)
+    return {
+        "embedding": jnp.array(rng.normal(size=(48, 4)), jnp.float32),
+        "head": jnp.array(rng.normal(size=(4, 48)), jnp.float32),
+    }
+
+
+def decoder_batch():
+    """Five rows, the fourth without a trained token, after one update on them."""
+    rng = np.random.default_rng(2)
+    draw = lambda: jnp.array(rng.normal(size=(5, 10)) * 0.3 - 3.8, jnp.float32)  # noqa: E731
+    lengths = np.array([10, 7, 4, 2, 9])
+    column = np.arange(10)
+    mask = (column >= 2) & (column < lengths[:, None]) & (rng.random((5, 10)) < 0.8)
+    return Batch(
+        tokens=jnp.array(rng.integers(48, size=(5, 10)), jnp.int32),
+        completion_mask=jnp.array(mask),
+        advantages=jnp.array([1.0, -0.5, 2.0, 3.0, -1.5]),
+        temperatures=jnp.where(column % 2 == 0, 0.7, 1.2) * jnp.ones((5, 1)),
+        sampler_logprobs=draw(),
+        old_logprobs=draw(),
+        ref_logprobs=draw(),
+    )
+
+
+@pytest.mark.parametrize(("is_decoder", "splits"), [(False, (1, 2, 3, 5)), (True, (2,))], ids=["bigram", "decoder"])
+def test_microbatches_change_nothing(tiny, bigram, is_decoder, splits):
+    model, params = tiny if is_decoder else (bigram, bigram_params())
+    batch = decoder_batch()
+    assert not batch.completion_mask[3].any()
+    loss_fn = partial(grpo_loss, beta=0.1, entropy_coef=0.01)
+    split = jax.jit(loss_and_gradients, static_argnums=(0, 1, 4))
+    loss, metrics, gradients = split(model, loss_fn, params, batch, None)
+    for microbatch_rows in splits:  # of five rows: 2 and 3 need filling
+        part_loss, part_metrics, part_gradients = split(model, loss_fn, params, batch, microbatch_rows)
+        np.testing.assert_allclose(part_loss, loss, rtol=1e-5)
+        assert largest_relative_difference(part_gradients, gradients) <= 1e-5
+        assert part_metrics.keys() == metrics.keys()
+        for name, value in metrics.items():
+            np.testing.assert_allclose(part_metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_maxima_are_combined_by_maximum(bigram):
+    def loss_fn(model, params, batch, denominators):
+        biggest = batch.tokens.max().astype(jnp.float32)
+        return params["x"] * biggest, {"biggest_max": biggest, "biggest_sum": biggest}
+
+    batch = Batch(jnp.array([[3], [8], [5]]), jnp.ones((3, 1), bool))
+    loss, metrics, gradients = loss_and_gradients(bigram, loss_fn, {"x": jnp.array(2.0)}, batch, 1)
+    assert (loss, metrics["biggest_max"], metrics["biggest_sum"], gradients["x"]) == (32, 8, 16, 16)
+
+
+# --- One step by hand: two tokens, so that the gradient of the first logit is p - 1 or p.
+
+
+def toy_params():
+    """The embedding is the identity, all logits are 0: both tokens have probability 1/2 after either."""
+    return {"embedding": jnp.eye(2), "head": jnp.zeros((2, 2))}
+
+
+def toy_batch(advantages, **fields):
+    return Batch(
+        tokens=jnp.array([[0, 1, 1], [1, 0, 0]]),
+        completion_mask=jnp.array([[False, True, True], [False, True, False]]),
+        advantages=jnp.array(advantages, jnp.float32),
+        **fields,
+    )
+
+
+@pytest.fixture(scope="module")
+def sgd(bigram):
+    return optax.sgd(0.5), make_update(bigram, partial(grpo_loss, loss="dapo"), optax.sgd(0.5))
+
+
+def test_one_sgd_step_by_hand(bigram, sgd):
+    optimizer, update = sgd
+    state, metrics = update(init_train_state(toy_params(), optimizer), toy_batch([1.0, -2.0]))
+    # Mean over three tokens of -A log p: 1 after 0 (A = 1), 1 after 1 (A = 1), 0 after 1 (A = -2).
+    # d(-A log p_y)/dz = A (p - onehot_y), so rows of the head get 1/3 [1/2, -1/2], and 1/3 ([1/2, -1/2] + [1, -1]).
+    np.testing.assert_allclose(state.params["head"], -0.5 / 3 * np.array([[0.5, -0.5], [1.5, -1.5]]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], np.log(2) * (1 + 1 - 2) / 3, atol=1e-7)
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(2 * (0.5**2 + 1.5**2)) / 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["entropy"], np.log(2), rtol=1e-6)
+    assert figures(metrics) == (1, 0, 0)
+    assert state.step == 1
+    # The head was 0, so the embedding has no gradient.
+    assert_same_bits(state.params["embedding"], np.eye(2))
+
+
+def test_max_grad_norm_scales_the_gradient_and_reports_it_unscaled(bigram):
+    norm = np.sqrt(5.0) / 3  # of the step above
+    optimizer = optax.sgd(1.0)
+    for limit, expected in ((0.1, 0.1), (10.0, norm)):
+        update = make_update(bigram, partial(grpo_loss, loss="dapo"), optimizer, max_grad_norm=limit)
+        state, metrics = update(init_train_state(toy_params(), optimizer), toy_batch([1.0, -2.0]))
+        np.testing.assert_allclose(np.linalg.norm(state.params["head"]), expected, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+
+
+def test_the_state_that_goes_in_is_donated(sgd):
+    optimizer, update = sgd
+    before = init_train_state(toy_params(), optimizer)
+    after, _ = update(before, toy_batch([1.0, -2.0]))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+# --- What must move nothing: an optimiser with momentum and weight decay, which moves whatever it is given.
+
+
+@pytest.fixture(scope="module")
+def warm(bigram):
+    """`(update, fresh)`: `fresh()` is a state after one step, with momentum in it."""
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    update = make_update(bigram, grpo_loss, optimizer, microbatch_rows=1, max_grad_norm=1.0)
+    state, metrics = update(init_train_state(toy_params(), optimizer), toy_batch([1.0, -2.0]))
+    assert figures(metrics) == (1, 0, 0)
+    state = copies(state)
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.opt_state[0].mu))
+    return update, lambda: jax.tree.map(jnp.array, state)
+
+
+def test_the_optimiser_moves_what_it_is_given(warm):
+    update, fresh = warm
+    state, metrics = update(fresh(), toy_batch([1e-6, 0.0]))
+    assert figures(metrics) == (1, 0, 0)
+    assert state.step == 2
+    assert np.any(np.asarray(state.params["head"]) != np.asarray(fresh().params["head"]))
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
+def test_a_batch_that_is_not_finite_keeps_every_bit(warm, rubbish):
+    update, fresh = warm
+    state, metrics = update(fresh(), toy_batch([1.0, rubbish]))
+    assert_same_bits(state, fresh())
+    assert state.step == 1
+    assert figures(metrics) == (0, 1, 0)
+    assert not np.isfinite(metrics["loss"])
+    # And the next good batch goes on from there.
+    again, metrics = update(state, toy_batch([1.0, -1.0]))
+    undisturbed, _ = update(fresh(), toy_batch([1.0, -1.0]))
+    assert_same_bits(again, undisturbed)
+    assert figures(metrics) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        toy_batch([0.0, 0.0]),
+        toy_batch([1.0, -2.0])._replace(completion_mask=jnp.zeros((2, 3), bool)),
+        toy_batch([np.nan, 0.0])._replace(completion_mask=jnp.array([[False] * 3, [False, True, False]])),
+    ],
+    ids=["zero advantages", "no trained token", "an unscorable row and a zero"],
+)
+def test_nothing_to_learn_moves_nothing(warm, batch):
+    update, fresh = warm
+    state, metrics = update(fresh(), batch)
+    assert_same_bits(state, fresh())
+    assert figures(metrics) == (0, 0, 1)
+    assert metrics["loss"] == 0
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(bigram):
+    def loss_fn(model, params, batch, denominators):
+        return jnp.sqrt(jnp.abs(params["x"])), {}
+
+    optimizer = optax.sgd(0.1)
+    update = make_update(bigram, loss_fn, optimizer)
+    state, metrics = update(init_train_state({"x": jnp.array(0.0)}, optimizer), toy_batch([1.0, 1.0]))
+    assert metrics["loss"] == 0
+    assert state.params["x"] == 0
+    assert figures(metrics) == (0, 1, 0)
+
+
+# --- And learning.
+
+
+def test_supervised_finetuning_learns_a_batch(tiny):
+    model, params = tiny
+    batch = decoder_batch()._replace(advantages=None, sampler_logprobs=None, old_logprobs=None, ref_logprobs=None)
+    optimizer = optax.adam(3e-3)
+    update = make_update(model, sft_loss, optimizer)
+    state = init_train_state(jax.tree.map(jnp.array, params), optimizer)
+    losses = []
+    for _ in range(20):
+        state, metrics = update(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert state.step == 20
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(later < earlier for earlier, later in pairwise(losses))
+
+
+def test_rows_below_one_are_refused(bigram):
+    with pytest.raises(ValueError, match="microbatch_rows is 0; wanted at least 1, or None for one pass"):
+        make_update(bigram, grpo_loss, optax.sgd(0.1), microbatch_rows=0)
+
+
+def test_count_trained_counts_rows_and_tokens():
+    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3)

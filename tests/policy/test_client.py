@@ -1,0 +1,128 @@
+import asyncio
+
+import pytest
+
+from jaxft.policy.client import ChatClient, cut_at_stop, find_stop_string
+from jaxft.policy.engine import RequestError
+from jaxft.policy.recorder import Episode, recording
+
+QUESTION = [{"role": "user", "content": "x?"}]
+
+
+def chat(client, messages=QUESTION, *, episode=None, times=1, **options):
+    """Replies to the same question, asked one after the other."""
+
+    async def ask():
+        return [await client.chat(messages, **options) for _ in range(times)]
+
+    async def main():
+        async with asyncio.timeout(60):
+            if episode is None:
+                return await ask()
+            with recording(episode):
+                return await ask()
+
+    return asyncio.run(main())
+
+
+def make_episode(**changes):
+    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
+
+
+@pytest.fixture
+def client(policy):
+    return ChatClient(policy, "player")
+
+
+def test_a_reply_says_what_was_sampled_and_how(client, policy):
+    (reply,) = chat(client, max_tokens=6)
+    assert reply.content == policy.template.answer_text(reply.token_ids)
+    assert len(reply.token_ids) == len(reply.logprobs) == 6
+    assert all(logprob < 0 for logprob in reply.logprobs)
+    assert (reply.finish_reason, reply.policy_version) == ("length", 0)
+
+
+def test_calls_outside_an_episode_differ_and_are_recorded_nowhere(client):
+    first, second = chat(client, times=2, max_tokens=8)
+    assert first.token_ids != second.token_ids
+
+
+def test_calls_inside_an_episode_are_recorded_and_repeatable(client):
+    episode, repeated, other = make_episode(), make_episode(), make_episode(generation=1)
+    replies = chat(client, episode=episode, times=2, max_tokens=8, temperature=0.9)
+    assert replies[0].token_ids != replies[1].token_ids  # the same prompt, asked again
+    assert chat(client, episode=repeated, times=2, max_tokens=8, temperature=0.9) == replies
+    assert chat(client, episode=other, times=1, max_tokens=8, temperature=0.9)[0] != replies[0]
+    call = episode.calls[1]
+    assert (call.index, call.llm, call.temperature, call.policy_version) == (1, "player", 0.9, 0)
+    assert (call.token_ids, call.content, call.finish_reason) == (
+        replies[1].token_ids,
+        replies[1].content,
+        replies[1].finish_reason,
+    )
+    assert call.messages == tuple(QUESTION) and call.sampler_logprobs == replies[1].logprobs
+
+
+def test_the_episode_may_set_the_temperature(client):
+    episode = make_episode(temperature=0.0)
+    first, second = chat(client, episode=episode, times=2, max_tokens=8, temperature=1.3)
+    assert first.token_ids == second.token_ids
+    assert [call.temperature for call in episode.calls] == [0.0, 0.0]
+
+
+def test_without_a_budget_an_answer_may_fill_the_context(client, policy):
+    (reply,) = chat(client)
+    room = policy.engine.max_context_tokens - len(policy.template.prompt(QUESTION).ids)
+    assert len(reply.token_ids) == room if reply.finish_reason == "length" else len(reply.token_ids) <= room
+
+
+def test_a_stop_string_ends_the_answer(client):
+    def ask(**options):
+        return chat(client, episode=make_episode(), max_tokens=12, **options)[0]
+
+    free = ask()
+    readable = [character for character in free.content if character.isprintable() and character != "\ufffd"]
+    stop = readable[len(readable) // 2]
+    stopped = ask(stop=stop)
+    assert stopped.content == free.content[: free.content.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert free.token_ids[: len(stopped.token_ids)] == stopped.token_ids  # the stop string stays in the ids
+    assert free.logprobs[: len(stopped.token_ids)] == stopped.logprobs
+    assert ask(stop=["\x00never", stop]) == stopped
+    assert ask(stop=()) == ask(stop=["\x00never"]) == free
+
+
+def test_another_models_calls_are_not_continued(policy):
+    episode, (one, other) = make_episode(), (ChatClient(policy, name) for name in ("one", "other"))
+    (reply,) = chat(one, episode=episode, max_tokens=3)
+    longer = [*QUESTION, {"role": "assistant", "content": reply.content}, {"role": "user", "content": "y?"}]
+    chat(other, longer, episode=episode, max_tokens=3)
+    chat(one, longer, episode=episode, max_tokens=3)
+    first, apart, second = episode.calls
+    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
+    assert apart.prompt_ids == policy.template.prompt(longer).ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stop": ""}, ValueError, "stop contains an empty string"),
+        ({"stop": ["a", ""]}, ValueError, "stop contains an empty string"),
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+        ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
+        ({"max_tokens": 0}, RequestError, "max_tokens is 0"),
+        ({"messages": []}, ValueError, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(client, options, error, message):
+    with pytest.raises(error, match=message):
+        chat(client, **options)
+
+
+def test_a_stop_string_is_found_at_the_token_that_completes_it(policy):
+    ids = policy.tokenizer.encode("one. Two.")
+    assert find_stop_string(policy.template, ids, [". T", "wo"]) == 6
+    assert find_stop_string(policy.template, ids, ["three"]) is None
+    assert cut_at_stop("one. Two.", ["wo", "."]) == "one"

@@ -1,0 +1,313 @@
+import asyncio
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.logprobs import token_logprobs
+from jaxft.policy.client import ChatClient
+from jaxft.policy.device import counting_compiles
+from jaxft.policy.engine import MAX_STOP_IDS, Request, RequestError
+from jaxft.policy.policy import PolicyLostError
+from jaxft.policy.recorder import Episode, recording, token_sequences
+
+TIMEOUT_SECONDS = 60
+MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
+
+
+def request(number, prompt_tokens=5, **changes):
+    """A request with noise and a prompt of its own; nothing but its budget ends it."""
+    prompt = tuple((7 * number + 13 * place) % 200 + 6 for place in range(prompt_tokens))
+    fields = {"prompt_ids": prompt, "key_ids": (0, 0, 1, 2, 0, number), "max_tokens": 11}
+    return Request(**(fields | changes))
+
+
+def varied_requests(count):
+    """Requests of which no two ask for the same kind of sampling, length and budget."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}]
+    return [
+        request(number, prompt_tokens=1 + 3 * number % 40, max_tokens=1 + number % 13, **kinds[number % len(kinds)])
+        for number in range(count)
+    ]
+
+
+def record_of(completion):
+    return completion.token_ids, completion.sampler_logprobs, completion.behavior_logprobs, completion.finish_reason
+
+
+def run(main):
+    async def limited():
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            return await main()
+
+    return asyncio.run(limited())
+
+
+def test_neighbours_order_and_slots_change_no_bit(policy, serve):
+    requests = varied_requests(21)
+    alone = [record_of(serve(policy, each)[0]) for each in requests]
+    for seed in range(3):
+        order = random.Random(seed).sample(range(21), 21)
+        together = serve(policy, *(requests[index] for index in order))
+        assert [record_of(completion) for completion in together] == [alone[index] for index in order]
+
+
+@pytest.mark.parametrize("slot", range(1, 8))
+def test_every_slot_gives_the_same_bits(policy, serve, slot):
+    probe = request(100, top_p=0.9)
+    others = [request(number, max_tokens=20) for number in range(slot)]
+    assert record_of(serve(policy, *others, probe)[-1]) == record_of(serve(policy, probe)[0])
+
+
+def test_every_row_has_its_own_parameters(policy, serve):
+    greedy, top_one, hot = serve(
+        policy, request(0, temperature=0.0), request(0, top_k=1, key_ids=(9,) * 6), request(0, temperature=1.3)
+    )
+    assert greedy.token_ids == top_one.token_ids != hot.token_ids
+    assert top_one.behavior_logprobs == [0.0] * 11  # only one token could be drawn
+    assert greedy.sampler_logprobs == top_one.sampler_logprobs == greedy.behavior_logprobs
+    assert hot.sampler_logprobs == hot.behavior_logprobs
+
+
+def padded(rows, names):
+    width = max(len(row.tokens) for row in rows)
+    tables = {name: np.zeros((len(rows), width), dtype) for name, dtype in names.items()}
+    for line, row in enumerate(rows):
+        for name, table in tables.items():
+            table[line, : len(row.tokens)] = dict(row)[name]
+    return tables
+
+
+def recomputed_difference(policy, rows):
+    """The largest difference between recorded log-probabilities and those that the trainer's forward gives."""
+    names = {
+        "tokens": np.int32,
+        "completion_mask": bool,
+        "temperatures": np.float32,
+        "sampler_logprobs": np.float32,
+        "behavior_logprobs": np.float32,
+    }
+    tables = padded(rows, names)
+    score = jax.jit(
+        lambda params, tokens, temperature: token_logprobs(policy.model, params, tokens, temperature=temperature)
+    )
+    scored = run(lambda: policy.read(lambda params: score(params, tables["tokens"], tables["temperatures"])))
+    assert (tables["sampler_logprobs"] == tables["behavior_logprobs"]).all()
+    return float(jnp.abs(scored.logprobs - tables["sampler_logprobs"])[tables["completion_mask"]].max())
+
+
+def test_sampler_and_trainer_agree(policy, tokenizer):
+    """Mixed lengths and temperatures, several turns, and the pad token among the sampled ones."""
+    client = ChatClient(policy)
+
+    async def converse(generation):
+        episode = Episode(0, 0, 0, "agree", generation)
+        with recording(episode):
+            messages = []
+            for turn in range(1 + generation % 3):
+                messages.append({"role": "user", "content": "x" * (1 + (5 * generation + turn) % 9)})
+                temperature = (0.5, 1.0, 1.3)[(generation + turn) % 3]
+                reply = await client.chat(messages, temperature=temperature, max_tokens=4 + generation % 12)
+                messages.append({"role": "assistant", "content": reply.content})
+        return episode
+
+    async def main():
+        return await asyncio.gather(*(converse(generation) for generation in range(60)))
+
+    episodes = run(main)
+    rows = [row for episode in episodes for row in token_sequences(episode.calls)]
+    assert len(rows) == 60 and sum(len(episode.calls) for episode in episodes) == 120
+    sampled = [
+        (token, temperature)
+        for row in rows
+        for token, temperature, chosen in zip(row.tokens, row.temperatures, row.completion_mask, strict=True)
+        if chosen
+    ]
+    assert tokenizer.pad_token_id in {token for token, _ in sampled}
+    assert {temperature for _, temperature in sampled} == {0.5, 1.0, 1.3}
+    assert recomputed_difference(policy, rows) <= MAX_DIFFERENCE
+
+
+def test_a_stop_id_ends_the_answer_and_belongs_to_it(policy, serve):
+    (free,) = serve(policy, request(3))
+    stop = free.token_ids[6]
+    length = free.token_ids.index(stop) + 1
+    (stopped,) = serve(policy, request(3, stop_ids=(stop, 999)))
+    assert stopped.token_ids == free.token_ids[:length] and stopped.finish_reason == "stop"
+    assert stopped.sampler_logprobs == free.sampler_logprobs[:length]
+    # On the very limit it is still a stop.
+    (at_limit,) = serve(policy, request(3, stop_ids=(stop,), max_tokens=length))
+    assert record_of(at_limit) == record_of(stopped)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 10])
+def test_the_token_that_completes_a_stop_string_is_the_last(policy, serve, length):
+    (free,) = serve(policy, request(4))
+    completes = tuple(free.token_ids[:length])
+
+    def find_stop(ids):
+        return length if tuple(ids[:length]) == completes else None
+
+    neighbour, stopped = serve(policy, request(5, max_tokens=30), request(4, find_stop=find_stop))
+    assert record_of(stopped) == (
+        free.token_ids[:length],
+        free.sampler_logprobs[:length],
+        free.behavior_logprobs[:length],
+        "stop",
+    )
+    assert len(neighbour.token_ids) == 30
+
+
+def test_budget_and_context_end_an_answer_as_length(policy, serve):
+    budget, context, last_place = serve(
+        policy,
+        request(0, max_tokens=9),
+        request(1, prompt_tokens=90, max_tokens=1000),
+        request(2, prompt_tokens=95, max_tokens=1000),
+    )
+    assert [len(each.token_ids) for each in (budget, context, last_place)] == [9, 6, 1]
+    assert {each.finish_reason for each in (budget, context, last_place)} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": (7,) * 96}, "the prompt has 96 tokens, but max_context_tokens is 96 with the answer included"),
+        ({"prompt_ids": ()}, "the prompt has no tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0; wanted at least 1"),
+        ({"stop_ids": tuple(range(9))}, f"9 stop ids were given; at most {MAX_STOP_IDS} are supported"),
+        ({"key_ids": (0, -1, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(policy, serve, changes, message):
+    with pytest.raises(RequestError, match=message):
+        serve(policy, request(0, **changes))
+
+
+def test_a_cancelled_request_frees_its_slot(policy, serve):
+    long = [request(number, max_tokens=80) for number in range(8)]
+    waiting = request(50)
+
+    async def main():
+        tasks = [asyncio.create_task(policy.engine.submit(each)) for each in (*long, waiting)]
+        decoded = policy.engine.decoded_tokens
+        while policy.engine.decoded_tokens == decoded:
+            await asyncio.sleep(0.001)
+        for task in (tasks[2], tasks[5]):
+            task.cancel()
+        first_done = (await asyncio.wait(tasks[:2] + tasks[8:], return_when="FIRST_COMPLETED"))[0]
+        assert first_done == {tasks[8]}  # it did not have to wait for the others
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    answers = run(main)
+    assert [index for index, each in enumerate(answers) if isinstance(each, asyncio.CancelledError)] == [2, 5]
+    assert record_of(answers[8]) == record_of(serve(policy, waiting)[0])
+    assert record_of(answers[7]) == record_of(serve(policy, long[7])[0])
+
+
+def test_a_request_cancelled_while_it_waits_is_never_decoded(policy):
+    async def main():
+        running = asyncio.create_task(policy.engine.submit(request(0)))
+        cancelled = asyncio.create_task(policy.engine.submit(request(1, max_tokens=80)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        decoded = policy.engine.decoded_tokens
+        await running
+        return policy.engine.decoded_tokens - decoded
+
+    assert run(main) == 11
+
+
+def test_an_error_on_the_device_thread_reaches_all_who_wait(policy, serve):
+    def breaks(ids):
+        raise ZeroDivisionError("on the device thread")
+
+    async def main():
+        requests = [request(number, find_stop=breaks if number == 4 else None) for number in range(20)]
+        return await asyncio.gather(*(policy.engine.submit(each) for each in requests), return_exceptions=True)
+
+    answers = run(main)
+    assert [str(answer) for answer in answers] == ["on the device thread"] * 20
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+
+
+def test_a_lost_policy_tells_those_who_wait(make_policy):
+    policy = make_policy()
+
+    def breaks(params):
+        raise ZeroDivisionError("in the update")
+
+    async def main():
+        running = asyncio.create_task(policy.engine.submit(request(0, max_tokens=80)))
+        while not policy.engine.decoded_tokens:
+            await asyncio.sleep(0.001)
+        update = asyncio.create_task(policy.update(breaks))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(policy.engine.submit(request(1)))
+        return await asyncio.gather(running, update, later, return_exceptions=True)
+
+    ran, updated, refused = run(main)
+    assert len(ran.token_ids) == 80  # it was served before the update began
+    assert isinstance(updated, ZeroDivisionError)
+    assert isinstance(refused, PolicyLostError)
+
+
+def test_event_loops_come_and_go(policy, serve):
+    expected = record_of(serve(policy, request(0))[0])
+
+    async def leave_early():
+        async with asyncio.timeout(0.002):
+            await policy.engine.submit(request(1, max_tokens=80))
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            asyncio.run(leave_early())
+        # The device thread still decodes for a loop that is closed by now.
+        assert record_of(serve(policy, request(0))[0]) == expected
+
+
+def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
+    loop.run_until_complete(asyncio.sleep(0.002))
+    loop.close()
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+    task._log_destroy_pending = False
+
+
+def test_a_closed_policy_refuses(make_policy, serve):
+    policy = make_policy()
+    policy.close()
+    with pytest.raises(RuntimeError, match="the policy has been closed"):
+        serve(policy, request(0))
+
+
+def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, policy, serve):
+    updated = make_policy()
+    early, late = request(0, max_tokens=80), request(1, max_tokens=20)
+    double = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params))
+
+    async def main():
+        running = asyncio.create_task(updated.engine.submit(early))
+        while not updated.engine.decoded_tokens:
+            await asyncio.sleep(0.001)
+        update = asyncio.create_task(updated.update(lambda params: (double(params), "done")))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(updated.engine.submit(late))
+        return await asyncio.gather(running, update, later)
+
+    first, result, second = run(main)
+    assert (first.policy_version, result, second.policy_version) == (0, "done", 1)
+    assert record_of(first) == record_of(serve(policy, early)[0])
+    assert record_of(second) == record_of(serve(updated, late)[0]) != record_of(serve(policy, late)[0])
+
+
+def test_nothing_is_compiled_after_the_first_requests(policy, serve):
+    serve(policy, request(0), request(1, prompt_tokens=40))
+    with counting_compiles() as compiles:
+        serve(policy, *varied_requests(30))
+        serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), max_tokens=17))
+    assert compiles.count == 0

@@ -1,0 +1,299 @@
+"""A tiny agent through the real harness, the real components and a tiny model: what one part alone cannot show."""
+
+import asyncio
+import importlib.util
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxft
+from jaxft.harness.errors import TooManyFailures, TrajectoryError
+from jaxft.runs.console import Console
+
+ROOT = Path(__file__).parents[1]
+MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
+TOO_LONG = 200  # characters of a question, and so tokens: more than the context holds
+
+
+class CounterConfig(jaxft.WorkflowConfig, name="e2e_counter"):
+    llm: jaxft.LLMRef
+    temperature: float = 1.0
+
+
+@jaxft.register_workflow(config_type=CounterConfig)
+async def counter(config: CounterConfig, builder: Any) -> Any:
+    """Two questions at once, then a second turn after one of them; what was sampled is the score."""
+    llm = await builder.get_llm(config.llm)
+
+    async def play(example: dict) -> float:
+        def ask(content: str, earlier: tuple = ()) -> Any:
+            messages = [*earlier, {"role": "user", "content": content}]
+            return messages, llm.chat(messages, temperature=config.temperature, max_tokens=5)
+
+        noise = jaxft.episode().random.randrange(10)
+        asked = [ask("a" * example["length"]), ask(f"b{noise}")]
+        first, second = await asyncio.gather(*(call for _, call in asked))
+        said = {"role": "assistant", "content": second.content}
+        _, call = ask("again", (*asked[1][0], said))
+        third = await call
+        return float(sum(first.token_ids) + sum(second.token_ids) + sum(third.token_ids) + noise)
+
+    yield play
+
+
+class ScoreConfig(jaxft.EvaluatorConfig, name="e2e_score"):
+    pass
+
+
+@jaxft.register_evaluator(config_type=ScoreConfig)
+async def score(config: ScoreConfig, builder: Any) -> Any:
+    yield lambda item: item.output_obj % 7
+
+
+class LengthsConfig(jaxft.DatasetConfig, name="e2e_lengths"):
+    lengths: tuple[int, ...] = (1, 5, 9, TOO_LONG)
+
+
+@jaxft.register_dataset_loader(config_type=LengthsConfig)
+async def lengths(config: LengthsConfig, builder: Any) -> Any:
+    yield [jaxft.EvalInputItem(id=f"of-{length}", full_dataset_entry={"length": length}) for length in config.lengths]
+
+
+def run_config(output_dir, **changes):
+    """The sections of a run; `changes` maps dotted paths to values."""
+    mapping = {
+        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
+        "workflow": {"_type": "e2e_counter", "llm": "policy"},
+        "eval": {
+            "general": {"max_concurrency": 64, "dataset": {"_type": "e2e_lengths"}},
+            "evaluators": {"score": {"_type": "e2e_score"}},
+        },
+        "trajectory_builders": {"rollouts": {"_type": "grpo_trajectory_builder", "num_generations": 3}},
+        "trainer_adapters": {
+            "local": {"_type": "local_trainer_adapter", "llm": "policy", "optimizer": {"learning_rate": 1e-2}}
+        },
+        "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 1}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "loop",
+            "trajectory_builder": "rollouts",
+            "trainer_adapter": "local",
+            "reward_function": {"name": "score"},
+            "num_epochs": 2,
+            "output_dir": str(output_dir),
+        },
+    }
+    overrides = [(path.replace("__", "."), json.dumps(value)) for path, value in changes.items()]
+    return jaxft.config_from_mapping(mapping, base_dir=output_dir.parent, overrides=overrides)
+
+
+def train(config):
+    """Trains, exports and gives what was shown."""
+    shown = io.StringIO()
+
+    async def main():
+        async with jaxft.open_session(config, console=Console(shown)) as session:
+            await session.train()
+            await session.export_model()
+
+    asyncio.run(main())
+    return shown.getvalue()
+
+
+def deterministic_files(folder):
+    names = ["training_metrics.jsonl", "reward_history.json", "model/model.safetensors"]
+    paths = [folder / name for name in names] + sorted((folder / "trajectories").iterdir())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("end_to_end") / "first"
+    return folder, train(run_config(folder))
+
+
+def metrics_of(folder):
+    return [json.loads(row) for row in (folder / "training_metrics.jsonl").read_text().splitlines()]
+
+
+def test_sampler_and_trainer_agree_in_every_epoch(first_run):
+    folder, _ = first_run
+    rows = metrics_of(folder)
+    assert [row["policy_version"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["sampler_logprob_diff_max"] <= MAX_DIFFERENCE
+        assert row["stale_token_share"] == 0.0 and row["applied_updates"] == 1.0
+        assert row["sequences_per_trajectory"] == 2.0 and row["episodes"] == 12
+
+
+def test_a_run_shows_itself(first_run):
+    _, shown = first_run
+    assert "epoch 1/2  reward" in shown and "epoch 2/2  reward" in shown
+    assert "--- epoch 1, example of-1, reward" in shown
+
+
+@pytest.mark.parametrize("max_concurrency", [64, 1])
+def test_the_same_run_again_gives_the_same_bytes(first_run, tmp_path, max_concurrency):
+    train(run_config(tmp_path / "again", eval__general__max_concurrency=max_concurrency))
+    first, again = deterministic_files(first_run[0]), deterministic_files(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert [name for name in first if first[name] != again[name]] == []
+
+
+def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
+    config = run_config(tmp_path / "reloaded", llms__policy__path=str(first_run[0] / "model"))
+
+    async def main():
+        async with jaxft.open_session(config, console=Console(io.StringIO())) as session:
+            return await session.evaluate()
+
+    output = asyncio.run(main())
+    assert output.num_episodes == 4 and output.num_failed == 1 and output.average_reward is not None
+
+
+def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
+    folder, shown = first_run
+    told = "3 of 12 episodes failed and are left out; example 'of-200', generation 0: RequestError: the prompt has"
+    assert told in shown
+    assert [(row["failed_episodes"], row["groups"]) for row in metrics_of(folder)] == [(3, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"eval__general__dataset__lengths": [TOO_LONG]},
+            TooManyFailures,
+            "3 of 3 episodes failed; .*example 'of-200'",
+        ),
+        ({"workflow__temperature": 0.0}, TrajectoryError, "example 'of-1', generation 0 was sampled greedily"),
+        ({"workflow__temperature": -1.0}, TooManyFailures, "ValueError: temperature is -1.0"),
+        ({"trainer_adapters__local__loss__name": "dr_grpo"}, jaxft.ComponentError, "max_completion_tokens is None"),
+        ({"llms__policy__preset": "qwen3-9b"}, jaxft.ComponentError, "preset is 'qwen3-9b'; wanted one of"),
+    ],
+)
+def test_what_cannot_be_trained_ends_in_one_message(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        train(run_config(tmp_path / "run", **changes))
+
+
+@pytest.fixture(scope="module")
+def tic_tac_toe():
+    spec = importlib.util.spec_from_file_location("tic_tac_toe_experiment", ROOT / "experiments" / "tic_tac_toe.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_board_knows_a_win(tic_tac_toe):
+    board = tic_tac_toe.Board()
+    for cell in (1, 5, 9):
+        assert not board.has_won("X")
+        board.place(cell, "X")
+    board.place(2, "O")
+    assert board.has_won("X") and not board.has_won("O")
+    assert board.free() == [3, 4, 6, 7, 8] and str(board) == "XO3\n4X6\n78X"
+
+
+def test_conversations_to_learn_from_are_legal_games(tic_tac_toe):
+    draw = random.Random(0)
+    for _ in range(200):
+        messages = tic_tac_toe.random_conversation(draw)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        board = tic_tac_toe.Board()
+        for shown, move in zip(messages[::2], messages[1::2], strict=True):
+            taken = [cell for cell in board.free() if str(cell) not in shown["content"]]
+            assert len(taken) == (shown is not messages[0])  # the opponent has moved once
+            for cell in taken:
+                board.place(cell, "O")
+            assert shown["content"] == str(board) and not board.has_won("O")
+            assert int(move["content"]) in board.free()
+            board.place(int(move["content"]), "X")
+        # The game is over, or O's next move would end it.
+        assert board.has_won("X") or not board.free() or len(messages) >= 6
+
+
+AGENT = """
+import jaxft
+
+class AgentConfig(jaxft.WorkflowConfig, name="finetune_agent"):
+    llm: jaxft.LLMRef
+
+@jaxft.register_workflow(config_type=AgentConfig)
+async def agent(config, builder):
+    llm = await builder.get_llm(config.llm)
+    async def answer(example):
+        if example["question"] == "silence":
+            return 0
+        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)
+        return sum(reply.token_ids)
+    yield answer
+
+class ParityConfig(jaxft.EvaluatorConfig, name="finetune_parity"):
+    pass
+
+@jaxft.register_evaluator(config_type=ParityConfig)
+async def parity(config, builder):
+    yield lambda item: item.output_obj % 2
+"""
+
+RUN = """
+imports: [finetune_agent]
+llms: {policy: {_type: local_policy, preset: qwen3-50k, slots: 8, max_context_tokens: 64}}
+workflow: {_type: finetune_agent, llm: policy}
+eval:
+  general: {dataset: {_type: jsonl, file_path: rows.jsonl}}
+  evaluators: {parity: {_type: finetune_parity}}
+trajectory_builders: {rollouts: {_type: grpo_trajectory_builder, num_generations: 8}}
+trainer_adapters: {local: {_type: local_trainer_adapter, llm: policy}}
+trainers: {loop: {_type: grpo_trainer}}
+finetuning: {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer_adapter: local,
+  reward_function: {name: parity}, num_epochs: 1, output_dir: out}
+"""
+
+
+@pytest.fixture
+def finetune(tmp_path):
+    """Runs `jaxft finetune` in a user's folder, on rows of a dataset."""
+
+    def finetune(*rows):
+        (tmp_path / "finetune_agent.py").write_text(AGENT)
+        (tmp_path / "run.yml").write_text(RUN)
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", "run.yml"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    return finetune
+
+
+def question(text):
+    return json.dumps({"id": text, "question": text, "answer": ""})
+
+
+def test_the_command_line_trains(finetune, tmp_path):
+    done = finetune(question("one"), question("two"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "epoch 1/1  reward" in done.stdout and "jobs_completed  1" in done.stdout
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["epochs"], result["jobs_completed"], result["model"]) == (1, 1, "model")
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "message"),
+    [
+        ((question("one"), "{broken"), 2, "rows.jsonl:2: "),
+        ((question("silence"),), 3, "nothing could be learned in 1 epochs"),
+    ],
+)
+def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
+    done = finetune(*rows)
+    assert done.returncode == code
+    assert done.stderr.startswith("jaxft: error: ") and message in done.stderr and "Traceback" not in done.stderr
