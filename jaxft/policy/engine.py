@@ -3,7 +3,7 @@
 Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a prefill) or follows from the
 request alone (its prompt's length bucket), and noise comes from the request's own key. So tokens and log-probabilities
 of a request are the same bits whatever runs beside it, in whichever slot, in whatever order requests came.
-Letters: `R` slots, `P` rows of a prefill, `L` bucket of prompt length, `S` stop ids.
+What happens on the device is in `jaxft.policy.slots`.
 """
 
 import asyncio
@@ -12,24 +12,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxft.core.generate import DecodeState, Emitted, RowParams, decode
-from jaxft.core.sampling import SamplingParams, fold_ids
+from jaxft.core.sampling import SamplingParams
 from jaxft.core.types import Model, Params
 from jaxft.policy.device import DeviceThread
+from jaxft.policy.slots import MAX_STOP_IDS, Admission, Slots, admit, advance, compute_dtype, empty_slots
 
 PREFILL_ROWS = 8
 """Rows of every prefill: a request is prefilled at a shape that does not depend on how many came with it."""
 DISPATCH_TOKENS = 8
 """Tokens decoded between two looks at the queue."""
-MAX_STOP_IDS = 8
 SMALLEST_BUCKET = 32
 
 
@@ -70,25 +66,6 @@ class Completion:
     behavior_logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "length"
     policy_version: int = 0
-
-
-class Slots(NamedTuple):
-    """All that the engine keeps on the device; every leaf has slots on axis 0."""
-
-    state: DecodeState
-    rows: RowParams
-
-
-class Admission(NamedTuple):
-    """Requests about to be prefilled. Filling rows have a slot beyond the last one, and are dropped."""
-
-    prompts: Int[Any, "P L"]
-    lengths: Int[Any, "P"]
-    slots: Int[Any, "P"]
-    sampling: SamplingParams
-    key_ids: UInt32[Any, "P N"]
-    stop_ids: Int[Any, "P S"]
-    limits: Int[Any, "P"]
 
 
 @dataclass
@@ -216,12 +193,12 @@ class Engine:
             length = min(bucket(len(running.request.prompt_ids)), self.max_context_tokens)
             by_bucket.setdefault(length, []).append((slot, running))
         if by_bucket and self._device_slots is None:
-            self._device_slots = _empty_slots(self.model, self.slots, self.max_context_tokens, _compute_dtype(params))
+            self._device_slots = empty_slots(self.model, self.slots, self.max_context_tokens, compute_dtype(params))
         for length, admitted in by_bucket.items():
             for start in range(0, len(admitted), PREFILL_ROWS):
                 admission = self._admission(length, admitted[start : start + PREFILL_ROWS])
                 seed = jax.random.key_data(jax.random.key(self._seed, impl="threefry2x32"))
-                self._device_slots = _admit(self.model, params, self._device_slots, seed, admission)
+                self._device_slots = admit(self.model, params, self._device_slots, seed, admission)
 
     def _admission(self, length: int, admitted: list[tuple[int, _Running]]) -> Admission:
         requests = [running.request for _, running in admitted]
@@ -263,7 +240,7 @@ class Engine:
         kept[list(self._running)] = True
         params, _ = self._get_params()
         assert self._device_slots is not None
-        self._device_slots, emitted = _decode(self.model, params, self._device_slots, kept)
+        self._device_slots, emitted = advance(self.model, params, self._device_slots, kept, DISPATCH_TOKENS)
         tokens, sampler_logprobs, behavior_logprobs, counts = (np.asarray(x) for x in emitted)
         active = np.asarray(self._device_slots.state.active)
         self.decoded_tokens += int(counts.sum())
@@ -326,45 +303,3 @@ def bucket(tokens: int) -> int:
             return power * 3 // 2
         power *= 2
     return power
-
-
-def _compute_dtype(params: Params) -> Any:
-    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slots:
-    zeros = jnp.zeros(slots, jnp.int32)
-    state = DecodeState(model.init_cache(slots, cache_length, dtype), zeros, zeros, jnp.zeros(slots, bool))
-    sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots))
-    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), slots)
-    return Slots(state, RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros))
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _admit(model: Model, params: Params, slots: Slots, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
-    """Prefills the admitted prompts in the rows of their slots and sets the slots' parameters."""
-    # A slot out of range reads the last row.
-    cache = jax.tree.map(lambda leaf: leaf[admission.slots], slots.state.cache)
-    prompts, last = admission.prompts, admission.lengths - 1
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    _, cache = model.apply(params, prompts, positions, cache=cache)
-
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    admitted = Slots(
-        DecodeState(cache, jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last, jnp.ones_like(last, bool)),
-        RowParams(
-            admission.sampling,
-            jax.vmap(partial(fold_ids, key))(admission.key_ids),
-            admission.stop_ids,
-            admission.limits,
-        ),
-    )
-    return jax.tree.map(lambda old, new: old.at[admission.slots].set(new, mode="drop"), slots, admitted)
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(model: Model, params: Params, slots: Slots, kept: Bool[Array, "R"]) -> tuple[Slots, Emitted]:
-    state = slots.state._replace(active=slots.state.active & kept)
-    state, emitted = decode(model, params, state, slots.rows, DISPATCH_TOKENS)
-    return slots._replace(state=state), emitted

@@ -9,9 +9,10 @@ import pytest
 from jaxft.core.logprobs import token_logprobs
 from jaxft.policy.client import ChatClient
 from jaxft.policy.device import counting_compiles
-from jaxft.policy.engine import MAX_STOP_IDS, Request, RequestError
+from jaxft.policy.engine import Request, RequestError
 from jaxft.policy.policy import PolicyLostError
 from jaxft.policy.recorder import Episode, recording, token_sequences
+from jaxft.policy.slots import MAX_STOP_IDS
 
 TIMEOUT_SECONDS = 60
 MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
