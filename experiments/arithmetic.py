@@ -2,8 +2,8 @@
 
     python experiments/arithmetic.py
 
-It starts from random weights: a supervised warm start on the homework of a careless student, who is right three times out
-of ten and off by one otherwise, leaves a policy whose likeliest answer is mostly wrong. GRPO takes over from there and sees
+It starts from random weights: a supervised warm start on the homework of a careless student, who is right one time in
+four and ten or one too high otherwise, leaves a policy whose likeliest answer is mostly wrong. GRPO takes over from there and sees
 the right answers only through the reward. About four minutes on two CPU cores. At the end the greedy policy solves more
 than 0.8 of 500 held-out problems, from less than 0.3 after the warm start.
 
@@ -66,8 +66,8 @@ async def exact_match(config: ExactMatchConfig, builder: Any) -> AsyncIterator[A
 
 
 def careless_answer(draw: random.Random, answer: int) -> int:
-    """The right answer three times out of ten, else one more or one less."""
-    return max(0, answer + draw.choices((0, 1, -1), weights=(0.3, 0.4, 0.3))[0])
+    """The right answer one time in four; else two times ten too many, and one time one too many."""
+    return answer + draw.choices((0, 10, 1), weights=(0.25, 0.5, 0.25))[0]
 
 
 async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
@@ -86,7 +86,7 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
                     {"role": "assistant", "content": str(careless_answer(draw, int(item.expected_output_obj)))},
                 ]
                 for item in problems
-                for _ in range(4)
+                for _ in range(8)
             ]
             await warm_start(
                 session, llm, conversations, steps=arguments.warm_start_steps, batch_rows=256, learning_rate=2e-3
@@ -109,5 +109,5 @@ async def exact_match_share(session: jaxft.Session, items: list[jaxft.EvalInputI
 
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
-    parser.add_argument("--warm_start_steps", type=int, default=400, help="supervised steps first (default %(default)s)")
+    parser.add_argument("--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

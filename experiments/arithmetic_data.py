@@ -1,4 +1,4 @@
-"""Makes the data of `arithmetic.py`: all sums of two numbers from 0 to 99, split into training and held-out problems.
+"""Makes the data of `arithmetic.py`: all sums of two numbers from 0 to 49, split into training and held-out problems.
 
     python experiments/arithmetic_data.py
 
@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "data"
-LARGEST = 99
-TRAIN, HELD_OUT = 4000, 500
+LARGEST = 49
+TRAIN, HELD_OUT = 2000, 500
 SEED = 0
 
 

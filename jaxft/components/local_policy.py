@@ -41,6 +41,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
 
     from jaxft.models.config import DecoderConfig, preset
     from jaxft.models.hf import init_model, load_model
+    from jaxft.models.hf_files import local_folder
     from jaxft.policy.chat import find_stop_ids, load_tokenizer
     from jaxft.policy.client import ChatClient
     from jaxft.policy.policy import Policy
@@ -48,8 +49,10 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     seed = builder.config.finetuning.seed
     dtype = jnp.dtype(config.dtype)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
+    folder = None
     if config.path is not None:
-        model, params = load_model(config.path, dtype=dtype)
+        folder = local_folder(config.path)
+        model, params = load_model(folder, dtype=dtype)
     else:
         assert config.preset is not None
         shape = preset(config.preset, vocab_size=len(tokenizer))
@@ -62,7 +65,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         model,
         params,
         tokenizer,
-        stop_ids=find_stop_ids(tokenizer, config.path),
+        stop_ids=find_stop_ids(tokenizer, folder),
         seed=seed,
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,

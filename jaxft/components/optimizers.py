@@ -14,7 +14,8 @@ class OptimizerConfig(ConfigModel):
     """Which optimiser, and how fast."""
 
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
-    learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update.")
+    learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update after the warm-up.")
+    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate rises.")
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
@@ -26,10 +27,13 @@ def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
     import jax
     import optax
 
+    rate, warmup = config.learning_rate, config.warmup_updates
+    # The first update of all is not wasted on a rate of 0: it gets the first step of the rise.
+    learning_rate = optax.linear_schedule(rate / (warmup + 1), rate, warmup) if warmup else rate
     if config.name == "sgd":
-        return optax.sgd(config.learning_rate)
+        return optax.sgd(learning_rate)
     return optax.adamw(
-        config.learning_rate,
+        learning_rate,
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,

@@ -166,6 +166,8 @@ def generate(
         raise ValueError(
             f"num_generations is {num_generations}, max_new_tokens {max_new_tokens}; wanted at least 1 of each"
         )
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)  # one of the older kind: two bare numbers
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), -(-int(lengths.max()) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -192,8 +194,7 @@ def _generate(
     cache, tokens, positions = prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
-    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations))  # [P G]
-    keys = keys.reshape(-1, *key.shape)  # [R]; a key of the older kind is two numbers
+    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
 
     state, prompts, lengths = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, num_generations, axis=0),

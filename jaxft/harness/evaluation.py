@@ -168,7 +168,7 @@ class Evaluation:
             try:
                 with user_code(), recording(episode):
                     # A copy: what one episode does to its row must not reach the next.
-                    output = await self._workflow(copy.deepcopy(item.full_dataset_entry))
+                    output = await _own_cancellation(self._workflow(copy.deepcopy(item.full_dataset_entry)))
             except UserCodeError as failure:
                 seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
                 return EpisodeOutcome(
@@ -185,7 +185,7 @@ class Evaluation:
             try:
                 with user_code():
                     given = evaluator(item)
-                    value = await given if inspect.isawaitable(given) else given
+                    value = await _own_cancellation(given) if inspect.isawaitable(given) else given
                     scores[name] = _score(value, item.id)
             except UserCodeError as failure:
                 error, error_traceback = f"evaluator '{name}': {failure.summary}", failure.traceback
@@ -269,6 +269,17 @@ def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
         generation=outcome.generation,
         named_scores=given if isinstance(given, dict) and score is not None else None,
     )
+
+
+async def _own_cancellation(awaitable: Awaitable[Any]) -> Any:
+    """What user code gives. A cancellation that nobody asked of this task is an error of that code, not the run's end."""
+    try:
+        return await awaitable
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("it let the cancellation of a task of its own escape") from error
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

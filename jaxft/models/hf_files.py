@@ -49,7 +49,8 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
     try:
         # Not all *.safetensors: some repositories hold the same weights twice, under other names.
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors", INDEX]))
+        patterns = ["config.json", "generation_config.json", "model*.safetensors", INDEX]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"{name!r} is neither a folder here nor could it be downloaded ({type(error).__name__}: {error}); download "

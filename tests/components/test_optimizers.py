@@ -39,3 +39,13 @@ def test_sgd_is_plain():
 def test_impossible_values_are_refused(wrong):
     with pytest.raises(ValidationError):
         OptimizerConfig(**wrong)
+
+
+def test_warm_up_rises_to_the_learning_rate():
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.4, warmup_updates=3))
+    params = {"kernel": jnp.zeros(())}
+    state, steps = optimizer.init(params), []
+    for _ in range(5):
+        updates, state = optimizer.update({"kernel": jnp.ones(())}, state, params)
+        steps.append(round(-float(updates["kernel"]), 6))
+    assert steps == [0.1, 0.2, 0.3, 0.4, 0.4]
