@@ -3,8 +3,8 @@
     python experiments/import_style.py
 
 A small Qwen3 of random weights learns to answer with digits. The reward is a Python function: the share of an answer's
-characters that are digits, and nothing for an answer that does not end by itself. About one minute on two CPU cores; the
-mean reward climbs from below 0.1 to above 0.9.
+characters that are digits, and nothing for an answer that does not end by itself. About one minute on two CPU cores;
+the mean reward climbs from below 0.1 to above 0.9.
 """
 
 from functools import partial
@@ -26,7 +26,9 @@ def reward(text: str, has_ended: bool) -> float:
 def main() -> float:
     """Trains and returns the mean reward of the last rollout."""
     tokenizer = jaxft.load_tokenizer()  # or jaxft.load_tokenizer("path-or-hub-id")
-    model, params = jaxft.init_model(jaxft.preset("qwen3-50k"), jax.random.key(0))  # or jaxft.load_model("path-or-hub-id")
+    model, params = jaxft.init_model(
+        jaxft.preset("qwen3-50k"), jax.random.key(0)
+    )  # or jaxft.load_model("path-or-hub-id")
     questions = [[{"role": "user", "content": f"number {i}?"}] for i in range(8)]
     chats = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in questions]
     prompts = [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats]

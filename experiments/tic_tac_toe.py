@@ -3,8 +3,9 @@
     python experiments/tic_tac_toe.py
 
 It starts from random weights: a short supervised warm start on random games teaches the rules, then GRPO on the outcome
-of its own games teaches it to win. About five minutes on two CPU cores. At the end the greedy policy wins at least 0.90 of
-1,000 held-out games and loses at most 0.07 (a random player wins 0.58).
+of its own games teaches it to win. A KL to the warm-started policy keeps it trying all legal moves. About five minutes
+on two CPU cores. At the end the greedy policy wins at least 0.90 of 1,000 held-out games and loses at most 0.07 (a random
+player wins 0.58).
 
     python experiments/tic_tac_toe.py --set finetuning.seed=1 --overwrite
     python experiments/tic_tac_toe.py --set llms.policy.path=PATH_TO_A_CHECKPOINT --warm_start_steps 0
@@ -119,13 +120,19 @@ def games(name: str, count: int) -> list[jaxft.EvalInputItem]:
 
 
 def random_conversation(draw: random.Random) -> list[dict[str, str]]:
-    """A game of two random players as the agent of X would have seen it."""
+    """A game of two random players as the agent of X would have seen it; one that X does not win.
+
+    The warm start is there for the rules: winning is left to GRPO.
+    """
     board, messages = Board(), []
     while True:
         cell = draw.choice(board.free())
         messages += [{"role": "user", "content": str(board)}, {"role": "assistant", "content": str(cell)}]
         board.place(cell, "X")
-        if board.has_won("X") or not board.free():
+        if board.has_won("X"):
+            board, messages = Board(), []
+            continue
+        if not board.free():
             return messages
         board.place(draw.choice(board.free()), "O")
         if board.has_won("O"):
@@ -174,6 +181,8 @@ def shares(outcomes: Counter[str]) -> str:
 
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
-    parser.add_argument("--warm_start_steps", type=int, default=250, help="supervised steps first (default %(default)s)")
+    parser.add_argument(
+        "--warm_start_steps", type=int, default=250, help="supervised steps first (default %(default)s)"
+    )
     parser.add_argument("--eval_games", type=int, default=1000, help="held-out games (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

@@ -16,6 +16,9 @@ class OptimizerConfig(ConfigModel):
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
     learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update after the warm-up.")
     warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate rises.")
+    decay_updates: int | None = Field(
+        default=None, ge=1, description="Updates after the warm-up over which it falls to a tenth; null: it stays."
+    )
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
@@ -27,9 +30,7 @@ def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
     import jax
     import optax
 
-    rate, warmup = config.learning_rate, config.warmup_updates
-    # The first update of all is not wasted on a rate of 0: it gets the first step of the rise.
-    learning_rate = optax.linear_schedule(rate / (warmup + 1), rate, warmup) if warmup else rate
+    learning_rate = make_schedule(config)
     if config.name == "sgd":
         return optax.sgd(learning_rate)
     return optax.adamw(
@@ -42,3 +43,18 @@ def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         ),
     )
+
+
+def make_schedule(config: OptimizerConfig) -> "optax.Schedule":
+    """The learning rate of each update, counted from 0: a linear rise, then constant or a linear fall."""
+    import optax
+
+    rate, warmup = config.learning_rate, config.warmup_updates
+    if config.decay_updates is None:
+        after = optax.constant_schedule(rate)
+    else:
+        after = optax.linear_schedule(rate, rate / 10, config.decay_updates)
+    if not warmup:
+        return after
+    # The first update of all is not wasted on a rate of 0: it gets the first step of the rise.
+    return optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), after], [warmup])

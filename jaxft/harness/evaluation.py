@@ -272,7 +272,7 @@ def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
 
 
 async def _own_cancellation(awaitable: Awaitable[Any]) -> Any:
-    """What user code gives. A cancellation that nobody asked of this task is an error of that code, not the run's end."""
+    """What user code gives. A cancellation that nobody asked of this task is that code's error, not the run's end."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:

@@ -41,11 +41,11 @@ def test_impossible_values_are_refused(wrong):
         OptimizerConfig(**wrong)
 
 
-def test_warm_up_rises_to_the_learning_rate():
-    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.4, warmup_updates=3))
+def test_the_learning_rate_rises_and_falls():
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.4, warmup_updates=3, decay_updates=2))
     params = {"kernel": jnp.zeros(())}
     state, steps = optimizer.init(params), []
-    for _ in range(5):
+    for _ in range(7):
         updates, state = optimizer.update({"kernel": jnp.ones(())}, state, params)
         steps.append(round(-float(updates["kernel"]), 6))
-    assert steps == [0.1, 0.2, 0.3, 0.4, 0.4]
+    assert steps == [0.1, 0.2, 0.3, 0.4, 0.22, 0.04, 0.04]
