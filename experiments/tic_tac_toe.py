@@ -120,19 +120,19 @@ def games(name: str, count: int) -> list[jaxft.EvalInputItem]:
 
 
 def random_conversation(draw: random.Random) -> list[dict[str, str]]:
-    """A game of two random players as the agent of X would have seen it; one that X does not win.
+    """A game of two random players as the agent of X would have seen it.
 
-    The warm start is there for the rules: winning is left to GRPO.
+    Of the games that X wins three in four are passed over: the warm start is there for the rules, winning is for GRPO.
     """
     board, messages = Board(), []
     while True:
         cell = draw.choice(board.free())
         messages += [{"role": "user", "content": str(board)}, {"role": "assistant", "content": str(cell)}]
         board.place(cell, "X")
-        if board.has_won("X"):
+        if board.has_won("X") and draw.random() < 0.75:
             board, messages = Board(), []
             continue
-        if not board.free():
+        if board.has_won("X") or not board.free():
             return messages
         board.place(draw.choice(board.free()), "O")
         if board.has_won("O"):
@@ -182,7 +182,7 @@ def shares(outcomes: Counter[str]) -> str:
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument(
-        "--warm_start_steps", type=int, default=250, help="supervised steps first (default %(default)s)"
+        "--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)"
     )
     parser.add_argument("--eval_games", type=int, default=1000, help="held-out games (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

@@ -145,8 +145,10 @@ def test_a_wrong_command_line_is_code_2(arguments):
 
 
 SIGNALLED = """
-import asyncio, sys
+import asyncio, signal, sys
 from jaxft.harness.runtime import exit_code_of
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that runs in the background has it ignored
 
 async def main():
     print("ready", flush=True)
