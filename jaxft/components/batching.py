@@ -1,19 +1,45 @@
-"""Trajectories as padded arrays, in an order that depends on nothing but which episodes they are."""
+"""Trajectories as arrays for one update, in an order that depends on nothing but which episodes they are."""
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxft.core.packing import Layout, packed_layout, padded_layout, place, segments
 from jaxft.core.types import Batch
 from jaxft.harness.data_models import Trajectory
 from jaxft.policy.recorder import TokenSequence
 
+RECORDED = {
+    "tokens": np.int32,
+    "completion_mask": np.bool_,
+    "temperatures": np.float32,
+    "sampler_logprobs": np.float32,
+    "behavior_logprobs": np.float32,
+}
+"""What a sequence brings along, and the type it has in a batch."""
 
-class Row(NamedTuple):
-    """One training row: a sequence, and the advantage of the trajectory that it is part of."""
+
+@dataclass
+class Row:
+    """One training row: a sequence, which trajectory it is part of, and what was found out about its tokens.
+
+    Attributes:
+        trajectory: its number among those of the job.
+        signals: numbers per token (or one for all of them) by the name of the batch's field.
+    """
 
     sequence: TokenSequence
-    advantage: float
+    trajectory: int
+    signals: dict[str, Any] = field(default_factory=dict)
+
+
+class PlacedBatch(NamedTuple):
+    """A batch, how many of its rows make a microbatch, and where each sequence lies in it."""
+
+    batch: Batch
+    microbatch_rows: int
+    layout: Layout
 
 
 def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
@@ -38,36 +64,53 @@ def padded_width(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def make_batch(rows: list[Row], *, microbatch_tokens: int) -> tuple[Batch, int]:
-    """The padded batch, and how many of its rows make a microbatch of at most `microbatch_tokens` tokens.
+def rounded_count(count: int) -> int:
+    """A number of microbatches that few different batches differ in: at most an eighth more.
 
-    Width is rounded up (`padded_width`) and height to a multiple of the microbatch, so that batches of about the same
-    size share a compiled program. Filling rows train nothing.
+    >>> [rounded_count(n) for n in (1, 7, 9, 17, 37)]
+    [1, 7, 9, 18, 40]
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // 16)
+    return -(-count // step) * step
+
+
+def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False) -> PlacedBatch:
+    """The batch of these rows, packed where that is allowed and saves microbatches.
+
+    Width is rounded up (`padded_width`) and height to a multiple of the microbatch, packed ones coarser, so that
+    batches of about the same size share a compiled program. Filling rows train nothing.
 
     Raises:
         ValueError: no rows.
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
-    width = padded_width(max(len(row.sequence.tokens) for row in rows))
+    lengths = [len(row.sequence.tokens) for row in rows]
+    width = padded_width(max(lengths))
+    layout = padded_layout(lengths, width)
     microbatch_rows = max(1, min(microbatch_tokens // width, len(rows)))
-    height = -(-len(rows) // microbatch_rows) * microbatch_rows
+    microbatches = -(-len(rows) // microbatch_rows)
+    if packing:
+        packed = packed_layout(lengths, width)
+        needed = rounded_count(-(-packed.height // microbatch_rows))
+        if needed < microbatches:
+            layout, microbatches = packed, needed
+    height = microbatches * microbatch_rows
+    is_packed = layout.height < len(rows)
 
-    def padded(name: str, dtype: type) -> Any:
-        table: np.ndarray = np.zeros((height, width), dtype)
-        for line, row in zip(table, rows, strict=False):
-            values = dict(row.sequence)[name]
-            line[: len(values)] = values
-        return table
-
-    advantages: Any = np.zeros(height, np.float32)
-    advantages[: len(rows)] = [row.advantage for row in rows]
-    batch = Batch(
-        tokens=padded("tokens", np.int32),
-        completion_mask=padded("completion_mask", np.bool_),
-        advantages=advantages,
-        temperatures=padded("temperatures", np.float32),
-        sampler_logprobs=padded("sampler_logprobs", np.float32),
-        behavior_logprobs=padded("behavior_logprobs", np.float32),
-    )
-    return batch, microbatch_rows
+    fields: dict[str, Any] = {
+        name: place(layout, [dict(row.sequence)[name] for row in rows], dtype, height)
+        for name, dtype in RECORDED.items()
+    }
+    for name in rows[0].signals:
+        values = [row.signals[name] for row in rows]
+        if name == "advantages" and not is_packed and all(np.ndim(value) == 0 for value in values):
+            fields[name] = np.zeros(height, np.float32)
+            fields[name][: len(rows)] = values
+        else:
+            fields[name] = place(layout, values, np.float32, height)
+    batch = Batch(**fields)
+    if is_packed:
+        ids: dict[str, Any] = dict(zip(("segment_ids", "positions"), segments(layout, height), strict=True))
+        batch = batch._replace(**ids)
+    return PlacedBatch(batch, microbatch_rows, layout)

@@ -133,6 +133,7 @@ def make_trajectory(outcome: EpisodeOutcome) -> Trajectory:
     return Trajectory(
         episode=episode,
         reward=0.0 if outcome.reward is None else outcome.reward,
+        shaped_rewards=outcome.episode.shaped_rewards,
         scorable=outcome.reward is not None,
         named_rewards=outcome.named_rewards,
         example_id=outcome.item.id,

@@ -1,4 +1,4 @@
-"""`_type: local_trainer_adapter`: trains the policy that sampled, in the same process, one update per job."""
+"""`_type: local_trainer_adapter`: trains the policy that sampled, in the same process."""
 
 import asyncio
 import time
@@ -8,30 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxft.components.losses import LossConfig, make_loss
-from jaxft.components.optimizers import OptimizerConfig, make_optimizer
+from jaxft.components.losses import LossConfig
+from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import (
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.errors import ComponentError, NothingToTrain, TrajectoryError, UserCodeError, user_code
-from jaxft.harness.fields import LLMRef
+from jaxft.harness.errors import ComponentError, UserCodeError, user_code
+from jaxft.harness.fields import LLMRef, fault
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
-from jaxft.policy.recorder import TokenSequence
 
 if TYPE_CHECKING:
-    from jaxft.core.types import Batch, Params
+    from jaxft.components.learner import Learner
     from jaxft.policy.policy import Policy
 
 BACKEND = "local"
-
-EQUAL_REWARDS = 1e-6
 
 
 class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
@@ -41,6 +37,15 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     loss: LossConfig = Field(default=LossConfig(), description="What is minimised.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="How.")
     microbatch_tokens: int = Field(default=8192, ge=1, description="Tokens of one forward and backward pass, at most.")
+    packing: bool = Field(default=True, description="Several short sequences share a row where that saves work.")
+    minibatches: int = Field(default=1, ge=1, description="Optimiser steps of one pass over a job's trajectories.")
+    updates_per_batch: int = Field(default=1, ge=1, description="Passes over a job's trajectories.")
+
+    @model_validator(mode="after")
+    def _reinforce_updates_once(self) -> "LocalTrainerAdapterConfig":
+        if self.loss.name == "reinforce" and self.minibatches * self.updates_per_batch > 1:
+            raise fault("loss 'reinforce' has no ratio: it allows minibatches 1 and updates_per_batch 1 only")
+        return self
 
 
 @dataclass
@@ -55,22 +60,20 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     adapter_config: LocalTrainerAdapterConfig
 
-    def __init__(self, adapter_config: LocalTrainerAdapterConfig, policy: "Policy", warn: Any = print) -> None:
-        """`warn` is called with a sentence the first time something deserves one.
+    def __init__(
+        self, adapter_config: LocalTrainerAdapterConfig, policy: "Policy", warn: Any = print, seed: int = 0
+    ) -> None:
+        """`warn` is called with a sentence the first time something deserves one; `seed` shuffles minibatches.
 
         Raises:
             ValueError: the loss cannot be made of its knobs.
+            ComponentError: the reference's checkpoint is of another model.
         """
         super().__init__(adapter_config)
         self.policy = policy
         self._warn = warn
         self._has_warned = False
-        self._loss = make_loss(adapter_config.loss)
-        self._optimizer = make_optimizer(adapter_config.optimizer)
-        self._opt_state: Any = None
-        self._step: Any = None
-        self._ref_params: Params | None = None
-        self._updates: dict[int, Any] = {}
+        self.learner = make_learner(adapter_config, policy, seed)
         self._jobs: dict[str, _Job] = {}
 
     async def is_healthy(self) -> bool:
@@ -98,11 +101,23 @@ class LocalTrainerAdapter(TrainerAdapter):
         run_id = trajectories.run_id
         if run_id in self._jobs:
             raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
-        rows, metrics = self._rows(trajectories)
+        from jaxft.components.credit import gather_credit
+        from jaxft.components.rows import gather_rows
+
+        loss = self.adapter_config.loss
+        gathered = gather_rows(
+            trajectories,
+            llm=self.adapter_config.llm,
+            policy_version=self.policy.version,
+            mask_truncated=loss.mask_truncated,
+        )
+        credit = gather_credit(gathered.groups, loss)
+        self._warn_of_filters(gathered.log_kept_mass)
+        learn = partial(self.learner.learn, gathered.rows, credit)
         ref = TrainingJobRef(run_id=run_id, backend=BACKEND)
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
         self._jobs[run_id] = job
-        job.task = asyncio.create_task(self._run(job, rows, metrics), name=f"job {run_id}")
+        job.task = asyncio.create_task(self._run(job, learn, gathered.metrics | credit.metrics), name=f"job {run_id}")
         return ref
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -131,67 +146,6 @@ class LocalTrainerAdapter(TrainerAdapter):
             raise ValueError(f"no job '{ref.run_id}' was submitted; jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[ref.run_id]
 
-    def _rows(self, collection: TrajectoryCollection) -> tuple[list[Any], dict[str, float]]:
-        """Training rows with their advantages, and what was counted on the way."""
-        import numpy as np
-
-        from jaxft.components.batching import Row, sort_trajectories
-
-        groups = [sort_trajectories([group]) for group in collection.trajectories]
-        trajectories = [trajectory for group in groups for trajectory in group]
-        rows, foreign, versions, log_mass = [], 0, [], []
-        for trajectory, advantage in zip(trajectories, self._advantages(groups), strict=True):
-            for sequence in trajectory.sequences if trajectory.scorable else ():
-                if sequence.llm not in (None, self.adapter_config.llm):
-                    foreign += 1
-                    continue
-                if sequence.truncated and self.adapter_config.loss.mask_truncated:
-                    continue
-                check_sequence(trajectory, sequence)
-                rows.append(Row(sequence, advantage))
-                mask = np.array(sequence.completion_mask)
-                versions.append(np.array(sequence.policy_versions)[mask])
-                log_mass.append((np.array(sequence.sampler_logprobs) - np.array(sequence.behavior_logprobs))[mask])
-        unscorable = sum(not trajectory.scorable for trajectory in trajectories)
-        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-        truncated = sum(sequence.truncated for sequence in sequences)
-        trained_versions = np.concatenate(versions) if versions else np.zeros(0)
-        if trained_versions.size == 0:
-            raise NothingToTrain(
-                f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
-                f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
-                f"{foreign} of other language models"
-            )
-        self._warn_of_filters(np.concatenate(log_mass))
-        metrics = {
-            "groups": len(groups),
-            "no_signal_groups": sum(not has_signal(group) for group in groups),
-            "unscorable_trajectories": unscorable,
-            "sequences_per_trajectory": len(sequences) / len(trajectories),
-            "foreign_sequences": foreign,
-            "trained_tokens": trained_versions.size,
-            "truncated_share": truncated / len(sequences),
-            "stale_token_share": float((trained_versions != self.policy.version).mean()),
-        }
-        return rows, metrics
-
-    def _advantages(self, groups: list[list[Trajectory]]) -> list[float]:
-        import numpy as np
-
-        from jaxft.core import advantages
-
-        loss = self.adapter_config.loss
-        name = loss.advantages or ("group_mean" if loss.name == "dr_grpo" else "group")
-        estimators = {
-            "group": advantages.group_advantages,
-            "group_mean": advantages.group_mean_advantages,
-            "leave_one_out": advantages.leave_one_out_advantages,
-            "batch": advantages.batch_advantages,
-        }
-        rewards = np.array([t.reward if t.scorable else np.nan for group in groups for t in group], np.float64)
-        group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        return np.asarray(estimators[name](rewards, group_ids)).tolist()
-
     def _warn_of_filters(self, log_mass: Any) -> None:
         """Says, once, that truncated sampling was used; `log_mass` holds the log of the mass kept, per token."""
         import numpy as np
@@ -205,13 +159,13 @@ class LocalTrainerAdapter(TrainerAdapter):
             "what cannot be sampled cannot be unlearned: train without filters"
         )
 
-    async def _run(self, job: _Job, rows: list[Any], metrics: dict[str, float]) -> None:
+    async def _run(self, job: _Job, learn: Any, metrics: dict[str, float]) -> None:
         job.status = job.status.model_copy(update={"status": TrainingStatusEnum.RUNNING})
         started = time.perf_counter()
         try:
             with user_code():  # whatever stops the job becomes its status
                 update_metrics = await self.policy.update(
-                    partial(self._update, rows), has_changed=lambda figures: figures["applied_updates"] > 0
+                    learn, has_changed=lambda figures: figures["applied_updates"] > 0
                 )
         except UserCodeError as failure:
             job.status = job.status.model_copy(
@@ -235,70 +189,32 @@ class LocalTrainerAdapter(TrainerAdapter):
             }
         )
 
-    def _update(self, rows: list[Any], params: "Params") -> "tuple[Params, dict[str, float]]":
-        """On the device thread: one update of the parameters with these rows."""
-        import jax
 
-        from jaxft.components.batching import make_batch
-        from jaxft.core.update import TrainState, init_train_state
+def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int) -> "Learner":
+    """The learner of an adapter; a reference of its own is loaded here, before anything is trained."""
+    from jaxft.components.learner import Learner
 
-        batch, microbatch_rows = make_batch(rows, microbatch_tokens=self.adapter_config.microbatch_tokens)
-        if self._opt_state is None:
-            fresh = init_train_state(params, self._optimizer)
-            self._opt_state, self._step = fresh.opt_state, fresh.step
-        if self.adapter_config.loss.beta:
-            batch = self._with_reference(batch, microbatch_rows, params)
-        state = TrainState(params, self._opt_state, self._step)
-        state, metrics = self._jitted_update(microbatch_rows)(state, batch)
-        self._opt_state, self._step = state.opt_state, state.step
-        figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return state.params, figures
+    ref_params = None
+    if config.loss.beta and config.loss.reference.path is not None:
+        from jaxft.models.hf import load_model
 
-    def _jitted_update(self, microbatch_rows: int) -> Any:
-        from jaxft.core.update import make_update
-
-        if microbatch_rows not in self._updates:
-            self._updates[microbatch_rows] = make_update(
-                self.policy.model,
-                self._loss,
-                self._optimizer,
-                microbatch_rows=microbatch_rows,
-                max_grad_norm=self.adapter_config.optimizer.max_grad_norm,
+        reference, ref_params = load_model(config.loss.reference.path)
+        if reference.config != policy.model.config:
+            raise ComponentError(
+                f"loss.reference.path: {config.loss.reference.path} holds {reference.config}; "
+                f"the policy is {policy.model.config}"
             )
-        return self._updates[microbatch_rows]
-
-    def _with_reference(self, batch: "Batch", microbatch_rows: int, params: "Params") -> "Batch":
-        import jax
-        import jax.numpy as jnp
-
-        from jaxft.core.objectives import score_in_microbatches
-
-        if self._ref_params is None:  # the parameters before the first update; those are about to be donated
-            self._ref_params = jax.tree.map(jnp.copy, params)
-        scored = score_in_microbatches(self.policy.model, self._ref_params, batch, microbatch_rows)
-        return batch._replace(ref_logprobs=scored.logprobs)
-
-
-def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Refuses, with a `TrajectoryError` that names the episode, rows that a policy gradient has no meaning for."""
-    name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
-    lengths = {field: len(values) for field, values in sequence if isinstance(values, list)}
-    if len(set(lengths.values())) > 1:
-        raise TrajectoryError(f"{name}: the lists of a sequence differ in length: {lengths}")
-    trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
-    if 0 in trained:
-        raise TrajectoryError(
-            f"{name} was sampled greedily; there is nothing to learn from it: sample at a temperature above 0"
-        )
-    if sequence.completion_mask[:1] == [True]:
-        raise TrajectoryError(f"{name}: the first token of a sequence has no context and cannot be trained")
-
-
-def has_signal(group: list[Trajectory]) -> bool:
-    """Whether the scorable rewards of a group differ, by the rule of `jaxft.core.advantages`."""
-    rewards = [trajectory.reward for trajectory in group if trajectory.scorable]
-    scale = max([1.0, *(abs(reward) for reward in rewards)])
-    return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_REWARDS * scale
+    return Learner(
+        policy.model,
+        config.loss,
+        config.optimizer,
+        microbatch_tokens=config.microbatch_tokens,
+        minibatches=config.minibatches,
+        updates_per_batch=config.updates_per_batch,
+        packing=config.packing,
+        seed=seed,
+        ref_params=ref_params,
+    )
 
 
 def _outcome(metrics: dict[str, float]) -> str:
@@ -317,4 +233,4 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")
-    yield LocalTrainerAdapter(config, llm.policy, builder.console.message)
+    yield LocalTrainerAdapter(config, llm.policy, builder.console.message, builder.config.finetuning.seed)

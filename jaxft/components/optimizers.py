@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxft.harness.fields import ConfigModel
+from jaxft.harness.fields import ConfigModel, fault
 
 if TYPE_CHECKING:
     import optax
@@ -15,14 +15,24 @@ class OptimizerConfig(ConfigModel):
 
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
     learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="What the learning rate does after the warm-up: stay, or fall in that shape."
+    )
     warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate rises.")
     decay_updates: int | None = Field(
-        default=None, ge=1, description="Updates after the warm-up over which it falls to a tenth; null: it stays."
+        default=None, ge=1, description="Updates after the warm-up over which it falls; for linear and cosine."
     )
+    end_share: float = Field(default=0.1, ge=0.0, le=1.0, description="Share of the learning rate that it falls to.")
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
     max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
+
+    @model_validator(mode="after")
+    def _falls_over_some_updates(self) -> "OptimizerConfig":
+        if (self.schedule == "constant") != (self.decay_updates is None):
+            raise fault("schedules 'linear' and 'cosine' need decay_updates, and 'constant' has none")
+        return self
 
 
 def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
@@ -46,14 +56,16 @@ def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
 
 
 def make_schedule(config: OptimizerConfig) -> "optax.Schedule":
-    """The learning rate of each update, counted from 0: a linear rise, then constant or a linear fall."""
+    """The learning rate of each update, counted from 0: a linear rise, then constant or a fall, linear or by cosine."""
     import optax
 
     rate, warmup = config.learning_rate, config.warmup_updates
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(rate, rate * config.end_share, config.decay_updates)
     else:
-        after = optax.linear_schedule(rate, rate / 10, config.decay_updates)
+        after = optax.cosine_decay_schedule(rate, config.decay_updates, alpha=config.end_share)
     if not warmup:
         return after
     # The first update of all is not wasted on a rate of 0: it gets the first step of the rise.

@@ -3,11 +3,12 @@
 A group is all trajectories of one prompt; groups may be ragged and in any order (`group_ids`). NumPy input is computed
 in float64 on the host, JAX input under `jit` in its own precision. A reward that is NaN or infinite is *unscorable*: it
 counts for nobody's baseline and gets advantage 0 (its tokens should be masked by the caller). A lone member, or a group
-of equal rewards, has no signal: exactly 0, not rounding noise divided by `eps`. Letter: `B` trajectories.
+of equal rewards, has no signal: exactly 0, not rounding noise divided by `eps`.
+Letters: `B` trajectories, `R` named rewards, `S` steps (turns) of a trajectory.
 """
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,19 @@ EQUAL_REWARDS = 1e-6
 """Rewards of a group whose spread is below this share of the larger of 1 and the largest |reward| count as equal."""
 
 Rewards = Float[jax.Array, "B"] | Float[np.ndarray, "B"] | list[float]
+NamedRewards = Float[jax.Array, "B R"] | Float[np.ndarray, "B R"] | list[list[float]]
+StepRewards = Float[jax.Array, "B S"] | Float[np.ndarray, "B S"] | list[list[float]]
 GroupIds = Int[jax.Array, "B"] | Int[np.ndarray, "B"] | list[int]
 Advantages = Float[jax.Array, "B"] | Float[np.ndarray, "B"]
 
 
 class _Groups(NamedTuple):
     xp: ModuleType
+    values: Any  # [B] rewards, 0 where unscorable
     centred: Any  # [B] reward minus the mean of its group; 0 where there is no signal
     count: Any  # [B] scorable members of the group
     has_signal: Any  # [B]
-    same: Any  # [B B] scorable members of the same group
+    index: Any  # [B] which group, counted from 0
     scorable: Any  # [B]
 
 
@@ -37,20 +41,40 @@ def _groups(rewards: Rewards, group_ids: GroupIds) -> _Groups:
     ids: Any = xp.asarray(group_ids)
     if raw.shape != ids.shape:
         raise ValueError(f"rewards have shape {raw.shape} and group_ids {ids.shape}; wanted one of each per trajectory")
+    size = len(raw)
+    if xp is np:
+        if size and ids.min() < 0:
+            raise ValueError(f"group_ids holds {ids.min()}; wanted numbers from 0 upwards, one per group")
+        index = np.unique(ids, return_inverse=True)[1]
+    else:
+        index = jnp.unique(ids, return_inverse=True, size=size)[1] if size else ids
     scorable = xp.isfinite(raw)
     values = xp.where(scorable, raw, 0.0)
-    same = (ids[:, None] == ids[None, :]) & scorable[None, :]
-    count = xp.maximum(same.sum(1), 1)
-    largest = xp.where(same, values[None, :], -xp.inf).max(1, initial=-xp.inf)
-    smallest = xp.where(same, values[None, :], xp.inf).min(1, initial=xp.inf)
-    scale = xp.where(same, xp.abs(values)[None, :], 0.0).max(1, initial=1.0)
+    count = xp.maximum(_of_group(xp, scorable.astype(values.dtype), index, "sum"), 1)
+    largest = _of_group(xp, xp.where(scorable, raw, -xp.inf), index, "max")
+    smallest = -_of_group(xp, xp.where(scorable, -raw, -xp.inf), index, "max")
+    scale = xp.maximum(_of_group(xp, xp.abs(values), index, "max"), 1.0)
     has_signal = scorable & (count > 1) & (largest - smallest > EQUAL_REWARDS * scale)
-    mean = xp.where(same, values[None, :], 0.0).sum(1) / count
-    return _Groups(xp, xp.where(has_signal, values - mean, 0.0), count, has_signal, same, scorable)
+    mean = _of_group(xp, values, index, "sum") / count
+    return _Groups(xp, values, xp.where(has_signal, values - mean, 0.0), count, has_signal, index, scorable)
+
+
+def _of_group(xp: ModuleType, x: Any, index: Any, reduction: Literal["sum", "max"]) -> Any:
+    """For each trajectory, the sum or the maximum over its group."""
+    size = len(x)
+    if xp is jnp:
+        reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
+        return reduce(x, index, num_segments=size)[index] if size else x
+    result = np.full(size, 0.0 if reduction == "sum" else -np.inf)
+    (np.add if reduction == "sum" else np.maximum).at(result, index, x)
+    return result[index]
 
 
 def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4) -> Advantages:
     """`(R - mean_g) / (std_g + eps)`, std with ddof 1 (GRPO, arXiv 2402.03300, eq. 3 with the usual eps).
+
+    Raises:
+        ValueError: as many rewards as group ids were not given, or a group id is negative (checked for NumPy input).
 
     >>> print(group_advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7]).round(4))  # (1 - 1/4) / (1/2 + 1e-4)
     [ 1.4997 -0.4999 -0.4999 -0.4999]
@@ -59,7 +83,7 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     """
     groups = _groups(rewards, group_ids)
     xp = groups.xp
-    squares = xp.where(groups.same, (groups.centred**2)[None, :], 0.0).sum(1)
+    squares = _of_group(xp, groups.centred**2, groups.index, "sum")
     std = xp.sqrt(xp.where(groups.has_signal, squares / xp.maximum(groups.count - 1, 1), 1.0))
     return xp.where(groups.has_signal, groups.centred / (std + eps), 0.0)
 
@@ -90,10 +114,102 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     [ 1. -1.  0.  0.]
     """
     groups = _groups(rewards, group_ids)
-    xp = groups.xp
-    values = xp.where(groups.scorable, xp.asarray(rewards), 0.0)
-    total = xp.maximum(groups.scorable.sum(), 1)
-    squares = xp.where(groups.scorable, (values - values.sum() / total) ** 2, 0.0).sum()
+    xp, total = groups.xp, groups.xp.maximum(groups.scorable.sum(), 1)
+    squares = xp.where(groups.scorable, (groups.values - groups.values.sum() / total) ** 2, 0.0).sum()
     std = xp.sqrt(squares / xp.maximum(total - 1, 1))
     # No group has signal: every numerator is 0, and so is the result, whatever the spread between groups.
     return xp.where(groups.has_signal, groups.centred / xp.where(groups.has_signal, std + eps, 1.0), 0.0)
+
+
+def estimate_advantages(
+    rewards: Rewards, group_ids: GroupIds, estimator: str = "group", *, eps: float = 1e-4
+) -> Advantages:
+    """One of the four estimators of this file by its name; `eps` is for the two that divide by a spread.
+
+    Raises:
+        ValueError: an unknown name.
+
+    >>> print(estimate_advantages([1.0, 0.0], [0, 0], "group_mean"))
+    [ 0.5 -0.5]
+    """
+    if estimator == "group":
+        return group_advantages(rewards, group_ids, eps=eps)
+    if estimator == "group_mean":
+        return group_mean_advantages(rewards, group_ids)
+    if estimator == "leave_one_out":
+        return leave_one_out_advantages(rewards, group_ids)
+    if estimator == "batch":
+        return batch_advantages(rewards, group_ids, eps=eps)
+    raise ValueError(f"estimator is {estimator!r}; wanted group, group_mean, leave_one_out or batch")
+
+
+def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> Rewards:
+    """Several rewards of each trajectory as one; NaN, and so unscorable, where one of them is not finite.
+
+    >>> print(weighted_sum([[1.0, 0.5], [0.0, float("nan")]], [1.0, 2.0]))
+    [ 2. nan]
+    """
+    xp, table, factors = _named(rewards, weights)
+    return xp.where(xp.isfinite(table).all(axis=1), (table * factors).sum(axis=1), xp.nan)
+
+
+def normalize_then_sum(
+    rewards: NamedRewards, group_ids: GroupIds, weights: list[float] | tuple[float, ...], *, eps: float = 1e-4
+) -> Advantages:
+    """`sum_k w_k (R_k - mean_g R_k) / (std_g R_k + eps)`: each reward counts by its weight, whatever its scale.
+
+    A trajectory with a reward that is not finite is unscorable in all of them. Not whitened again (as GDPO without its
+    last step, arXiv 2601.05242).
+
+    >>> print(normalize_then_sum([[1.0, 0.0], [0.0, 100.0]], [0, 0], [1.0, 1.0], eps=0.0))
+    [0. 0.]
+    """
+    xp, table, factors = _named(rewards, weights)
+    table = xp.where(xp.isfinite(table).all(axis=1, keepdims=True), table, xp.nan)
+    parts = [group_advantages(table[:, k], group_ids, eps=eps) * factors[k] for k in range(table.shape[1])]
+    return sum(parts[1:], start=parts[0])
+
+
+def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> tuple[ModuleType, Any, Any]:
+    xp: ModuleType = jnp if isinstance(rewards, jax.Array) else np
+    table: Any = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards, np.float64)
+    if table.ndim != 2 or table.shape[1] != len(weights) or not weights:
+        raise ValueError(
+            f"rewards have shape {table.shape} and there are {len(weights)} weights; wanted one per column"
+        )
+    return xp, table, xp.asarray(weights, table.dtype)
+
+
+def step_advantages(
+    step_rewards: StepRewards, group_ids: GroupIds, estimator: str = "group", *, gamma: float = 1.0
+) -> StepRewards:
+    """An advantage per step (an assistant's turn): discounted rewards to go, against the group at the same step.
+
+    `R_k = sum_{j >= k} gamma^(j - k) s_j`; the baseline and the spread of step `k` are taken over the trajectories of
+    the group that have a step `k`.
+
+    Args:
+        step_rewards: `[B S]`; NaN behind a trajectory's last step. A NaN before it makes all of it unscorable.
+
+    Returns:
+        `[B S]`; 0 where there is no step.
+
+    >>> nan = float("nan")
+    >>> print(step_advantages([[1.0, 2.0], [1.0, 0.0], [6.0, nan]], [0, 0, 0], "group_mean", gamma=0.5))
+    [[-1.  1.]
+     [-2. -1.]
+     [ 3.  0.]]
+    """
+    xp: ModuleType = jnp if isinstance(step_rewards, jax.Array) else np
+    rewards: Any = step_rewards if isinstance(step_rewards, jax.Array) else np.asarray(step_rewards, np.float64)
+    if rewards.ndim != 2:
+        raise ValueError(f"step_rewards have shape {rewards.shape}; wanted one row per trajectory, one column per step")
+    has_step = xp.flip(xp.cumsum(xp.flip(~xp.isnan(rewards), 1), axis=1), 1) > 0  # a step here or later
+    scorable = xp.where(has_step, xp.isfinite(rewards), True).all(axis=1, keepdims=True)
+    to_go = xp.zeros(len(rewards), rewards.dtype)
+    columns = []
+    for k in reversed(range(rewards.shape[1])):
+        to_go = xp.where(has_step[:, k], rewards[:, k], 0.0) + gamma * to_go
+        known = xp.where(has_step[:, k] & scorable[:, 0], to_go, xp.nan)
+        columns.append(estimate_advantages(known, group_ids, estimator))
+    return xp.stack(columns[::-1], axis=1) if columns else rewards

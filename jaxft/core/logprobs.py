@@ -50,6 +50,7 @@ def token_logprobs(
     temperature: Float[Array, ""] | Float[Array, "B"] | Float[Array, "B T"] | float = 1.0,
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    value_head: Params | None = None,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
 ) -> Scored:
@@ -64,6 +65,7 @@ def token_logprobs(
         temperature: the one that the tokens were sampled with: a scalar, one per row, or one per token.
         positions: of the tokens; `0 .. T-1` when None.
         segment_ids: which of several packed sequences a token belongs to; tokens attend within their own only.
+        value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); with it the values are computed too.
         entropy_gradient: let gradients flow into the entropy (an entropy bonus needs it); costs nothing when off.
         chunk_tokens: tokens per chunk; by default as many as hold 2**26 logits.
 
@@ -90,13 +92,29 @@ def token_logprobs(
         entropy_gradient,
         chunk_tokens,
     )
-    unconditional = jnp.zeros((rows, 1), logprobs.dtype)
-    logprobs = jnp.concatenate([unconditional, logprobs.reshape(rows, -1)], axis=1)  # [B T]
-    entropy = jnp.concatenate([unconditional, entropy.reshape(rows, -1)], axis=1)
+    values = None
+    if value_head is not None:
+        wide = hidden[:, :-1].astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        values = wide @ value_head["kernel"] + value_head["bias"]  # [B T-1]
+    continues = None
     if segment_ids is not None:
         continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
-        logprobs, entropy = jnp.where(continues, logprobs, 0.0), jnp.where(continues, entropy, 0.0)
-    return Scored(logprobs, entropy)
+
+    def shifted(x: Array) -> Array:
+        """Behind the first token of the row, which nothing predicts; so for the first of each segment."""
+        aligned = jnp.pad(x.reshape(rows, -1), ((0, 0), (1, 0)))  # [B T]
+        return aligned if continues is None else jnp.where(continues, aligned, 0.0)
+
+    return Scored(shifted(logprobs), shifted(entropy), None if values is None else shifted(values))
+
+
+def init_value_head(hidden_size: int) -> Params:
+    """A linear value function of the hidden state that says 0 everywhere: `{"kernel": [hidden_size], "bias": []}`.
+
+    >>> jax.tree.map(jnp.shape, init_value_head(4))
+    {'bias': (), 'kernel': (4,)}
+    """
+    return {"kernel": jnp.zeros(hidden_size, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
 
 
 def _score_in_chunks(

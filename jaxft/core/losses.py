@@ -9,12 +9,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.kl import MAX_LOG_RATIO, k3, kl_penalty
+from jaxft.core.reductions import aggregate, count_trained, row_sums, token_mean
 from jaxft.core.types import Denominators
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
 
 Surrogate = Literal["clip", "cap", "score"]
 Aggregation = Literal["row_mean", "token_mean", "budget"]
@@ -38,7 +37,8 @@ PRESETS: Mapping[str, Preset] = {
     "dr_grpo": Preset("clip", "budget", 0.2, 0.2),  # arXiv 2503.20783
     "gspo": Preset("clip", "row_mean", 3e-4, 4e-4, "sequence"),  # arXiv 2507.18071
     "cispo": Preset("cap", "token_mean", 0.0, 5.0),  # arXiv 2506.13585; clip_high is the cap itself
-    "reinforce": Preset("score", "token_mean", 0.0, 0.0),
+    "ppo": Preset("clip", "token_mean", 0.2, 0.2),  # arXiv 1707.06347; its value term is `value_loss`
+    "reinforce": Preset("score", "token_mean", 0.0, 0.0),  # no ratio: one update per rollout
 }
 
 
@@ -58,11 +58,13 @@ def policy_loss(
     kl: str = "k3_ratio",
     ref_logprobs: Float[Array, "B T"] | None = None,
     max_completion_tokens: int | None = None,
+    policy_weights: Float[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch and its metrics; `loss` names a row of `PRESETS`, the other knobs override that row.
 
-    Averaged over: the rows' token means (grpo, gspo), all trained tokens (dapo, cispo, reinforce), or rows times
+    Averaged over: the rows' token means (grpo, gspo), all trained tokens (dapo, cispo, ppo, reinforce), or rows times
     `max_completion_tokens` (dr_grpo); rows without a trained token are in no denominator.
 
     Args:
@@ -77,6 +79,8 @@ def policy_loss(
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: its estimator, see `kl_penalty`.
         max_completion_tokens: the budget of one trajectory; the constant that dr_grpo divides by.
+        policy_weights: factors of the policy term, constants outside the clip (`sampler_correction`).
+        segment_ids: which of several packed sequences a token belongs to; `advantages` are then per token.
         denominators: of the whole batch, when these rows are a part of it.
 
     Returns:
@@ -101,16 +105,19 @@ def policy_loss(
     aggregation = aggregation or preset.aggregation
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
-    _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, ref_logprobs, old_logprobs)
-    _check_shapes(logprobs, old_logprobs, advantages, completion_mask, ref_logprobs)
+    _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
+    _check_inputs(logprobs, old_logprobs, advantages, completion_mask, beta, ref_logprobs, policy_weights, segment_ids)
+    if segment_ids is not None and importance_level == "sequence" and beta and kl == "k3_trl":
+        raise ValueError("kl='k3_trl' at sequence level needs a row per sequence; give segment_ids=None")
 
     mask = completion_mask
     per_token_advantages = advantages if advantages.ndim == 2 else advantages[:, None]
+    denominators = count_trained(mask, segment_ids) if denominators is None else denominators
     old_logprobs = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)  # [B T]
-    importance = (
-        log_ratio if importance_level == "token" else _sequence_log_ratio(log_ratio, mask, advantages.ndim == 2)
-    )
+    importance = log_ratio
+    if importance_level == "sequence":
+        importance = _sequence_log_ratio(log_ratio, mask, segment_ids, advantages.ndim == 2)
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T] or [B 1]
 
     if preset.surrogate == "clip":
@@ -120,26 +127,31 @@ def policy_loss(
         policy_term = -weight * per_token_advantages * jnp.where(mask, logprobs, 0.0)
     else:
         policy_term = -per_token_advantages * jnp.where(mask, logprobs, 0.0)
+    policy_term = jnp.broadcast_to(policy_term, mask.shape)
+    if policy_weights is not None:
+        policy_term = jax.lax.stop_gradient(policy_weights) * policy_term
 
-    denominators = count_trained(mask) if denominators is None else denominators
-    total = jnp.broadcast_to(policy_term, mask.shape)
-    metrics = {}
+    def reduced(per_token: Float[Array, "B T"]) -> Float[Array, ""]:
+        return aggregate(per_token, mask, denominators, aggregation, max_completion_tokens, segment_ids)
+
+    value = reduced(policy_term)
+    metrics = {"policy_loss": value}
     if beta:
         assert ref_logprobs is not None
-        divergence = kl_penalty(kl, jnp.where(mask, ref_logprobs - logprobs, 0.0), log_ratio, ratio)
-        total = total + beta * divergence
-        metrics["kl"] = token_mean(k3(jnp.where(mask, ref_logprobs - logprobs, 0.0)), mask, denominators)
-    value = aggregate(total, mask, denominators, aggregation, max_completion_tokens)
-
+        rho = jnp.where(mask, ref_logprobs - logprobs, 0.0)
+        value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, ratio))
+        metrics["kl"] = token_mean(k3(rho), mask, denominators)
+        metrics["kl_clamped_share"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
     outside_low, outside_high = _clip_bites(preset.surrogate, ratio, per_token_advantages, clip_low, clip_high)
     metrics |= {
-        "policy_loss": aggregate(policy_term, mask, denominators, aggregation, max_completion_tokens),
         "clip_low_share": token_mean(outside_low, mask, denominators),
         "clip_high_share": token_mean(outside_high, mask, denominators),
         "log_ratio_clamped_share": token_mean(jnp.abs(importance) > MAX_LOG_RATIO, mask, denominators),
         "log_ratio_abs_max": jnp.max(jnp.abs(log_ratio), initial=0.0),
-        "approx_kl": token_mean(k3(-log_ratio), mask, denominators),
+        "approx_kl": token_mean(jnp.expm1(jnp.clip(-log_ratio, max=MAX_LOG_RATIO)) + log_ratio, mask, denominators),
     }
+    if delta is not None:
+        metrics["delta_share"] = token_mean((ratio > delta) & (per_token_advantages < 0), mask, denominators)
     return value, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -161,107 +173,46 @@ def clipped_surrogate(
     return loss
 
 
-def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`e^x - 1 - x`, never negative: the low-variance KL estimate for `x = log q - log p`, tokens drawn from p.
+def value_loss(
+    values: Float[Array, "B T"],
+    old_values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    completion_mask: Bool[Array, "B T"],
+    *,
+    value_clip: float | None = 0.2,
+    denominators: Denominators | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`0.5 max((V - Ret)^2, (clip(V, V_old - value_clip, V_old + value_clip) - Ret)^2)`, mean over all trained tokens.
 
-    (J. Schulman, "Approximating KL divergence", 2020.) Above the clamp it is constant: `e^20 - 1 - x` would fall with x
-    and its gradient push away from the reference.
+    PPO's clipped value loss (arXiv 1707.06347 in the form of its reference implementation); unclipped when `value_clip`
+    is None. `value_clip_share` counts where the clip took the gradient away.
 
-    >>> print(f"{k3(jnp.log(2.0)):.4f}")  # 2 - 1 - log 2
-    0.3069
-    """
-    x = jnp.minimum(log_ratio, MAX_LOG_RATIO)
-    return jnp.expm1(x) - x
-
-
-def kl_penalty(
-    kind: str, rho: Float[Array, "B T"], log_ratio: Float[Array, "B T"], importance_ratio: Float[Array, "B #T"]
-) -> Float[Array, "B T"]:
-    """A term per token that pulls the policy to the reference; `rho = ref_logprobs - logprobs`, 0 where masked.
-
-    * `k3_ratio` (default): `exp(logprobs - old) k3`, differentiated through both: the gradient of KL(policy || ref).
-    * `k2`: `rho^2 / 2`, weighted by the detached ratio: the same gradient.
-    * `k3`: weighted by the detached ratio: the gradient of KL(ref || policy), the other direction.
-    * `k3_unweighted`: weight 1, as GRPO is often written; biased after a batch's first update.
-    * `k3_trl`: `k3_ratio` with the loss's own ratio, a row's at sequence level: TRL's number.
-
-    Raises:
-        ValueError: an unknown kind, or `k1`, whose expectation has no gradient.
-    """
-    if kind == "k1":
-        raise ValueError(
-            "kl='k1' in the loss has gradient 0 in expectation: it would hold nothing; "
-            "use 'k3_ratio', or k1 in the reward"
-        )
-    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    if kind == "k3_ratio":
-        return ratio * k3(rho)
-    if kind == "k2":
-        return jax.lax.stop_gradient(ratio) * 0.5 * rho**2
-    if kind == "k3":
-        return jax.lax.stop_gradient(ratio) * k3(rho)
-    if kind == "k3_unweighted":
-        return k3(rho)
-    if kind == "k3_trl":
-        return importance_ratio * k3(rho)
-    raise ValueError(f"kl is {kind!r}; wanted one of k2, k3, k3_ratio, k3_unweighted, k3_trl")
-
-
-def count_trained(completion_mask: Bool[Array, "B T"]) -> Denominators:
-    """Rows with a trained token, and trained tokens, of these rows.
-
-    >>> print(*count_trained(jnp.array([[True, True], [False, False]])))
-    1.0 2.0
+    >>> one = jnp.ones((1, 1))
+    >>> loss, metrics = value_loss(2.0 * one, 0.0 * one, 3.0 * one, one > 0)  # clipped to 0.2: (0.2 - 3)^2 / 2
+    >>> print(f"{loss:.2f} {metrics['value_clip_share']}")
+    3.92 1.0
     """
     mask = completion_mask
-    return Denominators(jnp.sum(mask.any(axis=1)).astype(jnp.float32), jnp.sum(mask).astype(jnp.float32))
-
-
-def aggregate(
-    per_token: Float[Array, "B #T"],
-    completion_mask: Bool[Array, "B T"],
-    denominators: Denominators,
-    aggregation: str,
-    max_completion_tokens: int | None = None,
-) -> Float[Array, ""]:
-    """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
-
-    `row_mean`: mean over rows of the row's mean over trained tokens; `token_mean`: mean over all trained tokens;
-    `budget`: sum over `rows x max_completion_tokens`.
-
-    Raises:
-        ValueError: `budget` without `max_completion_tokens`, or an unknown name.
-
-    >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
-    >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
-    4.5 4.0
-    """
-    masked = jnp.where(completion_mask, per_token, 0.0)
-    if aggregation == "row_mean":
-        lengths = jnp.maximum(completion_mask.sum(axis=1), 1)
-        return jnp.sum(masked.sum(axis=1) / lengths) / jnp.maximum(denominators.rows, 1.0)
-    if aggregation == "token_mean":
-        return token_mean(per_token, completion_mask, denominators)
-    if aggregation == "budget":
-        if max_completion_tokens is None:
-            raise ValueError(
-                "max_completion_tokens is None; this loss divides by it: give the token budget of one trajectory"
-            )
-        return masked.sum() / (jnp.maximum(denominators.rows, 1.0) * max_completion_tokens)
-    raise ValueError(f"aggregation is {aggregation!r}; wanted row_mean, token_mean or budget")
-
-
-def token_mean(
-    x: Float[Array, "B #T"] | Bool[Array, "B #T"], completion_mask: Bool[Array, "B T"], denominators: Denominators
-) -> Float[Array, ""]:
-    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none."""
-    return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)
+    denominators = count_trained(mask) if denominators is None else denominators
+    error = jnp.where(mask, values - returns, 0.0) ** 2
+    metrics = {}
+    worse = error
+    if value_clip is not None:
+        held = jnp.where(mask, old_values + jnp.clip(values - old_values, -value_clip, value_clip) - returns, 0.0) ** 2
+        worse = jnp.maximum(error, held)
+        metrics["value_clip_share"] = token_mean(held > error, mask, denominators)
+    value = 0.5 * token_mean(worse, mask, denominators)
+    return value, jax.tree.map(jax.lax.stop_gradient, metrics | {"value_loss": value})
 
 
 def _sequence_log_ratio(
-    log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], has_token_advantages: bool
+    log_ratio: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None,
+    has_token_advantages: bool,
 ) -> Float[Array, "B #T"]:
-    mean = log_ratio.sum(axis=1, keepdims=True) / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [B 1]
+    count = jnp.maximum(row_sums(mask.astype(log_ratio.dtype), segment_ids), 1)
+    mean = row_sums(log_ratio, segment_ids) / count  # [B 1], or [B T] with segments
     if not has_token_advantages:
         return mean
     # The value of the row's ratio, the gradient of the token's: a turn's credit stays with that turn.
@@ -288,8 +239,8 @@ def _check_knobs(
     delta: float | None,
     clip_high: float,
     beta: float,
-    ref_logprobs: Array | None,
-    old_logprobs: Array | None,
+    kl: str,
+    has_old: bool,
 ) -> None:
     if importance_level not in ("token", "sequence"):
         raise ValueError(f"importance_level is {importance_level!r}; wanted token or sequence")
@@ -297,24 +248,41 @@ def _check_knobs(
         raise ValueError(f"delta is {delta}, but {loss!r} has no clipped surrogate to bound; leave delta None")
     if delta is not None and delta <= 1.0 + clip_high:
         raise ValueError(f"delta is {delta}; wanted more than 1 + clip_high = {1.0 + clip_high}")
+    if beta < 0:
+        raise ValueError(f"beta is {beta}; wanted at least 0")
+    zero = jnp.zeros((1, 1))
+    kl_penalty(kl, zero, zero, zero)  # an unknown kind is refused before it matters
+    if surrogate == "score" and importance_level == "sequence":
+        raise ValueError("importance_level is 'sequence', but 'reinforce' has no ratio; leave it None")
+    if surrogate == "score" and has_old:
+        raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
+
+
+def _check_inputs(
+    logprobs: Array,
+    old_logprobs: Array | None,
+    advantages: Array,
+    completion_mask: Array,
+    beta: float,
+    ref_logprobs: Array | None,
+    policy_weights: Array | None,
+    segment_ids: Array | None,
+) -> None:
     if beta and ref_logprobs is None:
         raise ValueError(
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )
-    if surrogate == "score" and old_logprobs is not None:
-        raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
-
-
-def _check_shapes(
-    logprobs: Array, old_logprobs: Array | None, advantages: Array, completion_mask: Array, ref_logprobs: Array | None
-) -> None:
     shape = logprobs.shape
-    for name, x in {
+    per_token = {
         "old_logprobs": old_logprobs,
         "completion_mask": completion_mask,
         "ref_logprobs": ref_logprobs,
-    }.items():
+        "policy_weights": policy_weights,
+        "segment_ids": segment_ids,
+    }
+    for name, x in per_token.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; wanted that of logprobs, {shape}")
-    if advantages.shape not in (shape, shape[:1]):
-        raise ValueError(f"advantages have shape {advantages.shape}; wanted {shape[:1]} or {shape}")
+    if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
+        wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"
+        raise ValueError(f"advantages have shape {advantages.shape}; wanted {wanted}")

@@ -4,14 +4,18 @@ Each is `(model, params, batch, denominators, **knobs) -> (loss, metrics)`; fix 
 Metrics add over the parts of a batch, or take the maximum where their name ends in `_max`.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
+from jaxft.core.correction import Correction, sampler_agreement, sampler_correction
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.losses import MAX_LOG_RATIO, Metrics, aggregate, k3, policy_loss, token_mean
+from jaxft.core.losses import Metrics, policy_loss, value_loss
+from jaxft.core.preference import preference_loss
+from jaxft.core.reductions import aggregate, row_sums, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
 
 
@@ -31,22 +35,22 @@ def grpo_loss(
     kl: str = "k3_ratio",
     max_completion_tokens: int | None = None,
     entropy_coef: float = 0.0,
+    correction: str | None = None,
+    correction_low: float = 0.5,
+    correction_high: float = 2.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
 
     `entropy_coef` times the mean entropy of all trained tokens, in nats, is taken off the loss (arXiv 1602.01783).
+    `correction` weights the policy term by how much likelier a token is than when it was sampled
+    (`sampler_correction`; needs `batch.behavior_logprobs`).
 
     Raises:
-        ValueError: the batch has no advantages, or what `policy_loss` refuses.
+        ValueError: the batch lacks what the loss needs, or what `policy_loss` or `sampler_correction` refuses.
     """
-    if batch.advantages is None:
-        raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
     scored = score(model, params, batch, entropy_gradient=entropy_coef != 0)
-    value, metrics = policy_loss(
-        scored.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.completion_mask,
+    loss_fn = partial(
+        policy_loss,
         loss=loss,
         importance_level=importance_level,
         aggregation=aggregation,
@@ -55,19 +59,110 @@ def grpo_loss(
         delta=delta,
         beta=beta,
         kl=kl,
-        ref_logprobs=batch.ref_logprobs,
         max_completion_tokens=max_completion_tokens,
+    )
+    correct = _correction(correction, correction_low, correction_high)
+    return _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct)
+
+
+def ppo_loss(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    denominators: Denominators,
+    *,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    kl: str = "k3_ratio",
+    value_coef: float = 0.5,
+    value_clip: float | None = 0.2,
+    entropy_coef: float = 0.0,
+    correction: str | None = None,
+    correction_low: float = 0.5,
+    correction_high: float = 2.0,
+) -> tuple[Float[Array, ""], Metrics]:
+    """PPO (arXiv 1707.06347, eq. 9): clipped surrogate plus `value_coef` times `value_loss`, over all trained tokens.
+
+    Args:
+        params: `{"policy": params, "value_head": init_value_head(hidden_size)}`: one body, two heads.
+        batch: with `advantages`, `old_values` and `returns` per token (`gae`).
+
+    Raises:
+        ValueError: as `grpo_loss`, or the batch lacks values.
+    """
+    if batch.old_values is None or batch.returns is None:
+        raise ValueError("batch.old_values or batch.returns is None; ppo_loss needs both, see gae")
+    scored = score(model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0)
+    loss_fn = partial(policy_loss, loss="ppo", clip_low=clip_low, clip_high=clip_high, delta=delta, beta=beta, kl=kl)
+    correct = _correction(correction, correction_low, correction_high)
+    value, metrics = _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct)
+    assert scored.values is not None
+    error, figures = value_loss(
+        scored.values,
+        batch.old_values,
+        batch.returns,
+        batch.completion_mask,
+        value_clip=value_clip,
         denominators=denominators,
     )
-    mask = batch.completion_mask
-    entropy = token_mean(scored.entropy, mask, denominators)
-    if entropy_coef:
-        value = value - entropy_coef * entropy
-    metrics["entropy"] = jax.lax.stop_gradient(entropy)
-    if batch.sampler_logprobs is not None:
-        old = scored.logprobs if batch.old_logprobs is None else batch.old_logprobs
-        metrics |= sampler_agreement(jax.lax.stop_gradient(old), batch.sampler_logprobs, mask, denominators)
-    return value, metrics
+    return value + value_coef * error, metrics | figures
+
+
+def dpo_loss(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    denominators: Denominators,
+    *,
+    beta: float = 0.1,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`preference_loss`, mean over pairs; rows `2 i` and `2 i + 1` are the chosen and the rejected answer of pair i.
+
+    Args:
+        batch: with `ref_logprobs`, computed once with the reference (`score_in_microbatches`). A pair needs trained
+            tokens in both of its rows.
+        length_normalized: an answer's log-probability is the mean over its tokens and not their sum.
+
+    Raises:
+        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, or what `preference_loss` refuses.
+    """
+    rows = batch.tokens.shape[0]
+    if rows % 2:
+        raise ValueError(f"there are {rows} rows; chosen and rejected answers alternate, so wanted an even number")
+    if batch.ref_logprobs is None:
+        raise ValueError("batch.ref_logprobs is None; score the batch with the reference first")
+    if batch.segment_ids is not None:
+        raise ValueError("batch.segment_ids is given; pairs are rows of their own, not packed")
+    scored, mask = score(model, params, batch), batch.completion_mask
+    lengths = jnp.maximum(mask.sum(axis=1), 1) if length_normalized else 1
+
+    def of_answers(logprobs: Float[Array, "B T"]) -> tuple[Array, Array]:
+        sums = row_sums(jnp.where(mask, logprobs, 0.0))[:, 0] / lengths
+        return sums[0::2], sums[1::2]
+
+    (chosen, rejected), (ref_chosen, ref_rejected) = of_answers(scored.logprobs), of_answers(batch.ref_logprobs)
+    losses, margins = preference_loss(
+        chosen, rejected, ref_chosen, ref_rejected, beta=beta, kind=kind, label_smoothing=label_smoothing
+    )
+    trained = mask.any(axis=1)
+    is_pair = trained[0::2] & trained[1::2]
+
+    def over_pairs(x: Float[Array, "P"]) -> Float[Array, ""]:
+        return jnp.sum(jnp.where(is_pair, x, 0.0)) / jnp.maximum(denominators.rows / 2, 1.0)
+
+    metrics = {
+        "preference_accuracy": over_pairs((margins > 0).astype(jnp.float32)),
+        "reward_margin": over_pairs(beta * margins),
+        "chosen_reward": over_pairs(beta * (chosen - ref_chosen)),
+        "rejected_reward": over_pairs(beta * (rejected - ref_rejected)),
+        "entropy": token_mean(scored.entropy, mask, denominators),
+    }
+    return over_pairs(losses), jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
 def sft_loss(
@@ -79,7 +174,55 @@ def sft_loss(
     return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
 
 
-def score(model: Model, params: Params, batch: Batch, *, entropy_gradient: bool = False) -> Scored:
+def _correction(kind: str | None, low: float, high: float) -> Callable[..., Correction] | None:
+    return None if kind is None else partial(sampler_correction, kind=kind, low=low, high=high)
+
+
+def _policy_terms(
+    loss_fn: Callable[..., tuple[Array, Metrics]],
+    scored: Scored,
+    batch: Batch,
+    denominators: Denominators,
+    entropy_coef: float,
+    correct: Callable[..., Correction] | None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The policy loss with its entropy bonus, and all that is logged of both."""
+    if batch.advantages is None:
+        raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
+    mask, weights, figures = batch.completion_mask, None, {}
+    old = jax.lax.stop_gradient(scored.logprobs) if batch.old_logprobs is None else batch.old_logprobs
+    if correct is not None:
+        if batch.behavior_logprobs is None:
+            raise ValueError("batch.behavior_logprobs is None; a correction needs them recorded while sampling")
+        weights, share = correct(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
+        figures = {"correction_share": share, "correction_weight_mean": token_mean(weights, mask, denominators)}
+    value, metrics = loss_fn(
+        scored.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        mask,
+        ref_logprobs=batch.ref_logprobs,
+        policy_weights=weights,
+        segment_ids=batch.segment_ids,
+        denominators=denominators,
+    )
+    entropy = token_mean(scored.entropy, mask, denominators)
+    if entropy_coef:
+        value = value - entropy_coef * entropy
+    metrics |= figures | {"entropy": jax.lax.stop_gradient(entropy)}
+    if batch.sampler_logprobs is not None:
+        metrics |= sampler_agreement(old, batch.sampler_logprobs, mask, denominators)
+    return value, metrics
+
+
+def score(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    *,
+    value_head: Params | None = None,
+    entropy_gradient: bool = False,
+) -> Scored:
     """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with."""
     return token_logprobs(
         model,
@@ -88,29 +231,15 @@ def score(model: Model, params: Params, batch: Batch, *, entropy_gradient: bool 
         temperature=1.0 if batch.temperatures is None else batch.temperatures,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
+        value_head=value_head,
         entropy_gradient=entropy_gradient,
     )
 
 
-def sampler_agreement(
-    old_logprobs: Float[Array, "B T"],
-    sampler_logprobs: Float[Array, "B T"],
-    completion_mask: Bool[Array, "B T"],
-    denominators: Denominators,
-) -> Metrics:
-    """How far the trainer's log-probabilities are from those recorded while sampling (`d = old - sampler`), in nats."""
-    difference = jnp.where(completion_mask, old_logprobs - sampler_logprobs, 0.0)
-    weight = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return {
-        "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),
-        "sampler_logprob_diff_max": jnp.max(jnp.abs(difference), initial=0.0),
-        "sampler_kl": token_mean(k3(difference), completion_mask, denominators),
-        "sampler_kl_reverse": token_mean(difference * weight - weight + 1.0, completion_mask, denominators),
-    }
-
-
 @partial(jax.jit, static_argnums=(0, 3))
-def score_in_microbatches(model: Model, params: Params, batch: Batch, microbatch_rows: int) -> Scored:
+def score_in_microbatches(
+    model: Model, params: Params, batch: Batch, microbatch_rows: int, value_head: Params | None = None
+) -> Scored:
     """`score` without gradients, `microbatch_rows` rows at a time; the rows must divide.
 
     Raises:
@@ -120,5 +249,5 @@ def score_in_microbatches(model: Model, params: Params, batch: Batch, microbatch
     if rows % microbatch_rows:
         raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")
     parts = jax.tree.map(lambda x: x.reshape(rows // microbatch_rows, microbatch_rows, *x.shape[1:]), batch)
-    scored = jax.lax.map(lambda part: score(model, params, part), parts)
+    scored = jax.lax.map(lambda part: score(model, params, part, value_head=value_head), parts)
     return jax.tree.map(lambda x: x.reshape(rows, -1), scored)

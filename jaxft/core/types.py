@@ -45,10 +45,14 @@ class Model(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Log-probability and entropy of each token of a batch, aligned to the token that they describe."""
+    """Log-probability and entropy of each token of a batch, aligned to the token that they describe.
+
+    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`.
+    """
 
     logprobs: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
+    values: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):
@@ -67,6 +71,8 @@ class Batch(NamedTuple):
     """Padded arrays for one update. `completion_mask` is True exactly where the policy chose the token.
 
     The optional fields are None when the loss does not need them; `advantages` may be one per row or one per token.
+    With `segment_ids` (and positions that restart) several sequences are packed into a row: ids from 0 upwards, a
+    sequence's tokens next to each other.
     """
 
     tokens: Int[Array, "B T"]
@@ -77,6 +83,8 @@ class Batch(NamedTuple):
     behavior_logprobs: Float[Array, "B T"] | None = None
     old_logprobs: Float[Array, "B T"] | None = None
     ref_logprobs: Float[Array, "B T"] | None = None
+    old_values: Float[Array, "B T"] | None = None
+    returns: Float[Array, "B T"] | None = None
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
 

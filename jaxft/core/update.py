@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxft.core.losses import Metrics, count_trained
+from jaxft.core.losses import Metrics
+from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch, Denominators, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
@@ -63,7 +64,8 @@ def make_update(
         loss, metrics, grads = loss_and_gradients(model, loss_fn, state.params, batch, microbatch_rows)
         norm = optax.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        has_signal = norm > 0
+        # Asked of the gradients and not of their norm: squares of very small ones underflow.
+        has_signal = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(grads)]))
         is_applied = is_finite & has_signal
 
         if max_grad_norm is not None:
@@ -88,7 +90,7 @@ def loss_and_gradients(
     model: Model, loss_fn: LossFn, params: Params, batch: Batch, microbatch_rows: int | None = None
 ) -> tuple[Float[Array, ""], Metrics, Params]:
     """Loss, metrics and gradients of a whole batch, computed `microbatch_rows` rows at a time."""
-    denominators = count_trained(batch.completion_mask)
+    denominators = count_trained(batch.completion_mask, batch.segment_ids)
     differentiate = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:

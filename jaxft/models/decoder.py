@@ -74,14 +74,14 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale`, computed in float32."""
+    """`x / rms(x) * scale`, computed in float32 or wider."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.scale = nnx.Param(jnp.ones(size))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        wide = x.astype(jnp.float32)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...]
 
@@ -123,7 +123,8 @@ def attend(q: Float[Array, "B T H h"], now: LayerCache, visible: Bool[Array, "B 
     kv_heads = now.keys.shape[1]
     grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
     flat = grouped.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5  # [B K GT h]
-    scores = jnp.matmul(flat, now.keys, preferred_element_type=jnp.float32)  # [B K GT S]
+    wide = jnp.promote_types(flat.dtype, jnp.float32)
+    scores = jnp.matmul(flat, now.keys, preferred_element_type=wide)  # [B K GT S]
     scores = scores.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
     weights = weights.reshape(rows, kv_heads, -1, weights.shape[-1]).astype(q.dtype)
@@ -336,5 +337,5 @@ def rotate(
 ) -> Float[Array, "B T N h"]:
     """Turns each pair (i, i + h/2) of a head's components by its angle."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

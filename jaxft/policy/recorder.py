@@ -8,6 +8,7 @@ sampled is ever tokenised again.
 import bisect
 import contextlib
 import hashlib
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ class Episode:
         generation: which of the attempts at that example it is.
         temperature: replaces what calls ask for when set (0.0: greedy evaluation).
         calls: what its language models answered, in the order in which the calls began.
+        step_rewards: what `reward_step` gave, by the index of the call.
     """
 
     run_seed: int
@@ -79,6 +81,7 @@ class Episode:
     generation: int
     temperature: float | None = None
     calls: list[Call] = field(default_factory=list)
+    step_rewards: dict[int, float] = field(default_factory=dict)
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
 
@@ -97,6 +100,27 @@ class Episode:
     def record(self, call: Call) -> None:
         """Keeps an answered call."""
         bisect.insort(self.calls, call, key=lambda known: known.index)
+
+    def reward_step(self, reward: float) -> None:
+        """Rewards the latest answer by itself; an episode that does so is trained on its steps, not on its outcome.
+
+        Answers that get no reward of their own have 0, rewards of one answer add up.
+
+        Raises:
+            RuntimeError: nothing has been answered yet.
+            ValueError: the reward is not a finite number.
+        """
+        if not self.calls:
+            raise RuntimeError("reward_step rewards the latest answer, and the episode has none yet")
+        if isinstance(reward, bool) or not math.isfinite(reward):
+            raise ValueError(f"the reward of a step is {reward!r}; wanted a finite number")
+        index = self.calls[-1].index
+        self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
+
+    @property
+    def shaped_rewards(self) -> list[float] | None:
+        """One reward per answer when `reward_step` was used, else None."""
+        return [self.step_rewards.get(call.index, 0.0) for call in self.calls] if self.step_rewards else None
 
     @property
     def id(self) -> str:
@@ -157,8 +181,9 @@ def recording(current: Episode) -> Iterator[Episode]:
 class TokenSequence(BaseModel):
     """One training row: token ids with, aligned to each, who chose it and with which log-probability.
 
-    Prompt tokens have mask False and zeros elsewhere; `policy_versions` is -1 there. `llm` names the language model
-    that sampled, when it is known.
+    Prompt tokens have mask False and zeros elsewhere; `policy_versions` and `turns` are -1 there. `turns` counts the
+    answers of the episode in the order in which they were asked for; empty when it is not known. `llm` names the
+    language model that sampled, when it is known.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -169,6 +194,7 @@ class TokenSequence(BaseModel):
     behavior_logprobs: list[float]
     temperatures: list[float]
     policy_versions: list[int]
+    turns: list[int] = []
     truncated: bool = False
     llm: str | None = None
 
@@ -180,6 +206,7 @@ def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
     other begins a new one. No sampled token is lost, and none appears twice as a trained token.
     """
     sequences: list[TokenSequence] = []
+    turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
     # A prefix sorts before what extends it.
     for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
         longest = None
@@ -199,11 +226,11 @@ def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
                 llm=call.llm,
             )
             sequences.append(longest)
-        _extend(longest, call)
+        _extend(longest, call, turns[call.index])
     return sequences
 
 
-def _extend(sequence: TokenSequence, call: Call) -> None:
+def _extend(sequence: TokenSequence, call: Call, turn: int) -> None:
     context = call.prompt_ids[len(sequence.tokens) :]
     sampled = len(call.token_ids)
     sequence.tokens += [*context, *call.token_ids]
@@ -212,6 +239,7 @@ def _extend(sequence: TokenSequence, call: Call) -> None:
     sequence.behavior_logprobs += [0.0] * len(context) + list(call.behavior_logprobs)
     sequence.temperatures += [call.temperature] * (len(context) + sampled)
     sequence.policy_versions += [-1] * len(context) + [call.policy_version] * sampled
+    sequence.turns += [-1] * len(context) + [turn] * sampled
     sequence.truncated |= call.finish_reason == "length"
 
 

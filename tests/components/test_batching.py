@@ -15,8 +15,8 @@ def test_the_order_in_which_episodes_ended_is_forgotten():
 
 
 def test_rows_are_padded_and_filled_up(make_sequence):
-    rows = [Row(make_sequence(number), float(number)) for number in range(5)]
-    batch, microbatch_rows = make_batch(rows, microbatch_tokens=2 * 16 + 1)
+    rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
+    batch, microbatch_rows, _ = make_batch(rows, microbatch_tokens=2 * 16 + 1)
     assert microbatch_rows == 2
     assert batch.tokens.shape == batch.completion_mask.shape == (6, 16)
     assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
@@ -32,14 +32,25 @@ def test_rows_are_padded_and_filled_up(make_sequence):
     [(3, 1, (1, 3)), (3, 10_000, (3, 3)), (4, 32, (2, 4)), (5, 48, (3, 6))],
 )
 def test_a_microbatch_holds_at_least_a_row_and_no_more_than_there_are(make_sequence, rows, microbatch_tokens, expected):
-    batch, microbatch_rows = make_batch([Row(make_sequence(), 0.0)] * rows, microbatch_tokens=microbatch_tokens)
+    batch, microbatch_rows, _ = make_batch([Row(make_sequence(), 0)] * rows, microbatch_tokens=microbatch_tokens)
     assert (microbatch_rows, batch.tokens.shape[0]) == expected
 
 
 def test_the_longest_row_sets_the_width(make_sequence):
     longer = make_sequence(**{name: values * 6 for name, values in make_sequence() if isinstance(values, list)})
-    batch, _ = make_batch([Row(make_sequence(), 0.0), Row(longer, 0.0)], microbatch_tokens=1000)
+    batch, *_ = make_batch([Row(make_sequence(), 0), Row(longer, 1)], microbatch_tokens=1000)
     assert batch.tokens.shape == (2, 48)
+
+
+def test_short_sequences_share_rows_where_that_saves_microbatches(make_sequence):
+    rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
+    batch, microbatch_rows, layout = make_batch(rows, microbatch_tokens=16, packing=True)
+    assert (microbatch_rows, batch.tokens.shape, layout.rows.tolist()) == (1, (3, 16), [0, 0, 1, 1, 2])
+    assert batch.segment_ids[0].tolist() == [1] * 6 + [2] * 6 + [0] * 4
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0] * 4
+    assert batch.advantages[1].tolist() == [2.0] * 6 + [3.0] * 6 + [0.0] * 4
+    unpacked, *_ = make_batch(rows, microbatch_tokens=5 * 16, packing=True)  # one microbatch as it is
+    assert unpacked.segment_ids is None and unpacked.tokens.shape == (5, 16)
 
 
 def test_nothing_is_no_batch():

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdapterConfig, has_signal
+from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdapterConfig
+from jaxft.components.rows import has_signal
 from jaxft.harness.data_models import TrainingJobRef, TrainingStatusEnum, Trajectory
 from jaxft.harness.errors import NothingToTrain, TrajectoryError
 from jaxft.policy.policy import PolicyLostError

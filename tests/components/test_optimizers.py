@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from pydantic import ValidationError
 
-from jaxft.components.optimizers import OptimizerConfig, make_optimizer
+from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxft.models.config import preset
 from jaxft.models.decoder import decoder
 
@@ -35,17 +35,37 @@ def test_sgd_is_plain():
     assert updates["kernel"].tolist() == [-1.0]
 
 
-@pytest.mark.parametrize("wrong", [{"learning_rate": 0.0}, {"b1": 1.0}, {"max_grad_norm": 0.0}, {"name": "lion"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"learning_rate": 0.0},
+        {"b1": 1.0},
+        {"max_grad_norm": 0.0},
+        {"name": "lion"},
+        {"schedule": "cosine"},
+        {"decay_updates": 5},
+    ],
+)
 def test_impossible_values_are_refused(wrong):
     with pytest.raises(ValidationError):
         OptimizerConfig(**wrong)
 
 
 def test_the_learning_rate_rises_and_falls():
-    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.4, warmup_updates=3, decay_updates=2))
+    config = OptimizerConfig(name="sgd", learning_rate=0.4, warmup_updates=3, schedule="linear", decay_updates=2)
+    optimizer = make_optimizer(config)
     params = {"kernel": jnp.zeros(())}
     state, steps = optimizer.init(params), []
     for _ in range(7):
         updates, state = optimizer.update({"kernel": jnp.ones(())}, state, params)
         steps.append(round(-float(updates["kernel"]), 6))
     assert steps == [0.1, 0.2, 0.3, 0.4, 0.22, 0.04, 0.04]
+
+
+def test_the_cosine_ends_at_its_share():
+    schedule = make_schedule(
+        OptimizerConfig(learning_rate=0.4, schedule="cosine", decay_updates=4, warmup_updates=1, end_share=0.5)
+    )
+    # One step of warm-up from half the rate, then 0.4 (1 + (1 - 0.5) (cos(pi t / 4) - 1) / 2).
+    got = [float(schedule(step)) for step in range(7)]
+    assert got == pytest.approx([0.2, 0.4, 0.3707107, 0.3, 0.2292893, 0.2, 0.2], rel=1e-5)

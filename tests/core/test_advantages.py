@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 
 from jaxft.core.advantages import (
     batch_advantages,
+    estimate_advantages,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
+    normalize_then_sum,
+    step_advantages,
+    weighted_sum,
 )
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "advantages.json").read_text())["cases"]
@@ -111,7 +115,7 @@ reward = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(members=st.lists(st.tuples(reward, st.integers(-2, 3)), min_size=1, max_size=12), order=st.randoms())
+@given(members=st.lists(st.tuples(reward, st.integers(0, 5)), min_size=1, max_size=12), order=st.randoms())
 def test_ragged_groups_in_any_order(members, order):
     rewards, groups = (list(column) for column in zip(*members, strict=True))
     permutation = list(range(len(members)))
@@ -131,3 +135,70 @@ def test_a_batch_of_nothing(estimator):
 def test_lengths_that_disagree_are_refused():
     with pytest.raises(ValueError, match=r"rewards have shape \(3,\) and group_ids \(2,\); wanted one of each"):
         group_advantages([1.0, 0.0, 1.0], [0, 0])
+
+
+def test_negative_group_ids_are_refused():
+    with pytest.raises(ValueError, match="group_ids holds -1; wanted numbers from 0 upwards"):
+        group_advantages([1.0, 0.0], [0, -1])
+
+
+def test_estimators_by_name():
+    rewards, groups = [1.0, 0.0, 0.5], [0, 0, 0]
+    names = ["group", "group_mean", "leave_one_out", "batch"]
+    for name, estimator in zip(names, GROUP_ESTIMATORS, strict=True):
+        assert np.array_equal(estimate_advantages(rewards, groups, name), estimator(rewards, groups))
+    with pytest.raises(ValueError, match="estimator is 'median'; wanted group, group_mean"):
+        estimate_advantages(rewards, groups, "median")
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_several_rewards_by_hand(xp):
+    table = xp.asarray([[1.0, 10.0], [0.0, 30.0], [0.0, NAN], [5.0, 5.0]])
+    assert np.array_equal(weighted_sum(table, [1.0, 0.1]), xp.asarray([2.0, 3.0, NAN, 5.5]), equal_nan=True)
+    # Members with both: (1, 0) and (10, 30) have spreads sqrt(1/2) and sqrt(200); the last one is alone.
+    got = normalize_then_sum(table, xp.asarray([0, 0, 0, 1]), [1.0, 3.0], eps=0.0)
+    half = np.sqrt(0.5)
+    np.testing.assert_allclose(got, [half - 3 * half, -half + 3 * half, 0.0, 0.0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"rewards have shape \(4, 2\) and there are 1 weights"):
+        weighted_sum(table, [1.0])
+
+
+def steps_one_at_a_time(step_rewards, group_ids, gamma):
+    """Rewards to go of ragged lists, each step's group found by hand."""
+    to_go = [
+        [sum(gamma ** (j - k) * reward for j, reward in enumerate(steps) if j >= k) for k in range(len(steps))]
+        for steps in step_rewards
+    ]
+    return [
+        [
+            one_group_at_a_time(
+                group_advantages,
+                [other[k] for other in to_go if len(other) > k],
+                [group for other, group in zip(to_go, group_ids, strict=True) if len(other) > k],
+            )[[i for i, other in enumerate(to_go) if len(other) > k].index(row)]
+            for k in range(len(to_go[row]))
+        ]
+        for row in range(len(to_go))
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), max_size=4), min_size=1, max_size=6),
+    gamma=st.sampled_from([1.0, 0.9]),
+    draw=st.integers(0, 1000).map(np.random.default_rng),
+)
+def test_step_rewards_of_ragged_episodes(steps, gamma, draw):
+    groups = draw.integers(0, 2, size=len(steps))
+    table = np.full((len(steps), 4), NAN)
+    for line, rewards in zip(table, steps, strict=True):
+        line[: len(rewards)] = rewards
+    got = step_advantages(table, groups, gamma=gamma)
+    for line, expected in zip(got, steps_one_at_a_time(steps, groups, gamma), strict=True):
+        np.testing.assert_allclose(line[: len(expected)], expected, rtol=1e-9, atol=1e-9)
+        assert not line[len(expected) :].any()
+
+
+def test_a_step_reward_that_is_missing_makes_the_trajectory_unscorable():
+    got = step_advantages([[1.0, 0.0], [NAN, 1.0], [0.0, 0.0], [INF, 1.0]], [0] * 4, "group_mean")
+    assert got.tolist() == [[0.5, 0.0], [0.0, 0.0], [-0.5, 0.0], [0.0, 0.0]]

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.losses import PRESETS, aggregate, count_trained, kl_penalty, policy_loss
+from jaxft.core.kl import kl_penalty
+from jaxft.core.losses import PRESETS, policy_loss, value_loss
+from jaxft.core.reductions import aggregate, count_trained
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "policy_losses.json").read_text())
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "completion_mask")
@@ -333,7 +335,7 @@ def test_k1_has_no_gradient_and_is_refused():
 
 # --- Nothing that is masked, and no size of a number, makes a gradient that is not finite.
 
-LEVELS = [(loss, level) for loss in PRESETS for level in ("token", "sequence")]
+LEVELS = [(loss, "token") for loss in PRESETS] + [(loss, "sequence") for loss in PRESETS if loss != "reinforce"]
 
 
 def example(loss):
@@ -455,7 +457,7 @@ def test_neither_padding_nor_jit_changes_anything(loss, level):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        (dict(loss="grop"), "loss is 'grop'; wanted one of grpo, dapo, bnpo, dr_grpo, gspo, cispo, reinforce"),
+        (dict(loss="grop"), "loss is 'grop'; wanted one of grpo, dapo, bnpo, dr_grpo, gspo, cispo, ppo, reinforce"),
         (dict(importance_level="row"), "importance_level is 'row'; wanted token or sequence"),
         (dict(aggregation="sum"), "aggregation is 'sum'; wanted row_mean, token_mean or budget"),
         (dict(loss="dr_grpo"), "max_completion_tokens is None; this loss divides by it"),
@@ -467,6 +469,9 @@ def test_neither_padding_nor_jit_changes_anything(loss, level):
             dict(loss="reinforce"),
             "'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None",
         ),
+        (dict(loss="reinforce", importance_level="sequence"), "importance_level is 'sequence', but 'reinforce' has no"),
+        (dict(kl="k4"), "kl is 'k4'"),
+        (dict(beta=-0.1), "beta is -0.1; wanted at least 0"),
         (dict(beta=0.1, kl="k4", ref_logprobs=jnp.zeros((2, 3))), "kl is 'k4'; wanted one of k2, k3, k3_ratio"),
     ],
 )
@@ -488,6 +493,13 @@ def test_shapes_that_disagree_are_refused():
         loss(x, x, jnp.zeros(2), mask, beta=0.1, ref_logprobs=other)
     with pytest.raises(ValueError, match=r"advantages have shape \(3,\); wanted \(2,\) or \(2, 3\)"):
         loss(x, x, jnp.zeros(3), mask)
+    with pytest.raises(ValueError, match=r"policy_weights has shape \(2, 4\); wanted that of logprobs"):
+        loss(x, x, jnp.zeros(2), mask, policy_weights=other)
+    segments = jnp.zeros((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match=r"advantages have shape \(2,\); wanted \(2, 3\)"):
+        loss(x, x, jnp.zeros(2), mask, segment_ids=segments)
+    with pytest.raises(ValueError, match="kl='k3_trl' at sequence level needs a row per sequence"):
+        loss(x, x, x, mask, segment_ids=segments, loss="gspo", beta=0.1, kl="k3_trl", ref_logprobs=x)
 
 
 def test_pieces_refuse_unknown_names_too():
@@ -496,3 +508,42 @@ def test_pieces_refuse_unknown_names_too():
         kl_penalty("k9", x, x, x)
     with pytest.raises(ValueError, match="aggregation is 'mean'"):
         aggregate(x, mask, count_trained(mask), "mean")
+
+
+def test_policy_weights_scale_the_policy_term_alone():
+    logprobs, old = log_rows([1.1, 0.9])
+    ref, weights = logprobs + jnp.log(2.0), jnp.array([[2.0, 0.0]])
+    knobs = dict(loss="dapo", beta=0.5, kl="k3_unweighted", ref_logprobs=ref)
+    plain = at_own_shape(logprobs, old, jnp.array([1.0]), all_trained(old), **knobs)
+    weighted = at_own_shape(logprobs, old, jnp.array([1.0]), all_trained(old), policy_weights=weights, **knobs)
+    close(plain[0] - weighted[0], -(1.1 + 0.9) / 2 + 2 * 1.1 / 2)
+    close(plain[1] - weighted[1], [[-1.1 / 2 + 2 * 1.1 / 2, -0.9 / 2]])
+
+
+def test_dual_clip_counts_its_bites():
+    logprobs, old = log_rows([9.0, 9.0, 2.0, 9.0])
+    advantages = rows([-1.0, 1.0, -1.0, -1.0])
+    mask = jnp.array([[True, True, True, False]])
+    _, _, metrics = at_own_shape(logprobs, old, advantages, mask, delta=3.0)
+    close(metrics["delta_share"], 1 / 3)
+
+
+def test_clamped_references_are_counted():
+    logprobs = rows([0.0, 0.0, -50.0, 0.0])
+    ref = rows([-21.0, -1.0, 0.0, 99.0])
+    mask = jnp.array([[True, True, True, False]])
+    _, gradient, metrics = at_own_shape(logprobs, None, jnp.ones(1), mask, beta=0.1, ref_logprobs=ref)
+    close(metrics["kl_clamped_share"], 2 / 3)
+    assert np.isfinite(gradient).all()
+
+
+def test_value_loss_by_hand():
+    values, old, returns = rows([2.0, 0.1, 1.0, 9.0]), rows([0.0, 0.0, 2.0, 0.0]), rows([3.0, 1.0, 0.0, 0.0])
+    mask = jnp.array([[True, True, True, False]])
+    # Clipped to 0.2 of 0: (0.2 - 3)^2 > 1. Not clipped: 0.9^2. Clipped to 1.8: 1.8^2 > 1.
+    (value, metrics), gradient = jax.value_and_grad(value_loss, has_aux=True)(values, old, returns, mask)
+    close(value, (2.8**2 + 0.9**2 + 1.8**2) / 6)
+    close(gradient, [[0.0, -0.9 / 3, 0.0, 0.0]])
+    close(metrics["value_clip_share"], 2 / 3)
+    unclipped, _ = value_loss(values, old, returns, mask, value_clip=None)
+    close(unclipped, (1.0 + 0.9**2 + 1.0) / 6)

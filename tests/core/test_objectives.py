@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.losses import count_trained, policy_loss
-from jaxft.core.objectives import grpo_loss, sampler_agreement, score, score_in_microbatches, sft_loss
+from jaxft.core.correction import sampler_agreement
+from jaxft.core.losses import policy_loss
+from jaxft.core.objectives import grpo_loss, score, score_in_microbatches, sft_loss
+from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch
 
 TOKENS = jnp.array(np.random.default_rng(0).integers(5, size=(4, 6)), jnp.int32)

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxft.core.losses import count_trained
 from jaxft.core.objectives import grpo_loss, sft_loss
+from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, loss_and_gradients, make_update
 

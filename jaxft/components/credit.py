@@ -1,0 +1,146 @@
+"""Who gets the credit: from rewards of trajectories to advantages of rows, by the estimator that is configured."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxft.components.batching import Row
+from jaxft.components.losses import LossConfig
+from jaxft.core.advantages import estimate_advantages, normalize_then_sum, step_advantages, weighted_sum
+from jaxft.core.packing import padded_layout, place, take
+from jaxft.core.returns import gae, outcome_rewards, reward_to_go, whiten
+from jaxft.core.rewards import soft_length_penalty
+from jaxft.harness.data_models import Trajectory
+from jaxft.harness.errors import TrajectoryError
+
+
+class Credit(NamedTuple):
+    """What the trajectories of a job earned; rows of arrays are trajectories. NaN marks what is not scorable.
+
+    Attributes:
+        rewards: one each, the penalty for length taken off.
+        group_ids: which trajectories are compared with each other.
+        named_rewards: a column per entry of `reward_weights`, when those are normalised one by one.
+        step_rewards: a column per turn, NaN behind the last one, when there are shaped rewards.
+        metrics: what was counted on the way.
+    """
+
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    named_rewards: np.ndarray | None
+    step_rewards: np.ndarray | None
+    metrics: dict[str, float]
+
+
+def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> Credit:
+    """The rewards of these groups as arrays, as the configuration wants them.
+
+    Raises:
+        TrajectoryError: a named reward of `reward_weights` is missing.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group]
+    group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
+    named, metrics = None, {}
+    if loss.reward_weights is not None:
+        table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
+        weights = list(loss.reward_weights.values())
+        if loss.several_rewards == "normalize_then_sum":
+            named = table
+        rewards = np.asarray(weighted_sum(table, weights))
+    if loss.length_penalty_tokens is not None and loss.max_completion_tokens is not None:
+        lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences) for trajectory in trajectories]
+        penalty = soft_length_penalty(np.array(lengths), loss.max_completion_tokens, loss.length_penalty_tokens)
+        rewards = rewards + penalty
+        metrics["length_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
+    return Credit(rewards, group_ids, named, _step_table(trajectories), metrics)
+
+
+def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> None:
+    """Puts `advantages`, and for ppo `returns`, into the signals of the rows, whatever stands there already.
+
+    The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
+    `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
+    """
+    k1 = [_k1(row) if loss.beta and loss.kl == "k1_in_reward" else np.zeros(len(row.sequence.tokens)) for row in rows]
+    if loss.estimator in ("gae", "reinforce_pp"):
+        _assign_per_token(rows, credit, k1, loss)
+        return
+    if credit.step_rewards is not None:
+        table = step_advantages(credit.step_rewards, credit.group_ids, loss.estimator, gamma=loss.gamma)
+        for row in rows:
+            turns = np.array(row.sequence.turns)
+            row.signals["advantages"] = np.where(turns >= 0, np.asarray(table)[row.trajectory, turns], 0.0)
+        return
+    if credit.named_rewards is not None and loss.reward_weights is not None:
+        advantages = normalize_then_sum(credit.named_rewards, credit.group_ids, list(loss.reward_weights.values()))
+    else:
+        divergence = np.zeros(len(credit.rewards))
+        np.add.at(divergence, [row.trajectory for row in rows], [penalty.sum() for penalty in k1])
+        rewards = credit.rewards - loss.beta * divergence
+        advantages = estimate_advantages(rewards, credit.group_ids, loss.estimator)
+    for row in rows:
+        row.signals["advantages"] = float(np.asarray(advantages)[row.trajectory])
+
+
+def _assign_per_token(rows: list[Row], credit: Credit, k1: list[np.ndarray], loss: LossConfig) -> None:
+    lengths = [len(row.sequence.tokens) for row in rows]
+    layout = padded_layout(lengths, max(lengths))
+    mask = place(layout, [row.sequence.completion_mask for row in rows], np.bool_)
+    if credit.step_rewards is None:
+        rewards = np.asarray(outcome_rewards(credit.rewards[[row.trajectory for row in rows]], mask))
+    else:
+        rewards = place(layout, [_step_rewards(row, credit.step_rewards) for row in rows], np.float64)
+    rewards = rewards - loss.beta * place(layout, k1, np.float64)
+    if loss.estimator == "gae":
+        values = place(layout, [row.signals["old_values"] for row in rows], np.float64)
+        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda)
+        for row, numbers in zip(rows, take(layout, returns), strict=True):
+            row.signals["returns"] = numbers
+    else:
+        advantages = reward_to_go(rewards, mask, gamma=loss.gamma)
+    for row, numbers in zip(rows, take(layout, whiten(advantages, mask)), strict=True):
+        row.signals["advantages"] = numbers
+
+
+def _step_rewards(row: Row, table: np.ndarray) -> np.ndarray:
+    """The reward of each turn on its last token."""
+    turns = np.array(row.sequence.turns)
+    is_last = (turns >= 0) & (turns != np.append(turns[1:], -1))
+    return np.where(is_last, table[row.trajectory, turns], 0.0)
+
+
+def _k1(row: Row) -> np.ndarray:
+    mask = np.array(row.sequence.completion_mask)
+    difference = np.asarray(row.signals["old_logprobs"], np.float64) - row.signals["ref_logprobs"]
+    return np.where(mask, difference, 0.0)
+
+
+def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
+    given = trajectory.named_rewards or {}
+    if not trajectory.scorable:
+        return [np.nan] * len(weights)
+    missing = [name for name in weights if name not in given]
+    if missing:
+        raise TrajectoryError(
+            f"example '{trajectory.example_id}', generation {trajectory.generation}: reward_weights names "
+            f"{', '.join(missing)}; the evaluator gave {', '.join(given) or 'no named rewards'}"
+        )
+    return [given[name] for name in weights]
+
+
+def _step_table(trajectories: Sequence[Trajectory]) -> Any:
+    """Shaped rewards, a row per trajectory; one that gave none, where others did, has 0 for each of its turns."""
+    if not any(trajectory.shaped_rewards for trajectory in trajectories):
+        return None
+    rewards = [
+        trajectory.shaped_rewards
+        or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences), default=-1))
+        for trajectory in trajectories
+    ]
+    table = np.full((len(trajectories), max(map(len, rewards))), np.nan)
+    for line, trajectory, steps in zip(table, trajectories, rewards, strict=True):
+        if trajectory.scorable:
+            line[: len(steps)] = steps
+    return table

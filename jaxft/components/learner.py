@@ -1,0 +1,198 @@
+"""One job of learning on the device thread, and what lives on from job to job beside the policy's parameters."""
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxft.components.batching import PlacedBatch, Row, make_batch
+from jaxft.components.credit import Credit, assign_advantages
+from jaxft.components.losses import LossConfig, make_loss
+from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from jaxft.core.logprobs import init_value_head
+from jaxft.core.objectives import score_in_microbatches
+from jaxft.core.packing import take
+from jaxft.core.types import Model, Params
+from jaxft.core.update import TrainState, init_train_state, make_update
+
+COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn")
+"""Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
+
+
+class Learner:
+    """Optimiser state, reference and value head; `learn` is a job.
+
+    Attributes:
+        opt_state: of the optimiser; None before the first job.
+        step: optimiser steps taken.
+        ref_params: what the KL is measured from; None without one, or before the first job.
+        value_head: of ppo; None without one.
+        jobs: how many there were.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: LossConfig,
+        optimizer: OptimizerConfig,
+        *,
+        microbatch_tokens: int = 8192,
+        minibatches: int = 1,
+        updates_per_batch: int = 1,
+        packing: bool = True,
+        seed: int = 0,
+        ref_params: Params | None = None,
+    ) -> None:
+        """`ref_params`: of another checkpoint; the parameters before the first job when None.
+
+        Raises:
+            ValueError: the loss cannot be made of its knobs.
+        """
+        self._model = model
+        self._loss_config = loss
+        self._loss = make_loss(loss)
+        self._optimizer = make_optimizer(optimizer)
+        self._schedule = make_schedule(optimizer)
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._microbatch_tokens = microbatch_tokens
+        self._minibatches, self._updates_per_batch = minibatches, updates_per_batch
+        self._packing, self._seed = packing, seed
+        self._updates: dict[int, Any] = {}
+        self.opt_state: Any = None
+        self.step: Any = None
+        self.ref_params = ref_params
+        self.value_head: Params | None = None
+        self.jobs = 0
+
+    def learn(self, rows: list[Row], credit: Credit, params: Params) -> tuple[Params, dict[str, float]]:
+        """The parameters after this job's updates, and its metrics; `params` are donated."""
+        self._prepare(params)
+        self._score(rows, params)
+        assign_advantages(rows, credit, self._loss_config)
+        if self._updates_per_batch * self._minibatches == 1:
+            for row in rows:  # the only update: old and present policy are one
+                row.signals.pop("old_logprobs", None)
+
+        trained = params if self.value_head is None else {"policy": params, "value_head": self.value_head}
+        state = TrainState(trained, self.opt_state, self.step)
+        history: list[dict[str, Any]] = []
+        rate = float(self._schedule(int(self.step)))
+        for part in self._parts(rows):
+            placed = self._batch(part)
+            state, metrics = self._update(placed.microbatch_rows)(state, placed.batch)
+            history.append(metrics | {"batch_rows": placed.batch.tokens.shape[0]})
+        self.opt_state, self.step = state.opt_state, state.step
+        params = state.params if self.value_head is None else state.params["policy"]
+        if self.value_head is not None:
+            self.value_head = state.params["value_head"]
+        self.jobs += 1
+        self._follow(params)
+        return params, {**merge_metrics(jax.device_get(history)), "updates": len(history), "learning_rate": rate}
+
+    def _prepare(self, params: Params) -> None:
+        """Before the first job: all that is made from the starting parameters."""
+        if self.opt_state is not None:
+            return
+        if self._packing:
+            self._packing = can_pack(self._model, params)
+        trained = params
+        if self._loss_config.name == "ppo":
+            tokens = jnp.zeros((1, 1), jnp.int32)
+            hidden = jax.eval_shape(self._model.apply, params, tokens, tokens)[0]
+            self.value_head = init_value_head(hidden.shape[-1])
+            trained = {"policy": params, "value_head": self.value_head}
+        fresh = init_train_state(trained, self._optimizer)
+        self.opt_state, self.step = fresh.opt_state, fresh.step
+        if self._loss_config.beta and self.ref_params is None:
+            self.ref_params = jax.tree.map(jnp.copy, params)  # the originals are about to be donated
+
+    def _score(self, rows: list[Row], params: Params) -> None:
+        """Adds what advantages and losses need of the policy before the first update, and of the reference."""
+        loss = self._loss_config
+        in_reward = loss.beta > 0 and loss.kl == "k1_in_reward"
+        needs_old = self._updates_per_batch * self._minibatches > 1 or in_reward
+        if not (needs_old or loss.beta or self.value_head is not None):
+            return
+        placed = self._batch(rows)
+        wanted: dict[str, Any] = {}
+        if needs_old or self.value_head is not None:
+            scored = self._scored(placed, params, self.value_head)
+            wanted |= {"old_logprobs": scored.logprobs} if needs_old else {}
+            wanted |= {"old_values": scored.values} if self.value_head is not None else {}
+        if loss.beta:
+            assert self.ref_params is not None
+            wanted["ref_logprobs"] = self._scored(placed, self.ref_params, None).logprobs
+        for name, table in jax.device_get(wanted).items():
+            for row, numbers in zip(rows, take(placed.layout, table), strict=True):
+                row.signals[name] = numbers
+
+    def _scored(self, placed: PlacedBatch, params: Params, value_head: Params | None) -> Any:
+        return score_in_microbatches(self._model, params, placed.batch, placed.microbatch_rows, value_head)
+
+    def _parts(self, rows: list[Row]) -> list[list[Row]]:
+        """The rows of each update: the whole job, or minibatches of trajectories, shuffled anew in each pass."""
+        if self._minibatches == 1:
+            return [rows] * self._updates_per_batch
+        parts = []
+        for number in range(self._updates_per_batch):
+            order = sorted({row.trajectory for row in rows})
+            random.Random(f"minibatches {self._seed} {self.jobs} {number}").shuffle(order)
+            for chosen in np.array_split(np.array(order), min(self._minibatches, len(order))):
+                members = set(chosen.tolist())
+                parts.append([row for row in rows if row.trajectory in members])
+        return parts
+
+    def _batch(self, rows: list[Row]) -> PlacedBatch:
+        return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=self._packing)
+
+    def _update(self, microbatch_rows: int) -> Any:
+        if microbatch_rows not in self._updates:
+            self._updates[microbatch_rows] = make_update(
+                self._model,
+                self._loss,
+                self._optimizer,
+                microbatch_rows=microbatch_rows,
+                max_grad_norm=self._max_grad_norm,
+            )
+        return self._updates[microbatch_rows]
+
+    def _follow(self, params: Params) -> None:
+        """Moves the reference towards the policy when it is its time."""
+        every, mixing = self._loss_config.reference.update_every, self._loss_config.reference.mixing
+        if self.ref_params is not None and every is not None and self.jobs % every == 0:
+            self.ref_params = mix(params, self.ref_params, mixing)
+
+
+@jax.jit
+def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> Params:
+    """`share` of the parameters and the rest of the reference."""
+    return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
+
+
+def can_pack(model: Model, params: Params) -> bool:
+    """Whether the model keeps the segments of a row apart; a bridged network does not."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    try:
+        jax.eval_shape(lambda: model.apply(params, tokens, tokens, segment_ids=tokens))
+    except ValueError:
+        return False
+    return True
+
+
+def merge_metrics(history: list[dict[str, Any]]) -> dict[str, float]:
+    """The metrics of a job from those of its updates.
+
+    >>> merge_metrics([{"loss": 1.0, "diff_max": 2.0, "applied_updates": 1.0}] * 2)
+    {'loss': 1.0, 'diff_max': 2.0, 'applied_updates': 2.0}
+    """
+    merged = {}
+    for name in history[0]:
+        values = [float(metrics[name]) for metrics in history]
+        if name in COUNTED:
+            merged[name] = sum(values)
+        else:
+            merged[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return merged

@@ -1,0 +1,104 @@
+"""When the sampler's probabilities are not the trainer's: importance weights for the policy term, and their figures.
+
+Off by default: in jaxft the sampler is the trainer's own forward function and the difference is rounding. Another
+sampler, a lower precision or a filter (top-k, top-p, min-p) makes `d = old_logprobs - behavior_logprobs` count. The
+weight is a constant, stands outside the clip, and changes no denominator. It cannot make up for tokens that a filter
+kept from being sampled at all. Letters: `B` rows, `T` tokens.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.kl import MAX_LOG_RATIO
+from jaxft.core.reductions import row_sums, token_mean
+from jaxft.core.types import Denominators
+
+Kind = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"]
+
+
+class Correction(NamedTuple):
+    """Weights of the policy term, detached, and the share of trained tokens whose ratio was out of bounds."""
+
+    weights: Float[Array, "B T"]
+    out_of_bounds_share: Float[Array, ""]
+
+
+def sampler_correction(
+    old_logprobs: Float[Array, "B T"],
+    behavior_logprobs: Float[Array, "B T"],
+    completion_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+    kind: str,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Correction:
+    """Weights `[B T]` for the policy term; truncated importance sampling (arXiv 1912.09729) and its relatives.
+
+    With `w = e^d` per token, `e^(sum d)` per row, or `e^(mean d)` per row:
+
+    * `token_truncate`, `sequence_truncate`: `min(w, high)`.
+    * `token_mask`, `sequence_mask`: `w` where `low <= w <= high`, else 0.
+    * `sequence_geometric_mask`: 1 where `low <= e^(mean d) <= high`, else 0.
+
+    Raises:
+        ValueError: an unknown kind, or bounds that are not `0 < low <= 1 <= high`.
+
+    >>> old, drawn = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.1]]))  # ratios 3 and 1
+    >>> mask = jnp.array([[True, True]])
+    >>> for kind in ("token_truncate", "token_mask", "sequence_geometric_mask"):  # geometric mean 1.73
+    ...     print(sampler_correction(old, drawn, mask, Denominators(1.0, 2.0), kind).weights.round(3))
+    [[2. 1.]]
+    [[0. 1.]]
+    [[1. 1.]]
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"correction is {kind!r}; wanted one of {', '.join(get_args(Kind))}")
+    if not 0 < low <= 1 <= high:
+        raise ValueError(f"the bounds of the correction are {low} and {high}; wanted 0 < low <= 1 <= high")
+    log_weight = jnp.where(completion_mask, old_logprobs - behavior_logprobs, 0.0)  # [B T]
+    if kind.startswith("sequence"):
+        log_weight = row_sums(log_weight, segment_ids)
+        if kind == "sequence_geometric_mask":
+            log_weight = log_weight / jnp.maximum(row_sums(completion_mask.astype(log_weight.dtype), segment_ids), 1)
+    # Compared as logarithms: a long row's sum would overflow.
+    is_high, is_low = log_weight > jnp.log(high), log_weight < jnp.log(low)
+    if kind.endswith("truncate"):
+        weights = jnp.exp(jnp.clip(log_weight, -MAX_LOG_RATIO, jnp.log(high)))
+        outside = is_high
+    else:
+        outside = is_high | is_low
+        inside = jnp.where(outside, 0.0, log_weight)
+        weights = jnp.where(outside, 0.0, 1.0 if kind == "sequence_geometric_mask" else jnp.exp(inside))
+    weights = jax.lax.stop_gradient(jnp.broadcast_to(weights, completion_mask.shape))
+    return Correction(weights, token_mean(outside, completion_mask, denominators))
+
+
+def sampler_agreement(
+    old_logprobs: Float[Array, "B T"],
+    sampler_logprobs: Float[Array, "B T"],
+    completion_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> dict[str, Float[Array, ""]]:
+    """How far the trainer's log-probabilities are from those recorded while sampling (`d = old - sampler`), in nats.
+
+    `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`.
+
+    >>> lp, mask = jnp.log(jnp.array([[0.5, 0.5]])), jnp.array([[True, False]])
+    >>> figures = sampler_agreement(lp, lp - 0.1, mask, Denominators(1.0, 1.0))
+    >>> print(f"{figures['sampler_logprob_diff_max']:.3f}")
+    0.100
+    """
+    difference = jnp.where(completion_mask, old_logprobs - sampler_logprobs, 0.0)
+    clamped = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight = jnp.exp(clamped)
+    return {
+        "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),
+        "sampler_logprob_diff_max": jnp.max(jnp.abs(difference), initial=0.0),
+        "sampler_kl": token_mean(jnp.expm1(clamped) - difference, completion_mask, denominators),
+        "sampler_kl_reverse": token_mean(difference * weight - weight + 1.0, completion_mask, denominators),
+    }

@@ -1,0 +1,78 @@
+"""From numbers per token to numbers per row and per batch; every one is 0 on an empty mask.
+
+A *row* is one sequence. Packed batches hold several in one physical row: `segment_ids` then says which token is whose,
+and every reduction "of a row" is one of a segment. Letters: `B` physical rows, `T` tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.types import Denominators
+
+
+def row_sums(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B #T"]:
+    """The sum over each token's row, `[B 1]`, or with segments the sum over each token's segment, `[B T]`.
+
+    >>> print(row_sums(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[0, 0, 1]])))
+    [[3. 3. 4.]]
+    """
+    if segment_ids is None:
+        return x.sum(axis=1, keepdims=True)
+    return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=len(ids) + 1)[ids])(x, segment_ids)
+
+
+def count_trained(completion_mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Denominators:
+    """Rows (segments) with a trained token, and trained tokens.
+
+    >>> print(*count_trained(jnp.array([[True, True], [False, False]])))
+    1.0 2.0
+    """
+    if segment_ids is None:
+        rows = completion_mask.any(axis=1).sum()
+    else:
+        some = jax.vmap(lambda mask, ids: jax.ops.segment_sum(mask, ids, num_segments=len(ids) + 1) > 0)
+        rows = some(completion_mask.astype(jnp.int32), segment_ids).sum()
+    return Denominators(rows.astype(jnp.float32), completion_mask.sum().astype(jnp.float32))
+
+
+def aggregate(
+    per_token: Float[Array, "B #T"],
+    completion_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+    aggregation: str,
+    max_completion_tokens: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
+
+    `row_mean`: mean over rows of the row's mean over trained tokens; `token_mean`: mean over all trained tokens;
+    `budget`: sum over `rows x max_completion_tokens`.
+
+    Raises:
+        ValueError: `budget` without `max_completion_tokens`, or an unknown name.
+
+    >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
+    >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
+    4.5 4.0
+    """
+    masked = jnp.where(completion_mask, per_token, 0.0)
+    if aggregation == "row_mean":
+        lengths = jnp.maximum(row_sums(completion_mask.astype(masked.dtype), segment_ids), 1)
+        return jnp.sum(masked / lengths) / jnp.maximum(denominators.rows, 1.0)
+    if aggregation == "token_mean":
+        return token_mean(per_token, completion_mask, denominators)
+    if aggregation == "budget":
+        if max_completion_tokens is None:
+            raise ValueError(
+                "max_completion_tokens is None; this loss divides by it: give the token budget of one trajectory"
+            )
+        return masked.sum() / (jnp.maximum(denominators.rows, 1.0) * max_completion_tokens)
+    raise ValueError(f"aggregation is {aggregation!r}; wanted row_mean, token_mean or budget")
+
+
+def token_mean(
+    x: Float[Array, "B #T"] | Bool[Array, "B #T"], completion_mask: Bool[Array, "B T"], denominators: Denominators
+) -> Float[Array, ""]:
+    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none."""
+    return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)

@@ -1,0 +1,127 @@
+"""From rewards to the advantages of rows, as the configuration wants them."""
+
+import numpy as np
+import pytest
+
+from jaxft.components.batching import Row
+from jaxft.components.credit import assign_advantages, gather_credit
+from jaxft.components.losses import LossConfig
+from jaxft.core.advantages import group_advantages, leave_one_out_advantages
+from jaxft.harness.data_models import Trajectory
+from jaxft.harness.errors import TrajectoryError
+
+
+@pytest.fixture
+def make_group(make_sequence):
+    def make(*rewards, **fields):
+        return [
+            Trajectory(
+                episode=[],
+                reward=reward or 0.0,
+                scorable=reward is not None,
+                generation=place,
+                sequences=[make_sequence(place, turns=[-1, -1, 0, 0, 1, 1])],
+                **{name: values[place] for name, values in fields.items()},
+            )
+            for place, reward in enumerate(rewards)
+        ]
+
+    return make
+
+
+def advantages_of(groups, signals=None, **knobs):
+    """Advantages of the rows of the scorable trajectories, and the rows."""
+    loss = LossConfig(**knobs)
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rows = [
+        Row(sequence, index, dict(signals or {}))
+        for index, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+        if trajectory.scorable
+    ]
+    assign_advantages(rows, gather_credit(groups, loss), loss)
+    return [row.signals["advantages"] for row in rows], rows
+
+
+def test_rows_share_the_advantage_of_their_trajectory(make_group):
+    groups = [make_group(1.0, 0.0, None), make_group(2.0, 4.0)]
+    groups[0][0].sequences.append(groups[0][0].sequences[0])
+    got, _ = advantages_of(groups)
+    first, second, _, third, fourth = group_advantages([1.0, 0.0, np.nan, 2.0, 4.0], [0, 0, 0, 1, 1])
+    assert got == [first, first, second, third, fourth]
+
+
+def test_named_rewards_are_weighted_before_or_after_they_are_normalised(make_group):
+    named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 8.0}, {"right": 0.0, "short": 0.0}]
+    group = make_group(1.0, 8.0, 0.0, named_rewards=named)
+    weights = {"short": 0.5, "right": 2.0}
+    summed, _ = advantages_of([group], name="reinforce", advantages="leave_one_out", reward_weights=weights)
+    assert summed == leave_one_out_advantages([2.0, 4.0, 0.0], [0, 0, 0]).tolist()
+    apart, _ = advantages_of([group], reward_weights=weights, several_rewards="normalize_then_sum")
+    by_hand = 0.5 * group_advantages([0.0, 8.0, 0.0], [0] * 3) + 2 * group_advantages([1.0, 0.0, 0.0], [0] * 3)
+    np.testing.assert_allclose(apart, by_hand, rtol=1e-12)
+
+
+def test_a_named_reward_that_is_missing_is_an_error(make_group):
+    group = make_group(1.0, 0.0, named_rewards=[{"right": 1.0}, {"short": 1.0}])
+    with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right; the evaluator gave short"):
+        advantages_of([group], reward_weights={"right": 1.0})
+
+
+def test_long_answers_lose_reward(make_group):
+    group = make_group(1.0, 1.0)
+    group[0].sequences.append(group[0].sequences[0])  # 8 trained tokens against 4
+    loss = LossConfig(max_completion_tokens=8, length_penalty_tokens=4)
+    credit = gather_credit([group], loss)
+    assert credit.rewards.tolist() == [0.0, 1.0] and credit.metrics == {"length_penalty_mean": -0.5}
+
+
+def test_step_rewards_take_the_place_of_the_outcome(make_group):
+    group = make_group(9.0, 9.0, 9.0, shaped_rewards=[[1.0, 2.0], [1.0, 0.0], None])
+    got, _ = advantages_of([group], name="dr_grpo", max_completion_tokens=8, gamma=0.5)
+    # To go: (2, 2), (1, 0), and (0, 0) for the one that gave none.
+    np.testing.assert_allclose(got[0], [0, 0, 1, 1, 4 / 3, 4 / 3])
+    np.testing.assert_allclose(got[1], [0, 0, 0, 0, -2 / 3, -2 / 3])
+    np.testing.assert_allclose(got[2], [0, 0, -1, -1, -2 / 3, -2 / 3])
+
+
+K1 = {"old_logprobs": np.array([9.0, 9, -1, -1, -1, -1]), "ref_logprobs": np.array([0.0, 0, -2, -1, -1, -1])}
+"""A KL of 1 on the first trained token; what stands on the prompt counts for nothing."""
+
+
+def test_kl_in_the_reward_comes_before_the_baseline(make_group):
+    group = make_group(1.0, 0.0)
+    kl = {"beta": 0.5, "kl": "k1_in_reward", "name": "reinforce"}
+    got, _ = advantages_of([group], K1, advantages="leave_one_out", **kl)
+    assert got == [1.0, -1.0]  # the same divergence for both
+    rows_apart = [Row(t.sequences[0], i, dict(K1)) for i, t in enumerate(group)]
+    rows_apart[1].signals["old_logprobs"] = K1["ref_logprobs"]
+    loss = LossConfig(advantages="leave_one_out", **kl)
+    assign_advantages(rows_apart, gather_credit([group], loss), loss)
+    assert [row.signals["advantages"] for row in rows_apart] == [0.5, -0.5]
+
+
+def test_reinforce_pp_is_outcome_minus_kl_to_go_whitened(make_group):
+    got, _ = advantages_of(
+        [make_group(1.0, 0.0)], K1, name="reinforce", advantages="reinforce_pp", beta=0.5, kl="k1_in_reward"
+    )
+    to_go = np.array([[0.5, 1, 1, 1], [-0.5, 0, 0, 0]])
+    expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=1e-12)
+    assert not np.array(got)[:, :2].any()
+
+
+def test_reinforce_pp_takes_step_rewards_where_turns_end(make_group):
+    group = make_group(9.0, 9.0, shaped_rewards=[[1.0, 2.0], [0.0, 0.0]])
+    got, _ = advantages_of([group], name="reinforce", advantages="reinforce_pp", gamma=0.5)
+    to_go = np.array([[0.75, 1.5, 1.0, 2.0], [0.0] * 4])  # from the back: 2, 2 / 2, 1 + 1 / 2, 1.5 / 2
+    expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=1e-12)
+
+
+def test_gae_gives_returns_too(make_group):
+    values = {"old_values": np.array([7.0, 7, 0.5, 0.5, 0.5, 0.5])}
+    got, rows = advantages_of([make_group(1.0, 0.0)], values, name="ppo", gae_lambda=1.0)
+    np.testing.assert_allclose([row.signals["returns"] for row in rows], [[0, 0, 1, 1, 1, 1], [0] * 6])
+    scale = 0.5 / np.sqrt(np.var([0.5] * 4 + [-0.5] * 4, ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], [[scale] * 4, [-scale] * 4], rtol=1e-12)

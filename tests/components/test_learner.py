@@ -1,0 +1,138 @@
+"""Jobs of learning: several updates, minibatches, references, values, and what packing must not change."""
+
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.components.batching import Row
+from jaxft.components.credit import gather_credit
+from jaxft.components.learner import Learner, can_pack
+from jaxft.components.losses import LossConfig
+from jaxft.components.optimizers import OptimizerConfig
+from jaxft.harness.data_models import Trajectory
+from jaxft.models.bridge import from_function
+from jaxft.models.config import preset
+from jaxft.models.decoder import decoder
+
+MODEL = decoder(preset("qwen3-50k"))
+SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)
+
+
+@pytest.fixture(scope="module")
+def start():
+    return jax.jit(MODEL.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def job(make_sequence):
+    """Rows and credit of four trajectories of two examples."""
+
+    def make(loss):
+        groups = [
+            [
+                Trajectory(episode=[], reward=float(place), sequences=[make_sequence(2 * group + place)])
+                for place in range(2)
+            ]
+            for group in range(2)
+        ]
+        rows = [Row(t.sequences[0], i) for i, t in enumerate(t for group in groups for t in group)]
+        return rows, gather_credit(groups, loss)
+
+    return make
+
+
+def learn(job, start, knobs, jobs=1, **options):
+    """A learner after `jobs` jobs, the parameters, and the metrics of each job."""
+    loss = LossConfig(**knobs)
+    learner = Learner(MODEL, loss, **{"optimizer": SGD, "microbatch_tokens": 64, **options})
+    params, history = jax.tree.map(jnp.copy, start), []
+    for _ in range(jobs):
+        params, metrics = learner.learn(*job(loss), params)
+        history.append(metrics)
+    return learner, params, history
+
+
+def difference(first, second):
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True))
+
+
+def test_packed_and_padded_rows_make_the_same_update(job, start):
+    _, padded, (one,) = learn(job, start, {"name": "grpo"}, packing=False, microbatch_tokens=16)
+    _, packed, (other,) = learn(job, start, {"name": "grpo"}, packing=True, microbatch_tokens=16)
+    assert (one["batch_rows"], other["batch_rows"]) == (4, 2)
+    moved = difference(padded, start)
+    assert difference(padded, packed) <= 1e-5 * moved
+    assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-5)
+
+
+def test_several_updates_divide_by_the_policy_before_the_first(job, start):
+    _, params, (metrics,) = learn(job, start, {"name": "dapo"}, updates_per_batch=3)
+    assert (metrics["updates"], metrics["applied_updates"]) == (3, 3.0)
+    assert metrics["log_ratio_abs_max"] > 1e-3  # of the later updates
+    _, once, (single,) = learn(job, start, {"name": "dapo"})
+    assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
+
+
+def test_minibatches_take_every_trajectory_once_a_pass(job, start):
+    loss = LossConfig()
+    learner = Learner(MODEL, loss, SGD, minibatches=3, updates_per_batch=2, seed=4)
+    rows, _ = job(loss)
+    parts = [[row.trajectory for row in part] for part in learner._parts(rows)]
+    assert [len(part) for part in parts] == [2, 1, 1] * 2
+    assert sorted(chain(*parts[:3])) == sorted(chain(*parts[3:])) == [0, 1, 2, 3]
+    assert parts[:3] != parts[3:]
+    again = Learner(MODEL, loss, SGD, minibatches=3, updates_per_batch=2, seed=4)
+    assert [[row.trajectory for row in part] for part in again._parts(rows)] == parts
+    _, _, (metrics,) = learn(job, start, {}, minibatches=2)
+    assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
+
+
+def test_references_stay_follow_or_average(job, start):
+    still, _, history = learn(job, start, {"beta": 0.1}, jobs=2)
+    assert difference(still.ref_params, start) == 0.0 and history[1]["kl"] > 0
+    follows, params, _ = learn(job, start, {"beta": 0.1, "reference": {"update_every": 2}}, jobs=2)
+    assert difference(follows.ref_params, params) == 0.0
+    half = {"beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}}
+    averages, params, _ = learn(job, start, half)
+    expected = jax.tree.map(lambda a, b: (a + b) / 2, params, start)
+    assert difference(averages.ref_params, expected) < 1e-7
+
+
+def test_another_checkpoint_may_be_the_reference(job, start):
+    other = jax.tree.map(lambda x: x * 1.1, start)
+    _, _, (metrics,) = learn(job, start, {"beta": 0.1}, ref_params=other)
+    assert metrics["kl"] > 0
+
+
+def test_ppo_trains_policy_and_values(job, start):
+    slowly = SGD.model_copy(update={"learning_rate": 0.02})
+    learner, params, history = learn(job, start, {"name": "ppo"}, jobs=3, updates_per_batch=2, optimizer=slowly)
+    assert difference(params, start) > 0
+    assert np.abs(learner.value_head["kernel"]).max() > 0
+    assert history[-1]["value_loss"] < history[0]["value_loss"]
+    assert learner.step == 6
+
+
+@pytest.mark.parametrize("advantages", ["leave_one_out", "reinforce_pp"])
+def test_kl_in_the_reward_trains(job, start, advantages):
+    knobs = {"name": "reinforce", "advantages": advantages, "beta": 0.1, "kl": "k1_in_reward"}
+    _, params, (metrics,) = learn(job, start, knobs)
+    assert metrics["applied_updates"] == 1.0 and "kl" not in metrics and difference(params, start) > 0
+
+
+def test_the_correction_reaches_the_loss(job, start):
+    knobs = {"name": "dapo", "correction": {"name": "token_truncate", "high": 1.5}}
+    _, _, (metrics,) = learn(job, start, knobs)
+    assert metrics["correction_weight_mean"] <= 1.5 and 0 <= metrics["correction_share"] <= 1
+
+
+def echo(params, tokens, positions):
+    return jax.nn.one_hot(tokens, 8) * params["scale"]
+
+
+def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
+    assert can_pack(MODEL, start)
+    assert not can_pack(from_function(echo), {"scale": jnp.ones(())})
