@@ -37,7 +37,7 @@ def sampler_correction(
     high: float = 2.0,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Correction:
-    """Weights `[B T]` for the policy term; truncated importance sampling (arXiv 1912.09729) and its relatives.
+    """Weights `[B T]` for the policy term; truncated importance sampling (arXiv 1802.01561) and its relatives.
 
     With `w = e^d` per token, `e^(sum d)` per row, or `e^(mean d)` per row:
 
