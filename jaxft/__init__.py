@@ -17,6 +17,7 @@ _HOMES = {
         "step_advantages",
         "weighted_sum",
     ),
+    "jaxft.core.checks": ("check_batch",),
     "jaxft.core.correction": ("sampler_correction",),
     "jaxft.core.generate": ("generate",),
     "jaxft.core.kl": ("k1_penalty", "kl_penalty"),

@@ -156,6 +156,14 @@ def generate(
 
     Raises:
         ValueError: no prompts, an empty prompt, or a parameter outside its range.
+
+    >>> import jaxft
+    >>> def count(params, tokens, positions):  # as good as sure that the next number follows
+    ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
+    >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
+    >>> rollout = generate(model, params, [[1]], jax.random.key(0), max_new_tokens=4, stop_ids=(3,))
+    >>> print(rollout.tokens, rollout.completion_mask, rollout.finish_reason)  # the stop token is a part of it
+    [[1 2 3 0 0]] [[False  True  True False False]] [0]
     """
     if not prompts:
         raise ValueError("prompts is empty; wanted at least one list of token ids")

@@ -71,6 +71,13 @@ def token_logprobs(
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens, or `chunk_tokens` is below 1.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> print(token_logprobs(model, params, jnp.array([[0, 1, 1]])).logprobs.round(4))  # log(1/2)
+    [[ 0.     -0.6931 -0.6931]]
     """
     rows, length = tokens.shape
     temperature = jnp.asarray(temperature, jnp.float32)

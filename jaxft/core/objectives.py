@@ -47,6 +47,15 @@ def grpo_loss(
 
     Raises:
         ValueError: the batch lacks what the loss needs, or what `policy_loss` or `sampler_correction` refuses.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]), jnp.array([2.0]))
+    >>> loss, metrics = grpo_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> print(loss, f"{metrics['entropy']:.4f}")  # -A, as the ratio is 1; log 2
+    -2.0 0.6931
     """
     scored = score(model, params, batch, entropy_gradient=entropy_coef != 0)
     loss_fn = partial(
@@ -91,6 +100,17 @@ def ppo_loss(
 
     Raises:
         ValueError: as `grpo_loss`, or the batch lacks values.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model = jaxft.from_function(coin)  # a bridged model's hidden state is its logits
+    >>> params = {"policy": {"logits": jnp.zeros(2)}, "value_head": jaxft.init_value_head(2)}
+    >>> tokens, mask, one = jnp.array([[0, 1]]), jnp.array([[False, True]]), jnp.ones((1, 2))
+    >>> batch = Batch(tokens, mask, one, old_values=0 * one, returns=3 * one)
+    >>> loss, _ = ppo_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> print(loss)  # -1 + 0.5 (0.5 3^2)
+    1.25
     """
     if batch.old_values is None or batch.returns is None:
         raise ValueError("batch.old_values or batch.returns is None; ppo_loss needs both, see gae")
@@ -130,6 +150,16 @@ def dpo_loss(
 
     Raises:
         ValueError: an odd number of rows, no `ref_logprobs`, packed rows, or what `preference_loss` refuses.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> batch = Batch(jnp.array([[0, 1], [0, 0]]), jnp.array([[False, True]] * 2))
+    >>> batch = batch._replace(ref_logprobs=score(model, params, batch).logprobs)
+    >>> loss, _ = dpo_loss(model, params, batch, Denominators(jnp.array(2.0), jnp.array(2.0)))
+    >>> print(f"{loss:.4f}")  # the policy is its reference: log 2
+    0.6931
     """
     rows = batch.tokens.shape[0]
     if rows % 2:
@@ -168,7 +198,17 @@ def dpo_loss(
 def sft_loss(
     model: Model, params: Params, batch: Batch, denominators: Denominators
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Mean negative log-probability over all trained tokens, in nats: supervised finetuning."""
+    """Mean negative log-probability over all trained tokens, in nats: supervised finetuning.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))
+    >>> loss, _ = sft_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> print(f"{loss:.4f}")  # log 2
+    0.6931
+    """
     scored = score(model, params, batch)
     value = aggregate(-scored.logprobs, batch.completion_mask, denominators, "token_mean")
     return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
@@ -223,7 +263,15 @@ def score(
     value_head: Params | None = None,
     entropy_gradient: bool = False,
 ) -> Scored:
-    """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with."""
+    """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> print(score(model, params, Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))).logprobs.round(4))
+    [[ 0.     -0.6931]]
+    """
     return token_logprobs(
         model,
         params,
@@ -244,6 +292,15 @@ def score_in_microbatches(
 
     Raises:
         ValueError: the number of rows is not a multiple of `microbatch_rows`.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> batch = Batch(jnp.array([[0, 1], [1, 1]]), jnp.array([[False, True]] * 2))
+    >>> print(score_in_microbatches(model, params, batch, 1).entropy.round(4))  # log 2
+    [[0.     0.6931]
+     [0.     0.6931]]
     """
     rows = batch.tokens.shape[0]
     if rows % microbatch_rows:

@@ -28,6 +28,9 @@ def padded_layout(lengths: Sequence[int], width: int) -> Layout:
 
     Raises:
         ValueError: a sequence is longer than the rows.
+
+    >>> print(padded_layout([2, 5], width=6).rows)
+    [0 1]
     """
     _check_lengths(lengths, width)
     count = len(lengths)

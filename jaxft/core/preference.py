@@ -37,6 +37,7 @@ def preference_loss(
     Raises:
         ValueError: an unknown kind, `beta` not above 0, `label_smoothing` outside [0, 0.5) or given with ipo.
 
+    >>> import jax.numpy as jnp
     >>> one = jnp.array([1.0])
     >>> print(preference_loss(one, one, one, one).losses.round(4))  # no preference yet: log 2
     [0.6931]

@@ -25,7 +25,11 @@ class TrainState(NamedTuple):
 
 
 def init_train_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update. `make_update` donates it: keep a copy of `params` that must outlive it."""
+    """The state before the first update. `make_update` donates it: keep a copy of `params` that must outlive it.
+
+    >>> print(init_train_state({"kernel": jnp.ones(2)}, optax.sgd(0.1)).step)
+    0
+    """
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
@@ -55,6 +59,16 @@ def make_update(
 
     Raises:
         ValueError: `microbatch_rows` below 1.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> update = make_update(model, jaxft.sft_loss, optax.sgd(1.0))
+    >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))
+    >>> state, metrics = update(init_train_state(params, optax.sgd(1.0)), batch)
+    >>> print(state.params["logits"], state.step)  # one step along (-1/2, 1/2)
+    [-0.5  0.5] 1
     """
     if microbatch_rows is not None and microbatch_rows < 1:
         raise ValueError(f"microbatch_rows is {microbatch_rows}; wanted at least 1, or None for one pass")

@@ -1,0 +1,54 @@
+"""What shapes cannot tell: values that make a batch meaningless. Runs on the host, before an update.
+
+Under `jit` values are not known, so `make_update` cannot ask; a loop that assembles batches by hand calls this once per
+batch, or while it is being written. Letters: `B` rows, `T` tokens.
+"""
+
+import numpy as np
+
+from jaxft.core.types import Batch
+
+
+def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
+    """Nothing, if the batch can be trained on.
+
+    Args:
+        vocabulary: tokens are to be below it, when given.
+
+    Raises:
+        ValueError: shapes that differ; no trained token; a trained first token, which nothing predicts; tokens outside
+            the vocabulary; and, on trained tokens, a temperature that is not above 0 (greedy rows have nothing to learn
+            from) or numbers that are not finite. The message names the field, the row and the token.
+
+    >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, True]]), np.array([1.0])))
+    >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, False]])))
+    Traceback (most recent call last):
+    ValueError: completion_mask is False everywhere: there is no token to train
+    """
+    tokens, mask = np.asarray(batch.tokens), np.asarray(batch.completion_mask)
+    given = {name: np.asarray(x) for name, x in batch._asdict().items() if x is not None}
+    for name, x in given.items():
+        if x.shape != tokens.shape and not (name == "advantages" and x.shape == tokens.shape[:1]):
+            raise ValueError(f"batch.{name} has shape {x.shape}; wanted that of tokens, {tokens.shape}")
+    if not mask.any():
+        raise ValueError("completion_mask is False everywhere: there is no token to train")
+    starts = np.zeros(mask.shape, bool)
+    starts[:, :1] = True
+    if batch.segment_ids is not None:
+        segment_ids = np.asarray(batch.segment_ids)
+        starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    _refuse(mask & starts, "completion_mask", "is True on the first token of a sequence, which nothing predicts")
+    limit = np.inf if vocabulary is None else vocabulary
+    _refuse((tokens < 0) | (tokens >= limit), "tokens", f"is outside the vocabulary of {limit}")
+    if "temperatures" in given:
+        _refuse(mask & ~(given["temperatures"] > 0), "temperatures", "is not above 0: greedy rows cannot be trained on")
+    for name, x in given.items():
+        if np.issubdtype(x.dtype, np.floating):
+            per_token = x if x.ndim == 2 else x[:, None]
+            _refuse(mask & ~np.isfinite(per_token), name, "is not finite on a trained token")
+
+
+def _refuse(wrong: np.ndarray, name: str, what: str) -> None:
+    if wrong.any():
+        row, token = np.argwhere(wrong)[0]
+        raise ValueError(f"batch.{name} {what} (row {row}, token {token}; {int(wrong.sum())} in all)")
