@@ -162,8 +162,8 @@ def generate(
     ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
     >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
     >>> rollout = generate(model, params, [[1]], jax.random.key(0), max_new_tokens=4, stop_ids=(3,))
-    >>> print(rollout.tokens, rollout.completion_mask, rollout.finish_reason)  # the stop token is a part of it
-    [[1 2 3 0 0]] [[False  True  True False False]] [0]
+    >>> print(rollout.tokens[0, :5], rollout.completion_mask[0, :5])  # the stop token is a part of it
+    [1 2 3 0 0] [False  True  True False False]
     """
     if not prompts:
         raise ValueError("prompts is empty; wanted at least one list of token ids")
