@@ -144,6 +144,13 @@ def test_nor_in_float64(tiny, name):
         check_all_layouts(name, model, wide, np.random.default_rng(5), np.float64, 1e-10)
 
 
+def test_nor_does_the_width(tiny):
+    examples = make_examples(np.random.default_rng(8), HEIGHT)
+    lengths = [len(example["tokens"]) for example in examples]
+    narrow, wide = (make_batch(examples, padded_layout(lengths, width)) for width in (WIDTH, 2 * WIDTH))
+    assert_same(gradients("gspo", *tiny, wide, None), gradients("gspo", *tiny, narrow, None), 1e-5)
+
+
 @pytest.mark.parametrize("microbatch_rows", [1, 2, 4])
 def test_microbatches_of_packed_rows_change_nothing(tiny, microbatch_rows):
     draw = np.random.default_rng(microbatch_rows)
