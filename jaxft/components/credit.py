@@ -37,12 +37,12 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> C
     """The rewards of these groups as arrays, as the configuration wants them.
 
     Raises:
-        TrajectoryError: a named reward of `reward_weights` is missing.
+        TrajectoryError: a named reward of `reward_weights` is missing, or shaped rewards have no turns to go to.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
-    named, metrics = None, {}
+    named, metrics, steps = None, {}, _step_table(trajectories)
     if loss.reward_weights is not None:
         table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
         weights = list(loss.reward_weights.values())
@@ -53,8 +53,11 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> C
         lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences) for trajectory in trajectories]
         penalty = soft_length_penalty(np.array(lengths), loss.max_completion_tokens, loss.length_penalty_tokens)
         rewards = rewards + penalty
+        if steps is not None:  # the whole answer is too long: that comes with its last step
+            last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
+            steps[np.arange(len(steps)), last] += penalty
         metrics["length_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
-    return Credit(rewards, group_ids, named, _step_table(trajectories), metrics)
+    return Credit(rewards, group_ids, named, steps, metrics)
 
 
 def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> None:
@@ -68,7 +71,11 @@ def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> None
         _assign_per_token(rows, credit, k1, loss)
         return
     if credit.step_rewards is not None:
-        table = step_advantages(credit.step_rewards, credit.group_ids, loss.estimator, gamma=loss.gamma)
+        steps = credit.step_rewards.copy()
+        for row, penalty in zip(rows, k1, strict=True):
+            turns = np.array(row.sequence.turns)
+            np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.beta * penalty[turns >= 0])
+        table = step_advantages(steps, credit.group_ids, loss.estimator, gamma=loss.gamma)
         for row in rows:
             turns = np.array(row.sequence.turns)
             row.signals["advantages"] = np.where(turns >= 0, np.asarray(table)[row.trajectory, turns], 0.0)
@@ -134,6 +141,12 @@ def _step_table(trajectories: Sequence[Trajectory]) -> Any:
     """Shaped rewards, a row per trajectory; one that gave none, where others did, has 0 for each of its turns."""
     if not any(trajectory.shaped_rewards for trajectory in trajectories):
         return None
+    for trajectory in trajectories:
+        if trajectory.scorable and any(len(s.turns) != len(s.tokens) for s in trajectory.sequences):
+            raise TrajectoryError(
+                f"example '{trajectory.example_id}', generation {trajectory.generation}: with shaped_rewards in a job "
+                "every sequence has to say which turn each token belongs to (turns)"
+            )
     rewards = [
         trajectory.shaped_rewards
         or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences), default=-1))

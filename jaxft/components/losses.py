@@ -100,6 +100,8 @@ class LossConfig(ConfigModel):
             raise fault("length_penalty_tokens needs a max_completion_tokens that is at least as large")
         if self.several_rewards == "normalize_then_sum" and (self.reward_weights is None or self.estimator != "group"):
             raise fault("normalize_then_sum needs reward_weights, and advantages 'group'")
+        if self.several_rewards == "normalize_then_sum" and self.length_penalty_tokens is not None:
+            raise fault("length_penalty_tokens has no reward to be taken off when each is normalised by itself")
         return self
 
 

@@ -85,6 +85,26 @@ def test_step_rewards_take_the_place_of_the_outcome(make_group):
     np.testing.assert_allclose(got[2], [0, 0, -1, -1, -2 / 3, -2 / 3])
 
 
+def test_step_rewards_pay_for_length_and_kl_too(make_group):
+    group = make_group(9.0, 9.0, shaped_rewards=[[1.0, 2.0], [0.0, 0.0]])
+    credit = gather_credit([group], LossConfig(max_completion_tokens=4, length_penalty_tokens=2))
+    assert credit.step_rewards.tolist() == [[1.0, 1.0], [0.0, -1.0]]  # all four tokens of the budget used
+    knobs = {"name": "reinforce", "advantages": "group_mean", "beta": 0.5, "kl": "k1_in_reward"}
+    loss = LossConfig(**knobs)
+    rows = [Row(t.sequences[0], i, dict(K1)) for i, t in enumerate(group)]
+    rows[1].signals["old_logprobs"] = K1["ref_logprobs"]
+    assign_advantages(rows, gather_credit([group], loss), loss)
+    # To go: (1 - 0.5 + 2, 2) against (0, 0).
+    assert rows[0].signals["advantages"].tolist() == [0, 0, 1.25, 1.25, 1.0, 1.0]
+
+
+def test_step_rewards_need_turns(make_group, make_sequence):
+    group = make_group(1.0, 1.0, shaped_rewards=[[1.0, 2.0], None])
+    group[1].sequences[0] = make_sequence()
+    with pytest.raises(TrajectoryError, match="generation 1: with shaped_rewards in a job every sequence has to say"):
+        gather_credit([group], LossConfig())
+
+
 K1 = {"old_logprobs": np.array([9.0, 9, -1, -1, -1, -1]), "ref_logprobs": np.array([0.0, 0, -2, -1, -1, -1])}
 """A KL of 1 on the first trained token; what stands on the prompt counts for nothing."""
 

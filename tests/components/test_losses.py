@@ -46,6 +46,12 @@ def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, mess
         {"length_penalty_tokens": 4},
         {"length_penalty_tokens": 4, "max_completion_tokens": 3},
         {"several_rewards": "normalize_then_sum"},
+        {
+            "several_rewards": "normalize_then_sum",
+            "reward_weights": {"right": 1.0},
+            "max_completion_tokens": 8,
+            "length_penalty_tokens": 4,
+        },
         {"correction": {"name": "token_mask", "low": 1.5}},
     ],
 )
