@@ -169,3 +169,16 @@ def test_without_an_evaluation_nothing_starts():
     builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
     with pytest.raises(RuntimeError, match="call bind_evaluation first"):
         asyncio.run(builder.start_run("x"))
+
+
+def test_rewards_of_steps_reach_the_trajectory(make_items, record_call):
+    async def two_turns(example):
+        record_call([1, 2], [3])
+        episode().reward_step(0.25)
+        record_call([1, 2, 3, 4], [5])
+        return "done"
+
+    collection = collect(two_turns, lambda item: 1.0, make_items("a"), num_generations=1)
+    ((trajectory,),) = collection.trajectories
+    assert trajectory.shaped_rewards == [0.25, 0.0]
+    assert [sequence.turns for sequence in trajectory.sequences] == [[-1, -1, 0, -1, 1]]

@@ -7,7 +7,9 @@ import pytest
 from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdapterConfig
 from jaxft.components.rows import has_signal
 from jaxft.harness.data_models import TrainingJobRef, TrainingStatusEnum, Trajectory
-from jaxft.harness.errors import NothingToTrain, TrajectoryError
+from jaxft.harness.errors import ComponentError, NothingToTrain, TrajectoryError
+from jaxft.models.config import preset
+from jaxft.models.hf import init_model, save_model
 from jaxft.policy.policy import PolicyLostError
 
 # A row of the collections is 16 wide: one microbatch of four rows, one compiled update for all jobs of an adapter.
@@ -214,3 +216,29 @@ def test_signal_is_a_spread_of_usable_rewards():
 
     assert has_signal(group(1.0, 0.0)) and has_signal(group(1.0, 1.1, None))
     assert not any(map(has_signal, [group(), group(1.0), group(1.0, None), group(1.0, 1.0), group(1e6, 1e6 + 0.5)]))
+
+
+def test_ppo_in_minibatches_is_a_job_like_any_other(make_policy, make_collection):
+    adapter = make_adapter(make_policy(), loss={"name": "ppo"}, minibatches=2, updates_per_batch=2)
+    first, second = train(adapter, make_collection("first"), make_collection("second"))
+    metrics = second.metadata["metrics"]
+    assert (first.status, metrics["updates"], metrics["applied_updates"]) == (TrainingStatusEnum.COMPLETED, 4, 4.0)
+    assert metrics["value_loss"] > 0 and metrics["policy_version"] == adapter.policy.version == 2
+
+
+def test_reinforce_takes_one_update(policy):
+    for options in ({"minibatches": 2}, {"updates_per_batch": 2}):
+        with pytest.raises(ValueError, match="'reinforce' has no ratio"):
+            make_adapter(policy, loss={"name": "reinforce"}, **options)
+
+
+def test_the_reference_may_be_another_checkpoint_of_the_same_model(policy, tmp_path):
+    model, params = init_model(preset("qwen3-50k"), jax.random.key(7))
+    save_model(tmp_path / "same", model, params)
+    loss = {"beta": 0.1, "reference": {"path": str(tmp_path / "same")}}
+    loaded = make_adapter(policy, loss=loss).learner.ref_params
+    assert bool((loaded["ends"]["embedding"] == params["ends"]["embedding"]).all())
+    other, params = init_model(preset("qwen3-50k", vocab_size=300), jax.random.key(7))
+    save_model(tmp_path / "other", other, params)
+    with pytest.raises(ComponentError, match=r"loss\.reference\.path: .*other holds .*vocab_size=300"):
+        make_adapter(policy, loss=loss | {"reference": {"path": str(tmp_path / "other")}})

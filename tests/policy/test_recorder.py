@@ -195,3 +195,25 @@ def test_messages_for_people_hold_every_answer_once():
     assert tuple(episode_messages([first, second])) == said("q0", "a0", "q1", "a1")
     assert tuple(episode_messages([first, second, apart])) == (*said("q0", "a0", "q1", "a1"), *said("other", "a2"))
     assert episode_messages([]) == []
+
+
+def test_tokens_know_the_turn_that_sampled_them():
+    calls = [make_call(0, [1, 2], [3]), make_call(4, [1, 2, 3, 9], [5, 6]), make_call(2, [7], [8])]
+    turns = {tuple(sequence.tokens): sequence.turns for sequence in token_sequences(calls)}
+    assert turns == {(1, 2, 3, 9, 5, 6): [-1, -1, 0, -1, 2, 2], (7, 8): [-1, 1]}
+
+
+def test_rewards_of_single_answers():
+    current = make_episode()
+    with pytest.raises(RuntimeError, match="the episode has none yet"):
+        current.reward_step(1.0)
+    current.record(make_call(0, [1], [2]))
+    assert current.shaped_rewards is None
+    current.record(make_call(3, [1], [2]))
+    current.reward_step(1.0)
+    current.reward_step(0.5)
+    current.record(make_call(5, [1], [2]))
+    assert current.shaped_rewards == [0.0, 1.5, 0.0]
+    for wrong in (True, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="the reward of a step is"):
+            current.reward_step(wrong)
