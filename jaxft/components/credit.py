@@ -60,26 +60,41 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> C
     return Credit(rewards, group_ids, named, steps, metrics)
 
 
-def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> None:
-    """Puts `advantages`, and for ppo `returns`, into the signals of the rows, whatever stands there already.
+def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict[str, float]:
+    """Puts `advantages`, and for ppo `returns`, into the signals of the rows; what is to be logged of it comes back.
 
     The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
     `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
     """
-    k1 = [_k1(row) if loss.beta and loss.kl == "k1_in_reward" else np.zeros(len(row.sequence.tokens)) for row in rows]
+    if loss.beta and loss.kl == "k1_in_reward":
+        k1 = [_k1(row) for row in rows]
+        trained = np.concatenate([numbers[row.sequence.completion_mask] for row, numbers in zip(rows, k1, strict=True)])
+        metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
+    else:
+        k1, metrics = [np.zeros(len(row.sequence.tokens)) for row in rows], {}
     if loss.estimator in ("gae", "reinforce_pp"):
         _assign_per_token(rows, credit, k1, loss)
-        return
-    if credit.step_rewards is not None:
-        steps = credit.step_rewards.copy()
-        for row, penalty in zip(rows, k1, strict=True):
-            turns = np.array(row.sequence.turns)
-            np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.beta * penalty[turns >= 0])
-        table = step_advantages(steps, credit.group_ids, loss.estimator, gamma=loss.gamma)
-        for row in rows:
-            turns = np.array(row.sequence.turns)
-            row.signals["advantages"] = np.where(turns >= 0, np.asarray(table)[row.trajectory, turns], 0.0)
-        return
+    elif credit.step_rewards is not None:
+        _assign_per_step(rows, credit.step_rewards, credit.group_ids, k1, loss)
+    else:
+        _assign_per_trajectory(rows, credit, k1, loss)
+    return metrics
+
+
+def _assign_per_step(
+    rows: list[Row], step_rewards: np.ndarray, group_ids: np.ndarray, k1: list[np.ndarray], loss: LossConfig
+) -> None:
+    steps = step_rewards.copy()
+    for row, penalty in zip(rows, k1, strict=True):
+        turns = np.array(row.sequence.turns)
+        np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.beta * penalty[turns >= 0])
+    table = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
+    for row in rows:
+        turns = np.array(row.sequence.turns)
+        row.signals["advantages"] = np.where(turns >= 0, table[row.trajectory, turns], 0.0)
+
+
+def _assign_per_trajectory(rows: list[Row], credit: Credit, k1: list[np.ndarray], loss: LossConfig) -> None:
     if credit.named_rewards is not None and loss.reward_weights is not None:
         advantages = normalize_then_sum(credit.named_rewards, credit.group_ids, list(loss.reward_weights.values()))
     else:

@@ -71,7 +71,7 @@ class Learner:
         """The parameters after this job's updates, and its metrics; `params` are donated."""
         self._prepare(params)
         self._score(rows, params)
-        assign_advantages(rows, credit, self._loss_config)
+        figures = assign_advantages(rows, credit, self._loss_config)
         if self._updates_per_batch * self._minibatches == 1:
             for row in rows:  # the only update: old and present policy are one
                 row.signals.pop("old_logprobs", None)
@@ -90,7 +90,8 @@ class Learner:
             self.value_head = state.params["value_head"]
         self.jobs += 1
         self._follow(params)
-        return params, {**merge_metrics(jax.device_get(history)), "updates": len(history), "learning_rate": rate}
+        figures |= merge_metrics(jax.device_get(history))
+        return params, {**figures, "updates": len(history), "learning_rate": rate}
 
     def _prepare(self, params: Params) -> None:
         """Before the first job: all that is made from the starting parameters."""

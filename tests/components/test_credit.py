@@ -117,7 +117,8 @@ def test_kl_in_the_reward_comes_before_the_baseline(make_group):
     rows_apart = [Row(t.sequences[0], i, dict(K1)) for i, t in enumerate(group)]
     rows_apart[1].signals["old_logprobs"] = K1["ref_logprobs"]
     loss = LossConfig(advantages="leave_one_out", **kl)
-    assign_advantages(rows_apart, gather_credit([group], loss), loss)
+    metrics = assign_advantages(rows_apart, gather_credit([group], loss), loss)
+    assert metrics == pytest.approx({"kl": np.exp(-1) / 8, "kl_k1": 1 / 8})  # one of eight tokens, where k3 is 1 / e
     assert [row.signals["advantages"] for row in rows_apart] == [0.5, -0.5]
 
 
