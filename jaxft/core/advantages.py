@@ -1,9 +1,9 @@
 """How much better than its group a trajectory did: rewards in, one advantage per trajectory out.
 
-A group is all trajectories of one prompt; groups may be ragged and in any order (`group_ids`). NumPy input is computed
-in float64 on the host, JAX input under `jit` in its own precision. A reward that is NaN or infinite is *unscorable*: it
-counts for nobody's baseline and gets advantage 0 (its tokens should be masked by the caller). A lone member, or a group
-of equal rewards, has no signal: exactly 0, not rounding noise divided by `eps`.
+A group is all trajectories of one prompt; groups may be ragged and in any order (`group_ids`). NumPy input, integers
+too, is computed in float64 on the host, JAX input in float32 or its own wider precision. A reward that is NaN or
+infinite is *unscorable*: it counts for nobody's baseline and gets advantage 0 (its tokens should be masked by the
+caller). A lone member, or a group of equal rewards, has no signal: exactly 0, not rounding noise divided by `eps`.
 Letters: `B` trajectories, `R` named rewards, `S` steps (turns) of a trajectory.
 """
 
@@ -13,16 +13,19 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
+
+from jaxft.core.arrays import as_floats, namespace
 
 EQUAL_REWARDS = 1e-6
 """Rewards of a group whose spread is below this share of the larger of 1 and the largest |reward| count as equal."""
 
-Rewards = Float[jax.Array, "B"] | Float[np.ndarray, "B"] | list[float]
-NamedRewards = Float[jax.Array, "B R"] | Float[np.ndarray, "B R"] | list[list[float]]
-StepRewards = Float[jax.Array, "B S"] | Float[np.ndarray, "B S"] | list[list[float]]
+Rewards = Num[jax.Array, "B"] | Num[np.ndarray, "B"] | list[float]
+NamedRewards = Num[jax.Array, "B R"] | Num[np.ndarray, "B R"] | list[list[float]]
+StepRewards = Num[jax.Array, "B S"] | Num[np.ndarray, "B S"] | list[list[float]]
 GroupIds = Int[jax.Array, "B"] | Int[np.ndarray, "B"] | list[int]
 Advantages = Float[jax.Array, "B"] | Float[np.ndarray, "B"]
+StepAdvantages = Float[jax.Array, "B S"] | Float[np.ndarray, "B S"]
 
 
 class _Groups(NamedTuple):
@@ -36,8 +39,8 @@ class _Groups(NamedTuple):
 
 
 def _groups(rewards: Rewards, group_ids: GroupIds) -> _Groups:
-    xp: ModuleType = jnp if isinstance(rewards, jax.Array) else np
-    raw: Any = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards, np.float64)
+    xp = namespace(rewards)
+    (raw,) = as_floats(xp, rewards)
     ids: Any = xp.asarray(group_ids)
     if raw.shape != ids.shape:
         raise ValueError(f"rewards have shape {raw.shape} and group_ids {ids.shape}; wanted one of each per trajectory")
@@ -171,8 +174,8 @@ def normalize_then_sum(
 
 
 def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> tuple[ModuleType, Any, Any]:
-    xp: ModuleType = jnp if isinstance(rewards, jax.Array) else np
-    table: Any = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards, np.float64)
+    xp = namespace(rewards)
+    (table,) = as_floats(xp, rewards)
     if table.ndim != 2 or table.shape[1] != len(weights) or not weights:
         raise ValueError(
             f"rewards have shape {table.shape} and there are {len(weights)} weights; wanted one per column"
@@ -182,7 +185,7 @@ def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> t
 
 def step_advantages(
     step_rewards: StepRewards, group_ids: GroupIds, estimator: str = "group", *, gamma: float = 1.0
-) -> StepRewards:
+) -> StepAdvantages:
     """An advantage per step (an assistant's turn): discounted rewards to go, against the group at the same step.
 
     `R_k = sum_{j >= k} gamma^(j - k) s_j`; the baseline and the spread of step `k` are taken over the trajectories of
@@ -200,8 +203,8 @@ def step_advantages(
      [-2. -1.]
      [ 3.  0.]]
     """
-    xp: ModuleType = jnp if isinstance(step_rewards, jax.Array) else np
-    rewards: Any = step_rewards if isinstance(step_rewards, jax.Array) else np.asarray(step_rewards, np.float64)
+    xp = namespace(step_rewards)
+    (rewards,) = as_floats(xp, step_rewards)
     if rewards.ndim != 2:
         raise ValueError(f"step_rewards have shape {rewards.shape}; wanted one row per trajectory, one column per step")
     has_step = xp.flip(xp.cumsum(xp.flip(~xp.isnan(rewards), 1), axis=1), 1) > 0  # a step here or later

@@ -6,6 +6,7 @@ batch, or while it is being written. Letters: `B` rows, `T` tokens.
 
 import numpy as np
 
+from jaxft.core.arrays import check_batch_shapes
 from jaxft.core.types import Batch
 
 
@@ -25,11 +26,9 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     Traceback (most recent call last):
     ValueError: completion_mask is False everywhere: there is no token to train
     """
+    check_batch_shapes(batch)
     tokens, mask = np.asarray(batch.tokens), np.asarray(batch.completion_mask)
     given = {name: np.asarray(x) for name, x in batch._asdict().items() if x is not None}
-    for name, x in given.items():
-        if x.shape != tokens.shape and not (name == "advantages" and x.shape == tokens.shape[:1]):
-            raise ValueError(f"batch.{name} has shape {x.shape}; wanted that of tokens, {tokens.shape}")
     if not mask.any():
         raise ValueError("completion_mask is False everywhere: there is no token to train")
     starts = np.zeros(mask.shape, bool)

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.arrays import check_shapes
 from jaxft.core.kl import MAX_LOG_RATIO
-from jaxft.core.reductions import row_sums, token_mean
+from jaxft.core.reductions import aggregate, row_sums, token_mean
 from jaxft.core.types import Denominators
 
 Kind = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"]
@@ -46,7 +47,7 @@ def sampler_correction(
     * `sequence_geometric_mask`: 1 where `low <= e^(mean d) <= high`, else 0.
 
     Raises:
-        ValueError: an unknown kind, or bounds that are not `0 < low <= 1 <= high`.
+        ValueError: an unknown kind, bounds that are not `0 < low <= 1 <= high`, or shapes that differ.
 
     >>> old, drawn = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.1]]))  # ratios 3 and 1
     >>> mask = jnp.array([[True, True]])
@@ -60,6 +61,13 @@ def sampler_correction(
         raise ValueError(f"correction is {kind!r}; wanted one of {', '.join(get_args(Kind))}")
     if not 0 < low <= 1 <= high:
         raise ValueError(f"the bounds of the correction are {low} and {high}; wanted 0 < low <= 1 <= high")
+    check_shapes(
+        "B T",
+        old_logprobs=old_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        completion_mask=completion_mask,
+        segment_ids=segment_ids,
+    )
     log_weight = jnp.where(completion_mask, old_logprobs - behavior_logprobs, 0.0)  # [B T]
     if kind.startswith("sequence"):
         log_weight = row_sums(log_weight, segment_ids)
@@ -83,20 +91,43 @@ def sampler_agreement(
     sampler_logprobs: Float[Array, "B T"],
     completion_mask: Bool[Array, "B T"],
     denominators: Denominators,
+    *,
+    max_mean_diff: float | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """How far the trainer's log-probabilities are from those recorded while sampling (`d = old - sampler`), in nats.
 
-    `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`.
+    `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`. With `max_mean_diff`, rows
+    whose mean `|d|` is larger (they were sampled by another policy, or recorded wrongly) have the share
+    `sampler_disagreement_share`; a row of which nothing finite can be said is one of them.
+
+    Raises:
+        ValueError: shapes that differ.
 
     >>> lp, mask = jnp.log(jnp.array([[0.5, 0.5]])), jnp.array([[True, False]])
     >>> figures = sampler_agreement(lp, lp - 0.1, mask, Denominators(1.0, 1.0))
     >>> print(f"{figures['sampler_logprob_diff_max']:.3f}")
     0.100
     """
+    check_shapes(
+        "B T",
+        old_logprobs=old_logprobs,
+        sampler_logprobs=sampler_logprobs,
+        completion_mask=completion_mask,
+        segment_ids=segment_ids,
+    )
     difference = jnp.where(completion_mask, old_logprobs - sampler_logprobs, 0.0)
     clamped = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = jnp.exp(clamped)
-    return {
+    figures = {}
+    if max_mean_diff is not None:
+        lengths = jnp.maximum(row_sums(completion_mask.astype(difference.dtype), segment_ids), 1)
+        is_near = row_sums(jnp.abs(difference), segment_ids) / lengths <= max_mean_diff
+        is_far = (~is_near).astype(difference.dtype)
+        figures["sampler_disagreement_share"] = aggregate(
+            is_far, completion_mask, denominators, "row_mean", segment_ids=segment_ids
+        )
+    return figures | {
         "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),
         "sampler_logprob_diff_max": jnp.max(jnp.abs(difference), initial=0.0),
         "sampler_kl": token_mean(jnp.expm1(clamped) - difference, completion_mask, denominators),

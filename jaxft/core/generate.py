@@ -68,6 +68,17 @@ def decode(
 
     A row is deterministic in its own token history, parameters and key: at equal shapes its tokens and
     log-probabilities are the same bits whatever the other rows are.
+
+    >>> import jaxft
+    >>> def count(params, tokens, positions):  # as good as sure that the next number follows
+    ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
+    >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
+    >>> cache, tokens, positions = _prefill(model, params, jnp.array([[1]]), jnp.array([1]), cache_length=4)
+    >>> state = DecodeState(cache, tokens, positions, active=jnp.array([True]))
+    >>> rows = RowParams(sampling_params(1), jax.random.split(jax.random.key(0), 1), jnp.array([[3]]), jnp.array([4]))
+    >>> state, emitted = decode(model, params, state, rows, max_steps=3)
+    >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
+    [[2 3 0]] [2] [False]
     """
     size = state.tokens.shape[0]
     emitted = Emitted(
@@ -108,7 +119,7 @@ def decode(
     return state, emitted
 
 
-def prefill(
+def _prefill(
     model: Model, params: Params, prompts: Int[Array, "P L"], lengths: Int[Array, "P"], cache_length: int
 ) -> tuple[Cache, Int[Array, "P"], Int[Array, "P"]]:
     """Runs right-padded prompts through the model once: their cache, last tokens and the positions of those.
@@ -199,7 +210,7 @@ def _generate(
     stop_ids: Int[Array, "S"],
 ) -> Rollout:
     params = model.decode_layout(params)
-    cache, tokens, positions = prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
+    cache, tokens, positions = _prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
     keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]

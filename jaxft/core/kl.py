@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxft.core.arrays import check_shapes
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
 
@@ -39,7 +41,7 @@ def kl_penalty(
     * `k3_trl`: `k3_ratio` with the loss's own ratio, a row's at sequence level: TRL's number.
 
     Raises:
-        ValueError: an unknown kind, or `k1`, whose expectation has no gradient.
+        ValueError: an unknown kind, `k1`, whose expectation has no gradient, or shapes that differ.
 
     >>> rho = jnp.log(jnp.array([[2.0]]))
     >>> print(kl_penalty("k2", rho, jnp.zeros((1, 1)), jnp.ones((1, 1))).round(4))  # (log 2)^2 / 2
@@ -52,6 +54,9 @@ def kl_penalty(
         )
     if kind not in KL_IN_LOSS:
         raise ValueError(f"kl is {kind!r}; wanted one of {', '.join(KL_IN_LOSS)}")
+    check_shapes("B T", rho=rho, log_ratio=log_ratio)
+    if importance_ratio.shape not in (rho.shape, (len(rho), 1)):
+        raise ValueError(f"importance_ratio has shape {importance_ratio.shape}; wanted {rho.shape} or {(len(rho), 1)}")
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if kind == "k3_ratio":
         return ratio * k3(rho)
@@ -72,8 +77,12 @@ def k1_penalty(
     Its mean is KL(policy || ref) of the whole sequence, and as a part of the reward it has that gradient: subtract it
     per token from `token_rewards`, or summed over a trajectory from its reward, before any baseline.
 
+    Raises:
+        ValueError: shapes that differ.
+
     >>> lp, ref = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
     >>> print(k1_penalty(lp, ref, jnp.array([[True, True]])).round(4))  # log 2, 0
     [[0.6931 0.    ]]
     """
+    check_shapes("B T", logprobs=logprobs, ref_logprobs=ref_logprobs, completion_mask=completion_mask)
     return jax.lax.stop_gradient(jnp.where(completion_mask, logprobs - ref_logprobs, 0.0))

@@ -4,19 +4,38 @@ The one-step shift between logits and tokens happens here, in `token_logprobs`, 
 Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxft.core.arrays import check_shapes
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**26
 """Logits held at once when no chunk size is given: 256 MiB of float32."""
 
+SUMMED_IN_A_ROW = 512
+"""Sums over the vocabulary are made of sums over this many: of 150,000 terms in a row float32 loses three digits."""
+
+LOWEST = -1e30
+"""Stands for a log-probability of -inf, which times its probability is 0 and not NaN."""
+
+KEPT = "statistics of the softmax"
+"""What is not computed again in the backward pass."""
+
 
 def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The divisor of the logits: the temperature itself, or 1 for greedy rows (temperature 0), scored as they stand."""
-    return jnp.where(temperature == 0, 1.0, temperature)
+    """The divisor of the logits: the temperature itself; 1 for greedy rows (temperature 0), scored as they stand.
+
+    It is 1 too for what is no temperature, negative or not finite: dividing by that would spoil every gradient.
+
+    >>> print(scaling_temperature(jnp.array([0.5, 0.0, jnp.nan])))
+    [0.5 1.  1. ]
+    """
+    return jnp.where((temperature > 0) & (temperature < jnp.inf), temperature, 1.0)
 
 
 def logits_logprobs(
@@ -25,21 +44,72 @@ def logits_logprobs(
     """Log-probability of each token and entropy of its distribution, in nats, under `softmax(logits / temperature)`.
 
     Computed in float32 or wider, whatever the logits are: in bfloat16 the result would be off by up to 0.02 nats.
+    A temperature that is negative or not finite gives NaN, and no gradient. No gradient flows into temperatures.
 
     >>> lp, entropy = logits_logprobs(jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([1]), jnp.array([1.0]))
     >>> print(f"{lp[0]:.4f} {entropy[0]:.4f}")  # log(3/4); -(1/4 log 1/4 + 3/4 log 3/4)
     -0.2877 0.5623
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    scaled = logits / scaling_temperature(temperature)[:, None]  # [N V]
-    normaliser = jax.nn.logsumexp(scaled, axis=-1)
-    logprobs = scaled - normaliser[:, None]
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    logprobs, entropy = _softmax_scores(logits, tokens, scaling_temperature(temperature))
+    is_temperature = (temperature >= 0) & (temperature < jnp.inf)
+    return jnp.where(is_temperature, logprobs, jnp.nan), jnp.where(is_temperature, entropy, jnp.nan)
+
+
+@jax.custom_jvp
+def _softmax_scores(
+    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """Log-probability and entropy. Their derivative keeps three numbers per token and writes one table, its result."""
+    return _softmax_statistics(logits, tokens, temperature)[:2]
+
+
+@_softmax_scores.defjvp
+def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
+    """`T d log p_y = dz_y - sum(p dz)` and `T dH = -sum(p (log p + H) dz)`; the temperature is a constant."""
+    (logits, tokens, temperature), (d_logits, *_) = primals, tangents
+    chosen, entropy, shift, log_mass = _softmax_statistics(logits, tokens, temperature)
+    logprobs = (logits - shift[:, None]) / temperature[:, None] - log_mass[:, None]  # [N V]
     probs = jnp.exp(logprobs)
-    # A logit of -inf has probability 0 and adds 0, not 0 * -inf. The terms are of one sign: logsumexp(z) - sum(p z)
-    # is the same number, but loses the digits of large logits.
-    entropy = -jnp.sum(probs * jnp.where(probs > 0, logprobs, 0.0), axis=-1)
-    return chosen, entropy
+    # Compared and not gathered: the transpose of a gather is a scatter into a table of zeros.
+    is_chosen = (jnp.arange(logits.shape[-1]) == tokens[:, None]).astype(probs.dtype)
+    d_chosen = jnp.sum((is_chosen - probs) * d_logits, axis=-1)
+    d_entropy = -jnp.sum(probs * (jnp.maximum(logprobs, LOWEST) + entropy[:, None]) * d_logits, axis=-1)
+    return (chosen, entropy), (d_chosen / temperature, d_entropy / temperature)
+
+
+def _softmax_statistics(
+    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
+) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
+    """Log-probability, entropy, the largest logit and the logarithm of the mass relative to it."""
+    shift = logits.max(axis=-1)
+    mass, moment = _exp_sums((logits - shift[:, None]) / temperature[:, None])
+    log_mass = jnp.log(mass)
+    chosen = (jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - shift) / temperature - log_mass
+    # Two terms that are not negative: logsumexp(z) - sum(p z) is the same number, but loses digits of large logits.
+    entropy = log_mass - moment / mass
+    entropy, shift, log_mass = (checkpoint_name(x, KEPT) for x in (entropy, shift, log_mass))
+    return chosen, entropy, shift, log_mass
+
+
+def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """`sum(e^x)` and `sum(x e^x)` over the last axis; in one pass, so that no table of a vocabulary is written."""
+
+    def terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
+        weights = jnp.exp(x)
+        return weights, weights * jnp.maximum(x, LOWEST)
+
+    def add(a: Any, b: Any) -> Any:
+        return a[0] + b[0], a[1] + b[1]
+
+    blocks = x.shape[-1] // SUMMED_IN_A_ROW
+    split, zero = blocks * SUMMED_IN_A_ROW, jnp.zeros((), x.dtype)
+    of_blocks = jax.lax.reduce(
+        terms(x[:, :split].reshape(len(x), blocks, SUMMED_IN_A_ROW)), (zero, zero), add, dimensions=(2,)
+    )  # [N blocks] each
+    mass, moment = (of_block.sum(axis=-1) for of_block in of_blocks)
+    mass_of_rest, moment_of_rest = (rest.sum(axis=-1) for rest in terms(x[:, split:]))
+    return mass + mass_of_rest, moment + moment_of_rest
 
 
 def token_logprobs(
@@ -62,15 +132,17 @@ def token_logprobs(
 
     Args:
         tokens: right-padded rows; what stands behind the last real token changes nothing before it.
-        temperature: the one that the tokens were sampled with: a scalar, one per row, or one per token.
+        temperature: the one that the tokens were sampled with: a scalar, one per row, or one per token. A token whose
+            temperature is negative or not finite gets NaN and no gradient.
         positions: of the tokens; `0 .. T-1` when None.
         segment_ids: which of several packed sequences a token belongs to; tokens attend within their own only.
         value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); with it the values are computed too.
         entropy_gradient: let gradients flow into the entropy (an entropy bonus needs it); costs nothing when off.
-        chunk_tokens: tokens per chunk; by default as many as hold 2**26 logits.
+        chunk_tokens: at most so many tokens per chunk; by default as many as hold 2**26 logits.
 
     Raises:
-        ValueError: `temperature` has a shape that fits neither rows nor tokens, or `chunk_tokens` is below 1.
+        ValueError: `temperature` has a shape that fits neither rows nor tokens, `positions` or `segment_ids` have
+            another one than `tokens`, or `chunk_tokens` is below 1.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -79,6 +151,7 @@ def token_logprobs(
     >>> print(token_logprobs(model, params, jnp.array([[0, 1, 1]])).logprobs.round(4))  # log(1/2)
     [[ 0.     -0.6931 -0.6931]]
     """
+    check_shapes("B T", tokens=tokens, positions=positions, segment_ids=segment_ids)
     rows, length = tokens.shape
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), (rows,), (rows, length)):
@@ -145,11 +218,12 @@ def _score_in_chunks(
         chunk_tokens = max(16, CHUNK_LOGITS // vocabulary)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
-    rechecked = jax.checkpoint(score)
+    rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
     if total <= chunk_tokens:
         return rechecked(params, hidden, tokens, temperature)
 
     chunks = -(-total // chunk_tokens)
+    chunk_tokens = -(-total // chunks)  # even ones, or the last would be mostly padding
     padding = chunks * chunk_tokens - total
 
     def split(x: Array) -> Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.arrays import check_shapes
 from jaxft.core.kl import MAX_LOG_RATIO, k3, kl_penalty
 from jaxft.core.reductions import aggregate, count_trained, row_sums, token_mean
 from jaxft.core.types import Denominators
@@ -72,14 +73,17 @@ def policy_loss(
         old_logprobs: under the policy at the start of the batch's first update; None when this is that update.
         advantages: one per row, or one per token.
         completion_mask: True where the policy chose the token.
-        importance_level: `sequence` takes one ratio per row, `exp(mean of the log-ratio)` (GSPO; per-token advantages
-            get its GSPO-token form, arXiv 2507.18071 eq. 13).
+        importance_level: `sequence` takes one ratio per row, `s = exp(mean of the log-ratio)` (GSPO), always in its
+            GSPO-token form, `stop_gradient(s) e^(lp - stop_gradient(lp))` (arXiv 2507.18071 eq. 14). Value and gradient
+            are those of `s` itself where a row has one advantage and one weight; where they vary along the row, a
+            token keeps its own credit, packed or padded.
         clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo `clip_high` is the cap.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
-        kl: its estimator, see `kl_penalty`.
+        kl: its estimator, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
         max_completion_tokens: the budget of one trajectory; the constant that dr_grpo divides by.
-        policy_weights: factors of the policy term, constants outside the clip (`sampler_correction`).
+        policy_weights: factors of the policy term, constants outside the clip (`sampler_correction`); free on
+            untrained tokens, like everything else there.
         segment_ids: which of several packed sequences a token belongs to; `advantages` are then per token.
         denominators: of the whole batch, when these rows are a part of it.
 
@@ -107,18 +111,20 @@ def policy_loss(
     clip_high = preset.clip_high if clip_high is None else clip_high
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(logprobs, old_logprobs, advantages, completion_mask, beta, ref_logprobs, policy_weights, segment_ids)
-    if segment_ids is not None and importance_level == "sequence" and beta and kl == "k3_trl":
-        raise ValueError("kl='k3_trl' at sequence level needs a row per sequence; give segment_ids=None")
 
     mask = completion_mask
     per_token_advantages = advantages if advantages.ndim == 2 else advantages[:, None]
     denominators = count_trained(mask, segment_ids) if denominators is None else denominators
     old_logprobs = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)  # [B T]
-    importance = log_ratio
+    importance = of_whole_row = log_ratio
     if importance_level == "sequence":
-        importance = _sequence_log_ratio(log_ratio, mask, segment_ids, advantages.ndim == 2)
-    ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T] or [B 1]
+        of_whole_row = _row_mean(log_ratio, mask, segment_ids)  # [B 1], or [B T] with segments
+        # The value of the row's ratio, the gradient of the token's. The difference is exactly 0: summed from the left,
+        # a large log-ratio would round the row's away.
+        own = log_ratio - jax.lax.stop_gradient(log_ratio)
+        importance = jax.lax.stop_gradient(of_whole_row) + own  # [B T]
+    ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
     if preset.surrogate == "clip":
         policy_term = clipped_surrogate(ratio, per_token_advantages, clip_low, clip_high, delta)
@@ -127,9 +133,8 @@ def policy_loss(
         policy_term = -weight * per_token_advantages * jnp.where(mask, logprobs, 0.0)
     else:
         policy_term = -per_token_advantages * jnp.where(mask, logprobs, 0.0)
-    policy_term = jnp.broadcast_to(policy_term, mask.shape)
     if policy_weights is not None:
-        policy_term = jax.lax.stop_gradient(policy_weights) * policy_term
+        policy_term = jax.lax.stop_gradient(jnp.where(mask, policy_weights, 0.0)) * policy_term
 
     def reduced(per_token: Float[Array, "B T"]) -> Float[Array, ""]:
         return aggregate(per_token, mask, denominators, aggregation, max_completion_tokens, segment_ids)
@@ -139,7 +144,8 @@ def policy_loss(
     if beta:
         assert ref_logprobs is not None
         rho = jnp.where(mask, ref_logprobs - logprobs, 0.0)
-        value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, ratio))
+        undetached_ratio = jnp.exp(jnp.clip(of_whole_row, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, undetached_ratio))
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
         metrics["kl_clamped_share"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
     outside_low, outside_high = _clip_bites(preset.surrogate, ratio, per_token_advantages, clip_low, clip_high)
@@ -187,11 +193,15 @@ def value_loss(
     PPO's clipped value loss (arXiv 1707.06347 in the form of its reference implementation); unclipped when `value_clip`
     is None. `value_clip_share` counts where the clip took the gradient away.
 
+    Raises:
+        ValueError: shapes that differ.
+
     >>> one = jnp.ones((1, 1))
     >>> loss, metrics = value_loss(2.0 * one, 0.0 * one, 3.0 * one, one > 0)  # clipped to 0.2: (0.2 - 3)^2 / 2
     >>> print(f"{loss:.2f} {metrics['value_clip_share']}")
     3.92 1.0
     """
+    check_shapes("B T", values=values, old_values=old_values, returns=returns, completion_mask=completion_mask)
     mask = completion_mask
     denominators = count_trained(mask) if denominators is None else denominators
     error = jnp.where(mask, values - returns, 0.0) ** 2
@@ -200,23 +210,18 @@ def value_loss(
     if value_clip is not None:
         held = jnp.where(mask, old_values + jnp.clip(values - old_values, -value_clip, value_clip) - returns, 0.0) ** 2
         worse = jnp.maximum(error, held)
-        metrics["value_clip_share"] = token_mean(held > error, mask, denominators)
+        # Within the clip the two errors are one number, up to a rounding that must not be counted.
+        is_outside = jnp.abs(values - old_values) > value_clip
+        metrics["value_clip_share"] = token_mean(is_outside & (held > error), mask, denominators)
     value = 0.5 * token_mean(worse, mask, denominators)
     return value, jax.tree.map(jax.lax.stop_gradient, metrics | {"value_loss": value})
 
 
-def _sequence_log_ratio(
-    log_ratio: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    segment_ids: Int[Array, "B T"] | None,
-    has_token_advantages: bool,
+def _row_mean(
+    log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B #T"]:
     count = jnp.maximum(row_sums(mask.astype(log_ratio.dtype), segment_ids), 1)
-    mean = row_sums(log_ratio, segment_ids) / count  # [B 1], or [B T] with segments
-    if not has_token_advantages:
-        return mean
-    # The value of the row's ratio, the gradient of the token's: a turn's credit stays with that turn.
-    return jax.lax.stop_gradient(mean) + log_ratio - jax.lax.stop_gradient(log_ratio)
+    return row_sums(log_ratio, segment_ids) / count
 
 
 def _clip_bites(
@@ -272,17 +277,16 @@ def _check_inputs(
         raise ValueError(
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )
+    check_shapes(
+        "B T",
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        completion_mask=completion_mask,
+        ref_logprobs=ref_logprobs,
+        policy_weights=policy_weights,
+        segment_ids=segment_ids,
+    )
     shape = logprobs.shape
-    per_token = {
-        "old_logprobs": old_logprobs,
-        "completion_mask": completion_mask,
-        "ref_logprobs": ref_logprobs,
-        "policy_weights": policy_weights,
-        "segment_ids": segment_ids,
-    }
-    for name, x in per_token.items():
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; wanted that of logprobs, {shape}")
     if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
         wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"
         raise ValueError(f"advantages have shape {advantages.shape}; wanted {wanted}")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxft.core.arrays import check_batch_shapes
 from jaxft.core.correction import Correction, sampler_agreement, sampler_correction
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, value_loss
@@ -38,15 +39,18 @@ def grpo_loss(
     correction: str | None = None,
     correction_low: float = 0.5,
     correction_high: float = 2.0,
+    max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
 
     `entropy_coef` times the mean entropy of all trained tokens, in nats, is taken off the loss (arXiv 1602.01783).
     `correction` weights the policy term by how much likelier a token is than when it was sampled
-    (`sampler_correction`; needs `batch.behavior_logprobs`).
+    (`sampler_correction`; needs `batch.behavior_logprobs`). `max_sampler_diff` counts the rows that the policy did not
+    sample (`sampler_agreement`; needs `batch.sampler_logprobs`).
 
     Raises:
-        ValueError: the batch lacks what the loss needs, or what `policy_loss` or `sampler_correction` refuses.
+        ValueError: the batch lacks what the loss needs or has fields of other shapes than its tokens, or what
+            `policy_loss` or `sampler_correction` refuses.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -71,7 +75,7 @@ def grpo_loss(
         max_completion_tokens=max_completion_tokens,
     )
     correct = _correction(correction, correction_low, correction_high)
-    return _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct)
+    return _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct, max_sampler_diff)
 
 
 def ppo_loss(
@@ -91,6 +95,7 @@ def ppo_loss(
     correction: str | None = None,
     correction_low: float = 0.5,
     correction_high: float = 2.0,
+    max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """PPO (arXiv 1707.06347, eq. 9): clipped surrogate plus `value_coef` times `value_loss`, over all trained tokens.
 
@@ -117,7 +122,7 @@ def ppo_loss(
     scored = score(model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0)
     loss_fn = partial(policy_loss, loss="ppo", clip_low=clip_low, clip_high=clip_high, delta=delta, beta=beta, kl=kl)
     correct = _correction(correction, correction_low, correction_high)
-    value, metrics = _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct)
+    value, metrics = _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct, max_sampler_diff)
     assert scored.values is not None
     error, figures = value_loss(
         scored.values,
@@ -140,16 +145,24 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
+    sft_coef: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`preference_loss`, mean over pairs; rows `2 i` and `2 i + 1` are the chosen and the rejected answer of pair i.
 
+    A pair counts when both of its rows have a trained token; one that lacks an answer is in no sum and no denominator
+    (`denominators.pairs`), but the metric `entropy` is over all trained tokens.
+
+    A preference loss is content when both answers become less likely, the rejected one faster. `sft_coef` times the
+    mean negative log-probability per token of the chosen answers holds them up (arXiv 2404.19733, eq. 1).
+
     Args:
-        batch: with `ref_logprobs`, computed once with the reference (`score_in_microbatches`). A pair needs trained
-            tokens in both of its rows.
+        batch: with `ref_logprobs`, computed once with the reference (`score_in_microbatches`).
+        denominators: of the whole batch, by `count_trained`.
         length_normalized: an answer's log-probability is the mean over its tokens and not their sum.
 
     Raises:
-        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, or what `preference_loss` refuses.
+        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, pairs that were not counted, fields of other
+            shapes than the tokens, or what `preference_loss` refuses.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -157,7 +170,7 @@ def dpo_loss(
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1], [0, 0]]), jnp.array([[False, True]] * 2))
     >>> batch = batch._replace(ref_logprobs=score(model, params, batch).logprobs)
-    >>> loss, _ = dpo_loss(model, params, batch, Denominators(jnp.array(2.0), jnp.array(2.0)))
+    >>> loss, _ = dpo_loss(model, params, batch, jaxft.count_trained(batch.completion_mask))
     >>> print(f"{loss:.4f}")  # the policy is its reference: log 2
     0.6931
     """
@@ -168,8 +181,12 @@ def dpo_loss(
         raise ValueError("batch.ref_logprobs is None; score the batch with the reference first")
     if batch.segment_ids is not None:
         raise ValueError("batch.segment_ids is given; pairs are rows of their own, not packed")
+    if denominators.pairs is None:
+        raise ValueError("denominators.pairs is None; count the whole batch with count_trained")
+    pairs = jnp.maximum(denominators.pairs, 1.0)
     scored, mask = score(model, params, batch), batch.completion_mask
-    lengths = jnp.maximum(mask.sum(axis=1), 1) if length_normalized else 1
+    tokens = jnp.maximum(mask.sum(axis=1), 1)
+    lengths = tokens if length_normalized else jnp.ones_like(tokens)
 
     def of_answers(logprobs: Float[Array, "B T"]) -> tuple[Array, Array]:
         sums = row_sums(jnp.where(mask, logprobs, 0.0))[:, 0] / lengths
@@ -179,20 +196,25 @@ def dpo_loss(
     losses, margins = preference_loss(
         chosen, rejected, ref_chosen, ref_rejected, beta=beta, kind=kind, label_smoothing=label_smoothing
     )
+    chosen_mean = chosen * lengths[0::2] / tokens[0::2]
     trained = mask.any(axis=1)
     is_pair = trained[0::2] & trained[1::2]
 
     def over_pairs(x: Float[Array, "P"]) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(is_pair, x, 0.0)) / jnp.maximum(denominators.rows / 2, 1.0)
+        return jnp.sum(jnp.where(is_pair, x, 0.0)) / pairs
 
     metrics = {
         "preference_accuracy": over_pairs((margins > 0).astype(jnp.float32)),
         "reward_margin": over_pairs(beta * margins),
         "chosen_reward": over_pairs(beta * (chosen - ref_chosen)),
         "rejected_reward": over_pairs(beta * (rejected - ref_rejected)),
+        "chosen_nll": over_pairs(-chosen_mean),
         "entropy": token_mean(scored.entropy, mask, denominators),
     }
-    return over_pairs(losses), jax.tree.map(jax.lax.stop_gradient, metrics)
+    loss = over_pairs(losses)
+    if sft_coef:
+        loss = loss - sft_coef * over_pairs(chosen_mean)
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
 def sft_loss(
@@ -225,6 +247,7 @@ def _policy_terms(
     denominators: Denominators,
     entropy_coef: float,
     correct: Callable[..., Correction] | None,
+    max_sampler_diff: float | None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The policy loss with its entropy bonus, and all that is logged of both."""
     if batch.advantages is None:
@@ -251,7 +274,14 @@ def _policy_terms(
         value = value - entropy_coef * entropy
     metrics |= figures | {"entropy": jax.lax.stop_gradient(entropy)}
     if batch.sampler_logprobs is not None:
-        metrics |= sampler_agreement(old, batch.sampler_logprobs, mask, denominators)
+        metrics |= sampler_agreement(
+            old,
+            batch.sampler_logprobs,
+            mask,
+            denominators,
+            max_mean_diff=max_sampler_diff,
+            segment_ids=batch.segment_ids,
+        )
     return value, metrics
 
 
@@ -265,6 +295,9 @@ def score(
 ) -> Scored:
     """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with.
 
+    Raises:
+        ValueError: a field of the batch has another shape than its tokens.
+
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
@@ -272,6 +305,7 @@ def score(
     >>> print(score(model, params, Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))).logprobs.round(4))
     [[ 0.     -0.6931]]
     """
+    check_batch_shapes(batch)
     return token_logprobs(
         model,
         params,
@@ -291,7 +325,8 @@ def score_in_microbatches(
     """`score` without gradients, `microbatch_rows` rows at a time; the rows must divide.
 
     Raises:
-        ValueError: the number of rows is not a multiple of `microbatch_rows`.
+        ValueError: the number of rows is not a multiple of `microbatch_rows`, or a field of the batch has another shape
+            than its tokens.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -302,6 +337,7 @@ def score_in_microbatches(
     [[0.     0.6931]
      [0.     0.6931]]
     """
+    check_batch_shapes(batch)
     rows = batch.tokens.shape[0]
     if rows % microbatch_rows:
         raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")

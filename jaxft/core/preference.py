@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
+from jaxft.core.arrays import check_shapes
+
 
 class PreferenceLoss(NamedTuple):
     """Loss of each pair, and by how much the policy prefers the chosen answer more than the reference does."""
@@ -35,7 +37,8 @@ def preference_loss(
     * `ipo`: `(h - 1 / (2 beta))^2` (arXiv 2310.12036 eq. 17).
 
     Raises:
-        ValueError: an unknown kind, `beta` not above 0, `label_smoothing` outside [0, 0.5) or given with ipo.
+        ValueError: an unknown kind, `beta` not above 0, `label_smoothing` outside [0, 0.5) or given with ipo, or shapes
+            that differ.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.array([1.0])
@@ -48,6 +51,13 @@ def preference_loss(
         raise ValueError(f"beta is {beta}; a preference loss needs it above 0")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; wanted at least 0 and below 0.5")
+    check_shapes(
+        "P",
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        ref_chosen_logprobs=ref_chosen_logprobs,
+        ref_rejected_logprobs=ref_rejected_logprobs,
+    )
     margins = (chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)
     if kind == "sigmoid":
         agree, disagree = jax.nn.log_sigmoid(beta * margins), jax.nn.log_sigmoid(-beta * margins)

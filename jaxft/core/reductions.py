@@ -1,7 +1,8 @@
 """From numbers per token to numbers per row and per batch; every one is 0 on an empty mask.
 
-A *row* is one sequence. Packed batches hold several in one physical row: `segment_ids` then says which token is whose,
-and every reduction "of a row" is one of a segment. Letters: `B` physical rows, `T` tokens.
+A *row* is one sequence. Packed batches hold several in one physical row: neighbours with the same `segment_ids` are
+then one sequence, whatever the ids are, and every reduction "of a row" is one of a segment.
+Letters: `B` physical rows, `T` tokens.
 """
 
 import jax
@@ -19,21 +20,31 @@ def row_sums(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None = Non
     """
     if segment_ids is None:
         return x.sum(axis=1, keepdims=True)
-    return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=len(ids) + 1)[ids])(x, segment_ids)
+    ids = _segment_numbers(segment_ids)
+    return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=len(ids))[ids])(x, ids)
 
 
 def count_trained(completion_mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Denominators:
-    """Rows (segments) with a trained token, and trained tokens.
+    """Rows (segments) with a trained token, trained tokens, and pairs of rows that both have one.
 
-    >>> print(*count_trained(jnp.array([[True, True], [False, False]])))
-    1.0 2.0
+    >>> print(*count_trained(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
+    3.0 4.0 1.0
     """
+    trained = completion_mask.any(axis=1)
     if segment_ids is None:
-        rows = completion_mask.any(axis=1).sum()
+        rows = trained.sum()
     else:
-        some = jax.vmap(lambda mask, ids: jax.ops.segment_sum(mask, ids, num_segments=len(ids) + 1) > 0)
-        rows = some(completion_mask.astype(jnp.int32), segment_ids).sum()
-    return Denominators(rows.astype(jnp.float32), completion_mask.sum().astype(jnp.float32))
+        some = jax.vmap(lambda mask, ids: jax.ops.segment_sum(mask, ids, num_segments=len(ids)) > 0)
+        rows = some(completion_mask.astype(jnp.int32), _segment_numbers(segment_ids)).sum()
+    halves = len(trained) // 2 * 2
+    pairs = (trained[:halves:2] & trained[1:halves:2]).sum()
+    return Denominators(*(count.astype(jnp.float32) for count in (rows, completion_mask.sum(), pairs)))
+
+
+def _segment_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The segments of each row counted from 0: ids may be any numbers, those unique in a whole batch exceed `T`."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 def aggregate(
@@ -50,7 +61,7 @@ def aggregate(
     `budget`: sum over `rows x max_completion_tokens`.
 
     Raises:
-        ValueError: `budget` without `max_completion_tokens`, or an unknown name.
+        ValueError: `budget` without a `max_completion_tokens` of at least 1, or an unknown name.
 
     >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
     >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
@@ -67,6 +78,10 @@ def aggregate(
             raise ValueError(
                 "max_completion_tokens is None; this loss divides by it: give the token budget of one trajectory"
             )
+        if max_completion_tokens < 1:
+            raise ValueError(
+                f"max_completion_tokens is {max_completion_tokens}; wanted at least 1, the loss divides by it"
+            )
         return masked.sum() / (jnp.maximum(denominators.rows, 1.0) * max_completion_tokens)
     raise ValueError(f"aggregation is {aggregation!r}; wanted row_mean, token_mean or budget")
 
@@ -74,5 +89,10 @@ def aggregate(
 def token_mean(
     x: Float[Array, "B #T"] | Bool[Array, "B #T"], completion_mask: Bool[Array, "B T"], denominators: Denominators
 ) -> Float[Array, ""]:
-    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none."""
+    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none.
+
+    >>> mask = jnp.array([[True, True, False]])
+    >>> print(token_mean(jnp.array([[1.0, 2.0, 9.0]]), mask, count_trained(mask)))
+    1.5
+    """
     return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)

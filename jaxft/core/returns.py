@@ -1,8 +1,8 @@
 """Advantages of single tokens: rewards to go, generalised advantage estimation, whitening.
 
 Time runs over the *trained* tokens of a row only: what stands between two of them (a tool's answer, the next question)
-carries nothing, costs no discount and gets 0. NumPy input is computed in float64 on the host, JAX input in its own
-precision. Letters: `B` rows, `T` tokens.
+carries nothing, costs no discount and gets 0. NumPy input, integers too, is computed in float64 on the host, JAX input
+in float32 or its own wider precision. Letters: `B` rows, `T` tokens.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 
-PerRow = Float[jax.Array, "B"] | Float[np.ndarray, "B"]
+from jaxft.core.arrays import as_floats, check_shapes, namespace
+
+PerRow = Num[jax.Array, "B"] | Num[np.ndarray, "B"]
+GivenPerToken = Num[jax.Array, "B T"] | Num[np.ndarray, "B T"]
 PerToken = Float[jax.Array, "B T"] | Float[np.ndarray, "B T"]
 Mask = Bool[jax.Array, "B T"] | Bool[np.ndarray, "B T"]
 
@@ -32,23 +35,35 @@ class Estimate(NamedTuple):
 def outcome_rewards(rewards: PerRow, completion_mask: Mask) -> PerToken:
     """Each row's outcome as the reward of its last trained token.
 
+    Raises:
+        ValueError: not one reward per row of the mask.
+
     >>> print(outcome_rewards(np.array([5.0]), np.array([[False, True, True, False]])))
     [[0. 0. 5. 0.]]
     """
-    xp = _namespace(rewards)
+    check_shapes("B T", completion_mask=completion_mask)
+    if np.shape(rewards) != np.shape(completion_mask)[:1]:
+        raise ValueError(f"rewards have shape {np.shape(rewards)}; wanted {np.shape(completion_mask)[:1]}, one per row")
+    xp = namespace(rewards, completion_mask)
+    (rewards,) = as_floats(xp, rewards)
     later = xp.flip(xp.cumsum(xp.flip(completion_mask, 1), axis=1), 1)  # trained tokens from here on
     return xp.where(completion_mask & (later == 1), rewards[:, None], 0.0)
 
 
-def reward_to_go(token_rewards: PerToken, completion_mask: Mask, *, gamma: float = 1.0) -> PerToken:
+def reward_to_go(token_rewards: GivenPerToken, completion_mask: Mask, *, gamma: float = 1.0) -> PerToken:
     """`G_t = r_t + gamma G_{t+1}`: what a token earned from itself on (REINFORCE++, arXiv 2501.03262).
 
     A reward on an untrained token belongs to the last trained token before it.
 
+    Raises:
+        ValueError: shapes that differ.
+
     >>> print(reward_to_go(np.array([[1.0, 0.0, 4.0]]), np.array([[True, False, True]]), gamma=0.5))
     [[3. 0. 4.]]
     """
-    xp = _namespace(token_rewards)
+    check_shapes("B T", token_rewards=token_rewards, completion_mask=completion_mask)
+    xp = namespace(token_rewards, completion_mask)
+    (token_rewards,) = as_floats(xp, token_rewards)
 
     def step(later: Any, now: Any) -> tuple[Any, Any]:
         to_go, pending = later
@@ -62,7 +77,12 @@ def reward_to_go(token_rewards: PerToken, completion_mask: Mask, *, gamma: float
 
 
 def gae(
-    token_rewards: PerToken, values: PerToken, completion_mask: Mask, *, gamma: float = 1.0, lam: float = 0.95
+    token_rewards: GivenPerToken,
+    values: GivenPerToken,
+    completion_mask: Mask,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
 ) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) and its returns `A + V`.
 
@@ -72,12 +92,17 @@ def gae(
     Args:
         values: `values[b, t]` is the value of the context that token t was chosen in, `tokens[b, :t]`.
 
+    Raises:
+        ValueError: shapes that differ.
+
     >>> rewards, values = np.array([[0.0, 1.0]]), np.array([[0.5, 0.25]])
     >>> advantages, returns = gae(rewards, values, np.ones((1, 2), bool), lam=1.0)
     >>> print(advantages, returns)  # deltas -0.25 and 0.75
     [[0.5  0.75]] [[1. 1.]]
     """
-    xp = _namespace(token_rewards)
+    check_shapes("B T", token_rewards=token_rewards, values=values, completion_mask=completion_mask)
+    xp = namespace(token_rewards, values, completion_mask)
+    token_rewards, values = as_floats(xp, token_rewards, values)
 
     def step(later: Any, now: Any) -> tuple[Any, Any]:
         value_after, advantage_after, pending = later
@@ -96,24 +121,29 @@ def gae(
     return Estimate(advantages, xp.where(completion_mask, advantages + values, 0.0))
 
 
-def whiten(x: PerToken, completion_mask: Mask) -> PerToken:
+def whiten(x: GivenPerToken, completion_mask: Mask) -> PerToken:
     """`(x - mean) / sqrt(var + 1e-8)` over all trained tokens, ddof 1; 0 where they are all equal, or only one.
+
+    A number on a trained token that is not finite makes all of them NaN: as zeros it would look like nothing to learn.
+
+    Raises:
+        ValueError: shapes that differ.
 
     >>> print(whiten(np.array([[1.0, 3.0, 9.0]]), np.array([[True, True, False]])).round(4))  # mean 2, variance 2
     [[-0.7071  0.7071  0.    ]]
     """
-    xp, mask = _namespace(x), completion_mask
-    values = xp.where(mask, x, 0.0)
+    check_shapes("B T", x=x, completion_mask=completion_mask)
+    xp, mask = namespace(x, completion_mask), completion_mask
+    (x,) = as_floats(xp, x)
+    is_finite = xp.where(mask, xp.isfinite(x), True).all()
+    values = xp.where(mask & is_finite, x, 0.0)
     count = mask.sum()
     centred = xp.where(mask, values - values.sum() / xp.maximum(count, 1), 0.0)
     variance = (centred**2).sum() / xp.maximum(count - 1, 1)
-    spread = xp.where(mask, x, -xp.inf).max(initial=-xp.inf) - xp.where(mask, x, xp.inf).min(initial=xp.inf)
+    spread = xp.where(mask, values, -xp.inf).max(initial=-xp.inf) - xp.where(mask, values, xp.inf).min(initial=xp.inf)
     has_signal = (count > 1) & (spread > EQUAL_VALUES * xp.maximum(xp.abs(values).max(initial=0.0), 1.0))
-    return xp.where(has_signal, centred / xp.sqrt(variance + 1e-8), 0.0)
-
-
-def _namespace(x: Any) -> ModuleType:
-    return jnp if isinstance(x, jax.Array) else np
+    whitened = xp.where(has_signal, centred / xp.sqrt(variance + 1e-8), 0.0)
+    return xp.where(mask & ~is_finite, xp.nan, whitened)
 
 
 def _backwards(xp: ModuleType, step: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: tuple[Any, ...]) -> Any:

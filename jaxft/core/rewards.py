@@ -1,9 +1,10 @@
 """What is added to a reward before any baseline. Letters: `B` trajectories."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Num
+
+from jaxft.core.arrays import as_floats, namespace
 
 Lengths = Num[jax.Array, "B"] | Num[np.ndarray, "B"]
 
@@ -28,6 +29,7 @@ def soft_length_penalty(
         raise ValueError(
             f"penalty_tokens is {penalty_tokens}; wanted 1 to max_completion_tokens, {max_completion_tokens}"
         )
-    xp = jnp if isinstance(completion_tokens, jax.Array) else np
-    over = completion_tokens - (max_completion_tokens - penalty_tokens)
+    xp = namespace(completion_tokens)
+    (lengths,) = as_floats(xp, completion_tokens)  # differences of unsigned integers wrap around
+    over = lengths - (max_completion_tokens - penalty_tokens)
     return 0.0 - xp.clip(over / penalty_tokens, 0.0, 1.0)

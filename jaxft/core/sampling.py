@@ -46,6 +46,9 @@ def sampling_params(
     Raises:
         ValueError: a value outside its range: temperature below 0 or not finite, top_k below 0, top_p outside (0, 1],
             min_p outside [0, 1).
+
+    >>> print(sampling_params(2, temperature=0.5).temperature)
+    [0.5 0.5]
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return SamplingParams(
@@ -57,7 +60,15 @@ def sampling_params(
 
 
 def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Refuses values outside their range with a `ValueError` that names the parameter, what it held and the range."""
+    """Nothing, if every value is in its range.
+
+    Raises:
+        ValueError: names the parameter, what it held and the range.
+
+    >>> check_sampling(temperature=1.0, top_k=0, top_p=1.5, min_p=0.0)
+    Traceback (most recent call last):
+    ValueError: top_p is 1.5; wanted a share of the mass in (0, 1]
+    """
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0")
     if top_k < 0:
@@ -69,7 +80,12 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
 
 
 def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
-    """`key` with each of `ids` (uint32) folded in, in order."""
+    """`key` with each of `ids` (uint32) folded in, in order.
+
+    >>> key = jax.random.key(0)
+    >>> bool(fold_ids(key, jnp.array([3, 5], jnp.uint32)) == jax.random.fold_in(jax.random.fold_in(key, 3), 5))
+    True
+    """
     return jax.lax.fori_loop(0, ids.shape[0], lambda i, k: jax.random.fold_in(k, ids[i]), key)
 
 
@@ -91,13 +107,13 @@ def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sa
     kept = jax.lax.cond(
         filtered.any(), lambda: jnp.where(kept_tokens(probs, params) | ~filtered[:, None], probs, 0.0), lambda: probs
     )
-    tokens = jnp.where(greedy, jnp.argmax(scaled, axis=-1), draw_index(kept, keys)).astype(jnp.int32)
+    tokens = jnp.where(greedy, jnp.argmax(scaled, axis=-1), _draw_index(kept, keys)).astype(jnp.int32)
     sampler_logprobs = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - normaliser
     kept_mass = jnp.where(filtered, kept.sum(axis=-1), 1.0)
     return Sampled(tokens, sampler_logprobs, jnp.minimum(sampler_logprobs - jnp.log(kept_mass), 0.0))
 
 
-def draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
+def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
     """An index per row with probability proportional to its weight; an index of weight 0 is never drawn.
 
     Inverse of the cumulative distribution in two levels, blocks and then places within a block, with an independent

@@ -61,18 +61,20 @@ class Denominators(NamedTuple):
     Attributes:
         rows: rows with at least one trained token.
         tokens: trained tokens.
+        pairs: of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
     """
 
     rows: Float[Array, ""]
     tokens: Float[Array, ""]
+    pairs: Float[Array, ""] | None = None
 
 
 class Batch(NamedTuple):
     """Padded arrays for one update. `completion_mask` is True exactly where the policy chose the token.
 
     The optional fields are None when the loss does not need them; `advantages` may be one per row or one per token.
-    With `segment_ids` (and positions that restart) several sequences are packed into a row: ids from 0 upwards, a
-    sequence's tokens next to each other.
+    With `segment_ids` (and positions that restart) several sequences are packed into a row: a sequence's tokens stand
+    next to each other and share an id, which no other sequence of the row has.
     """
 
     tokens: Int[Array, "B T"]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jaxft.core.arrays import check_batch_shapes
 from jaxft.core.losses import Metrics
 from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch, Denominators, Model, Params
@@ -40,6 +41,7 @@ def make_update(
     *,
     microbatch_rows: int | None = None,
     max_grad_norm: float | None = None,
+    accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted `update(state, batch) -> (state, metrics)`; the state that goes in is donated.
 
@@ -48,7 +50,8 @@ def make_update(
 
     The optimiser runs unless the loss or the gradient norm is not finite, or the gradient is exactly zero (nothing to
     learn: momentum and weight decay would still move the parameters). Then parameters and optimiser state keep their
-    bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`, `applied_updates`, 0 or 1 each.
+    bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`, `applied_updates`, 0 or 1 each;
+    so does an update whose metrics `accept` turns down: `refused_updates`.
 
     Args:
         model: the contract's tuple; static.
@@ -56,9 +59,10 @@ def make_update(
         optimizer: any optax transformation.
         microbatch_rows: rows per forward and backward pass; None for all at once.
         max_grad_norm: clips the gradient to this global norm.
+        accept: whether to make an update, given the metrics of the loss; part of the jitted function. None: always.
 
     Raises:
-        ValueError: `microbatch_rows` below 1.
+        ValueError: `microbatch_rows` below 1; from the update what `loss_and_gradients` refuses.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -80,7 +84,8 @@ def make_update(
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Asked of the gradients and not of their norm: squares of very small ones underflow.
         has_signal = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(grads)]))
-        is_applied = is_finite & has_signal
+        is_refused = jnp.zeros((), bool) if accept is None else ~accept(metrics)
+        is_applied = is_finite & has_signal & ~is_refused
 
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.where(is_applied, norm, 1.0))
@@ -95,6 +100,8 @@ def make_update(
             "nonfinite_updates": (~is_finite).astype(jnp.float32),
             "nothing_to_learn": (is_finite & ~has_signal).astype(jnp.float32),
         }
+        if accept is not None:
+            metrics["refused_updates"] = is_refused.astype(jnp.float32)
         return state, metrics
 
     return update
@@ -103,7 +110,21 @@ def make_update(
 def loss_and_gradients(
     model: Model, loss_fn: LossFn, params: Params, batch: Batch, microbatch_rows: int | None = None
 ) -> tuple[Float[Array, ""], Metrics, Params]:
-    """Loss, metrics and gradients of a whole batch, computed `microbatch_rows` rows at a time."""
+    """Loss, metrics and gradients of a whole batch, computed `microbatch_rows` rows at a time.
+
+    Raises:
+        ValueError: a field of the batch has another shape than its tokens, or what `loss_fn` refuses.
+
+    >>> import jaxft
+    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
+    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
+    >>> batch = Batch(jnp.array([[0, 1], [0, 1]]), jnp.array([[False, True]] * 2))
+    >>> loss, _, grads = loss_and_gradients(model, jaxft.sft_loss, params, batch, microbatch_rows=1)
+    >>> print(f"{loss:.4f}", grads["logits"])  # log 2; probabilities less 1 at the chosen one
+    0.6931 [ 0.5 -0.5]
+    """
+    check_batch_shapes(batch)
     denominators = count_trained(batch.completion_mask, batch.segment_ids)
     differentiate = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     rows = batch.tokens.shape[0]

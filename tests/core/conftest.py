@@ -24,7 +24,7 @@ def make_bigram() -> Model:
         return params["embedding"][tokens], cache
 
     def unembed(params, hidden):
-        return (hidden @ params["head"]).astype(jnp.float32)
+        return hidden @ params["head"]
 
     def init_cache(rows, length, dtype):
         return {}

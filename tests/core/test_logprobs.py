@@ -67,6 +67,23 @@ def test_greedy_rows_are_scored_at_temperature_one(bigram):
     jax.tree.map(np.testing.assert_array_equal, mixed, ones)
 
 
+@pytest.mark.parametrize("temperature", [-1.0, np.nan, np.inf])
+def test_what_is_no_temperature_gives_nan_and_spoils_no_gradient(bigram, temperature):
+    params = bigram.init(jax.random.key(0))
+    tokens = jnp.array([[0, 1, 2, 3]])
+    temperatures = jnp.array([[1.0, 1.0, temperature, 1.0]])
+
+    def of_good_tokens(params):
+        scored = token_logprobs(bigram, params, tokens, temperature=temperatures)
+        is_good = jnp.array([[False, True, False, True]])
+        return jnp.where(is_good, scored.logprobs, 0.0).sum(), scored
+
+    (_, scored), grads = jax.value_and_grad(of_good_tokens, has_aux=True)(params)
+    assert np.isnan(scored.logprobs[0, 2]) and np.isnan(scored.entropy[0, 2])
+    assert np.isfinite(scored.logprobs[0, jnp.array([1, 3])]).all()
+    assert all(np.isfinite(leaf).all() and np.any(leaf != 0) for leaf in jax.tree.leaves(grads))
+
+
 def test_the_first_tokens_of_packed_segments_are_not_scored(bigram):
     segments = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1], [5, 5, 5, 5, 5, 5, 5]])
     scored = score(bigram, PARAMS, TOKENS, segment_ids=segments)

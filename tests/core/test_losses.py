@@ -498,8 +498,6 @@ def test_shapes_that_disagree_are_refused():
     segments = jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"advantages have shape \(2,\); wanted \(2, 3\)"):
         loss(x, x, jnp.zeros(2), mask, segment_ids=segments)
-    with pytest.raises(ValueError, match="kl='k3_trl' at sequence level needs a row per sequence"):
-        loss(x, x, x, mask, segment_ids=segments, loss="gspo", beta=0.1, kl="k3_trl", ref_logprobs=x)
 
 
 def test_pieces_refuse_unknown_names_too():
@@ -547,3 +545,35 @@ def test_value_loss_by_hand():
     close(metrics["value_clip_share"], 2 / 3)
     unclipped, _ = value_loss(values, old, returns, mask, value_clip=None)
     close(unclipped, (1.0 + 0.9**2 + 1.0) / 6)
+
+
+def test_the_clip_of_values_is_counted_only_where_it_takes_the_gradient_away():
+    """Within the clip both errors are one number; that they round differently is no bite."""
+    draw = np.random.default_rng(0)
+    old = jnp.array(draw.normal(size=(8, 64)) * 3, jnp.float32)
+    values = old + jnp.array(draw.uniform(-0.19, 0.19, size=old.shape), jnp.float32)
+    returns = jnp.array(draw.normal(size=old.shape) * 3, jnp.float32)
+    assert value_loss(values, old, returns, jnp.ones(old.shape, bool))[1]["value_clip_share"] == 0
+
+
+def test_weights_on_untrained_tokens_are_free():
+    logprobs, old = log_rows([1.1, 0.9])
+    mask = jnp.array([[True, False]])
+    knobs = dict(loss="dapo")
+    plain = at_own_shape(logprobs, old, jnp.array([1.0]), mask, policy_weights=jnp.array([[1.0, 1.0]]), **knobs)
+    rubbish = at_own_shape(logprobs, old, jnp.array([1.0]), mask, policy_weights=jnp.array([[1.0, jnp.nan]]), **knobs)
+    close(rubbish[0], plain[0])
+    close(rubbish[1], plain[1])
+
+
+def test_at_sequence_level_a_token_keeps_its_own_credit():
+    """GSPO-token: the value is the ratio s of the row, the gradient `s A_t` of each token; also with weights."""
+    logprobs, old = log_rows([4.0, 1.0])  # s = 2
+    mask, knobs = all_trained(old), dict(loss="grpo", importance_level="sequence", clip_high=10.0)
+    value, gradient, _ = at_own_shape(logprobs, old, jnp.array([[1.0, 3.0]]), mask, **knobs)
+    close(value, -(2 * 1 + 2 * 3) / 2)
+    close(gradient, [[-2 * 1 / 2, -2 * 3 / 2]])
+    weights = jnp.array([[1.0, 3.0]])
+    value, gradient, _ = at_own_shape(logprobs, old, jnp.array([1.0]), mask, policy_weights=weights, **knobs)
+    close(value, -(2 * 1 + 2 * 3) / 2)
+    close(gradient, [[-2 * 1 / 2, -2 * 3 / 2]])

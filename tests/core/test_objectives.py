@@ -46,6 +46,23 @@ def test_sampler_agreement_by_hand():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
 
 
+def test_rows_that_somebody_else_sampled_are_counted():
+    """By the mean of a row, packed or not; of a row without a finite number nothing good can be said."""
+    old = jnp.zeros((4, 4))
+    mask = jnp.array([[True, True, False, False]] * 3 + [[False] * 4])
+    drawn = jnp.array([[0.3, 0.0, 9.0, 9.0], [-0.5, 0.3, 0.0, 0.0], [jnp.nan, 0.0, 0.0, 0.0], [9.0] * 4])
+    figures = sampler_agreement(old, drawn, mask, count_trained(mask), max_mean_diff=0.2)
+    np.testing.assert_allclose(figures["sampler_disagreement_share"], 2 / 3)
+    packed, trained = (
+        jnp.concatenate([drawn[:2, :2], drawn[3:, :2]]).reshape(1, 6),
+        jnp.array([[True] * 4 + [False] * 2]),
+    )
+    segments = jnp.array([[4, 4, 9, 9, 2, 2]])
+    counted = count_trained(trained, segments)
+    figures = sampler_agreement(jnp.zeros((1, 6)), packed, trained, counted, max_mean_diff=0.2, segment_ids=segments)
+    np.testing.assert_allclose(figures["sampler_disagreement_share"], 1 / 2)
+
+
 def test_scores_take_the_temperatures_of_the_tokens(bigram, params):
     scored = jitted_score(bigram, params, BATCH)
     logits = np.asarray(params["embedding"])[TOKENS[:, :-1]] @ np.asarray(params["head"]) / 0.8

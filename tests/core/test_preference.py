@@ -104,9 +104,37 @@ def test_empty_pairs_are_out_of_the_mean(bigram, pairs):
     np.testing.assert_allclose(run(bigram, params, masked)[0], run(bigram, params, alone)[0], rtol=1e-6)
 
 
+def test_a_pair_without_one_of_its_answers_is_no_pair(bigram, pairs):
+    """Its other answer neither counts in the denominator nor has a gradient."""
+    params, batch = pairs
+    alone = jax.tree.map(lambda x: x[:2], batch)
+    halved = batch._replace(completion_mask=MASK.at[3].set(False))
+    loss, metrics = run(bigram, params, halved, sft_coef=0.5)
+    expected, of_alone = run(bigram, params, alone, sft_coef=0.5)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for name in ("reward_margin", "chosen_reward", "chosen_nll", "preference_accuracy"):
+        np.testing.assert_allclose(metrics[name], of_alone[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_the_imitation_term_is_the_mean_of_the_chosen_answers(bigram, pairs, is_normalized):
+    params, batch = pairs
+    logprobs = np.where(MASK, score(bigram, params, batch).logprobs, 0)
+    nll = -np.mean([logprobs[0].sum() / 3, logprobs[2].sum() / 2])
+    plain, metrics = run(bigram, params, batch, length_normalized=is_normalized)
+    np.testing.assert_allclose(metrics["chosen_nll"], nll, rtol=1e-5)
+    both, _ = run(bigram, params, batch, length_normalized=is_normalized, sft_coef=0.7)
+    np.testing.assert_allclose(both - plain, 0.7 * nll, rtol=1e-4)
+
+
 def test_batches_that_are_no_pairs_are_refused(bigram, pairs):
     params, batch = pairs
     with pytest.raises(ValueError, match="there are 3 rows; chosen and rejected answers alternate"):
         run(bigram, params, jax.tree.map(lambda x: x[:3], batch))
     with pytest.raises(ValueError, match=r"batch\.ref_logprobs is None"):
         run(bigram, params, batch._replace(ref_logprobs=None))
+    uncounted = count_trained(MASK)._replace(pairs=None)
+    with pytest.raises(ValueError, match=r"denominators\.pairs is None; count the whole batch with count_trained"):
+        dpo_loss(bigram, params, batch, uncounted)
+    with pytest.raises(ValueError, match=r"batch\.segment_ids is given; pairs are rows of their own, not packed"):
+        run(bigram, params, batch._replace(segment_ids=jnp.zeros((4, 6), jnp.int32)))

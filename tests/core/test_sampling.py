@@ -12,9 +12,9 @@ from scipy.stats import chisquare
 
 from jaxft.core.sampling import (
     SamplingParams,
+    _draw_index,
     _inverse_cdf,
     check_sampling,
-    draw_index,
     fold_ids,
     kept_tokens,
     sample,
@@ -47,7 +47,7 @@ def test_draw_index_draws_in_proportion(size):
     weights = np.random.default_rng(size).exponential(size=size)
     weights[1::4] = 0.0
     rows = jnp.broadcast_to(jnp.array(weights, jnp.float32), (DRAWS, size))
-    assert_frequencies(jax.jit(draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
+    assert_frequencies(jax.jit(_draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
 
 
 def test_no_place_of_weight_zero_is_ever_found():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxft.core.objectives import grpo_loss, sft_loss
+from jaxft.core.objectives import dpo_loss, grpo_loss, score, sft_loss
 from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, loss_and_gradients, make_update
@@ -243,4 +243,50 @@ def test_rows_below_one_are_refused(bigram):
 
 
 def test_count_trained_counts_rows_and_tokens():
-    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3)
+    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1)
+
+
+# --- Turned down by the caller's own rule.
+
+
+def test_what_is_not_accepted_moves_nothing(bigram):
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    update = make_update(bigram, grpo_loss, optimizer, accept=lambda metrics: metrics["entropy"] < 0.6)
+    fresh = init_train_state(toy_params(), optimizer)
+    kept = copies(fresh)
+    state, metrics = update(fresh, toy_batch([1.0, -2.0]))  # two equal logits: log 2 = 0.69
+    assert_same_bits(state, kept)
+    assert (figures(metrics), int(metrics["refused_updates"])) == ((0, 0, 0), 1)
+    sure = jax.tree.map(jnp.array, kept)
+    sure = sure._replace(params=sure.params | {"head": 3 * jnp.eye(2)})
+    state, metrics = update(sure, toy_batch([1.0, -2.0]))
+    assert (figures(metrics), int(metrics["refused_updates"]), int(state.step)) == ((1, 0, 0), 0, 1)
+
+
+def test_figures_that_are_not_finite_are_not_accepted(bigram):
+    optimizer = optax.sgd(0.1)
+    update = make_update(bigram, grpo_loss, optimizer, accept=lambda metrics: metrics["sampler_kl"] < 1.0)
+    batch = toy_batch([1.0, -2.0], sampler_logprobs=jnp.full((2, 3), jnp.nan))
+    _, metrics = update(init_train_state(toy_params(), optimizer), batch)
+    assert (figures(metrics), int(metrics["refused_updates"])) == ((0, 0, 0), 1)
+
+
+# --- Preferences.
+
+
+def test_preferences_are_learned_against_a_reference_that_was_scored_once(tiny):
+    model, params = tiny
+    batch = jax.tree.map(lambda x: x[:2], decoder_batch())
+    batch = Batch(batch.tokens, batch.completion_mask)
+    batch = batch._replace(ref_logprobs=jax.jit(score, static_argnums=0)(model, params, batch).logprobs)
+    optimizer = optax.adam(1e-3)
+    update = make_update(model, partial(dpo_loss, beta=0.5), optimizer)
+    state = init_train_state(jax.tree.map(jnp.array, params), optimizer)
+    losses = []
+    for _ in range(10):
+        state, metrics = update(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+    assert (metrics["preference_accuracy"], int(state.step)) == (1, 10)
+    assert metrics["reward_margin"] > 0.5

@@ -1,0 +1,74 @@
+"""Arrays at the door: which library computes, in which precision, and whether shapes agree.
+
+Without the checks arrays that do not belong together broadcast, and the result is a number like any other. Shapes are
+static, so under `jit` a check costs nothing. Letters: `B` rows, `T` tokens.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxft.core.types import Batch
+
+
+def namespace(*arrays: Any) -> ModuleType:
+    """`jax.numpy` if one of the arrays is JAX's, traced ones included; otherwise `numpy`.
+
+    >>> namespace([1.0], np.ones(2)).__name__, namespace([1.0], jnp.ones(2)).__name__
+    ('numpy', 'jax.numpy')
+    """
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def as_floats(xp: ModuleType, *arrays: Any) -> list[Any]:
+    """The arrays in one floating type: float64 for `numpy`; for `jax.numpy` float32, or float64 where one has it.
+
+    >>> [x.dtype.name for x in as_floats(np, [1, 2], np.float32(3))]
+    ['float64', 'float64']
+    >>> [x.dtype.name for x in as_floats(jnp, jnp.array([1, 2]), jnp.ones(2, jnp.bfloat16))]
+    ['float32', 'float32']
+    """
+    if xp is np:
+        return [np.asarray(x, np.float64) for x in arrays]
+    wide = [jnp.asarray(x) for x in arrays]
+    return [x.astype(jnp.result_type(jnp.float32, *wide)) for x in wide]
+
+
+def check_shapes(axes: str, **arrays: Any) -> None:
+    """Nothing, if the arrays that are not None have one shape, with as many axes as `axes` names.
+
+    Raises:
+        ValueError: names the first array that does not fit, its shape, and what was wanted.
+
+    >>> check_shapes("B T", logprobs=np.ones((2, 3)), old_logprobs=None, completion_mask=np.ones((2, 1)))
+    Traceback (most recent call last):
+    ValueError: completion_mask has shape (2, 1); wanted that of logprobs, (2, 3)
+    """
+    (first, wanted), *others = [(name, np.shape(x)) for name, x in arrays.items() if x is not None]
+    if len(wanted) != len(axes.split()):
+        raise ValueError(f"{first} has shape {wanted}; wanted [{axes}]")
+    for name, shape in others:
+        if shape != wanted:
+            raise ValueError(f"{name} has shape {shape}; wanted that of {first}, {wanted}")
+
+
+def check_batch_shapes(batch: Batch) -> None:
+    """Nothing, if every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
+
+    Raises:
+        ValueError: names the field.
+
+    >>> check_batch_shapes(Batch(np.ones((2, 3), int), np.ones((2, 3), bool), advantages=np.ones(3)))
+    Traceback (most recent call last):
+    ValueError: batch.advantages has shape (3,); wanted that of tokens, (2, 3)
+    """
+    wanted = np.shape(batch.tokens)
+    if len(wanted) != 2:
+        raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
+    for name, x in batch._asdict().items():
+        is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
+        if x is not None and np.shape(x) != wanted and not is_per_row:
+            raise ValueError(f"batch.{name} has shape {np.shape(x)}; wanted that of tokens, {wanted}")

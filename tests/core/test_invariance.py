@@ -1,0 +1,205 @@
+"""How a batch is laid out changes neither loss nor gradients: order, padding, packing, microbatches, ragged groups."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxft.core.advantages import group_advantages
+from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, sft_loss
+from jaxft.core.packing import packed_layout, padded_layout, place, segments
+from jaxft.core.types import Batch
+from jaxft.core.update import loss_and_gradients
+
+HEIGHT, WIDTH = 8, 12
+"""Every batch below has this shape, so each loss is compiled once for rows and once for segments."""
+
+LOSSES = {
+    "grpo": partial(grpo_loss, loss="grpo", beta=0.1),
+    "dapo": partial(grpo_loss, loss="dapo", delta=3.0),
+    "dr_grpo": partial(grpo_loss, loss="dr_grpo", max_completion_tokens=20, entropy_coef=0.1),
+    "gspo": partial(grpo_loss, loss="gspo", beta=0.1, kl="k2", clip_low=0.1, clip_high=0.1),
+    "k3_trl": partial(grpo_loss, loss="gspo", beta=0.1, kl="k3_trl", max_sampler_diff=0.15),
+    "cispo": partial(grpo_loss, loss="cispo", correction="sequence_truncate", correction_high=1.2),
+    "reinforce": partial(grpo_loss, loss="reinforce", correction="sequence_geometric_mask"),
+    "ppo": partial(ppo_loss, value_coef=0.3),
+    "sft": sft_loss,
+}
+RECORDED = ("sampler_logprobs", "behavior_logprobs", "old_logprobs", "ref_logprobs")
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def make_examples(draw):
+    """Sequences with everything that a loss can want of them; only the first of them may have nothing trained."""
+    examples = []
+    for i in range(HEIGHT):
+        length = int(draw.integers(3, WIDTH // 2 + 1))
+        mask = draw.random(length) < 0.7
+        mask[0], mask[-1] = False, i > 0
+        near = draw.normal(size=(4, length)) * 0.2 - 3.9
+        # Every other row has a credit of its own for each token, as step rewards make it.
+        credit = draw.normal(size=length) if i % 2 else np.full(length, draw.normal())
+        examples.append(
+            {
+                "tokens": draw.integers(48, size=length),
+                "completion_mask": mask,
+                "temperatures": draw.uniform(0.7, 1.3, size=length),
+                "advantages": credit,
+                **dict(zip(RECORDED, near, strict=True)),
+                "old_values": draw.normal(size=length),
+                "returns": draw.normal(size=length),
+            }
+        )
+    return examples
+
+
+def make_batch(examples, layout, dtype=np.float32):
+    """Their batch in this layout, filled up to `HEIGHT` rows."""
+    types = {"tokens": np.int32, "completion_mask": np.bool_}
+    fields = {
+        name: jnp.array(place(layout, [example[name] for example in examples], types.get(name, dtype), HEIGHT))
+        for name in examples[0]
+    }
+    segment_ids, positions = segments(layout, HEIGHT)
+    return Batch(**fields, segment_ids=jnp.array(segment_ids), positions=jnp.array(positions))
+
+
+def as_rows(batch):
+    return batch._replace(segment_ids=None, positions=None)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
+def gradients(name, model, params, batch, microbatch_rows):
+    hidden_size = jax.eval_shape(model.apply, params, batch.tokens, batch.tokens)[0].shape[-1]
+    if name == "reinforce":  # has no ratio, and refuses what one is made of
+        batch = batch._replace(old_logprobs=None)
+    if name == "ppo":
+        params = {"policy": params, "value_head": {"kernel": jnp.ones(hidden_size), "bias": jnp.ones(())}}
+    return loss_and_gradients(model, LOSSES[name], params, batch, microbatch_rows)
+
+
+def assert_same(got, expected, tolerance):
+    """Per leaf, the largest difference against the largest gradient of the leaf; the loss and the metrics too."""
+    np.testing.assert_allclose(got[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert got[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(got[1][name], value, rtol=10 * tolerance, atol=10 * tolerance, err_msg=name)
+    leaves = jax.tree.leaves(expected[2])
+    largest = max(np.abs(leaf).max() for leaf in leaves)
+    for mine, theirs in zip(jax.tree.leaves(got[2]), leaves, strict=True):
+        # A leaf of one number, the bias of the values, may cancel to almost nothing: it is measured by all gradients.
+        scale = largest if theirs.size == 1 else np.abs(theirs).max()
+        assert np.abs(mine - theirs).max() <= tolerance * scale + 1e-30
+
+
+def check_layouts(name, model, params, draw, dtype, tolerance):
+    """The shuffled, the packed, and the padded with segments, against rows; a second program for the segments."""
+    examples = make_examples(draw)
+    lengths = [len(example["tokens"]) for example in examples]
+    padded = make_batch(examples, padded_layout(lengths, WIDTH), dtype)
+    expected = gradients(name, model, params, as_rows(padded), None)
+    order = draw.permutation(HEIGHT)
+    shuffled = make_batch([examples[i] for i in order], padded_layout([lengths[i] for i in order], WIDTH), dtype)
+    packed = make_batch(examples, packed_layout(lengths, WIDTH), dtype)
+    assert_same(gradients(name, model, params, as_rows(shuffled), None), expected, tolerance)
+    numbered = packed.segment_ids + 1000 * jnp.arange(HEIGHT)[:, None]  # unique in the whole batch
+    for batch in (packed, padded, shuffled, packed._replace(segment_ids=numbered)):
+        assert_same(gradients(name, model, params, batch, None), expected, tolerance)
+    return packed, expected
+
+
+@pytest.fixture(scope="module")
+def small(bigram):
+    draw = np.random.default_rng(3)
+    return bigram, {"embedding": draw.normal(size=(48, 4)) * 0.5, "head": draw.normal(size=(4, 48)) * 0.5}
+
+
+def of_type(params, dtype):
+    return jax.tree.map(lambda x: jnp.array(np.asarray(x), dtype), params)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_order_packing_and_microbatches_change_nothing(small, name, seed):
+    model, params = small[0], of_type(small[1], jnp.float32)
+    packed, expected = check_layouts(name, model, params, np.random.default_rng(seed), np.float32, 1e-5)
+    for microbatch_rows in (1, 2, 4):
+        assert_same(gradients(name, model, params, packed, microbatch_rows), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_nor_in_float64(small, name, seed):
+    with jax.enable_x64(True):
+        model, params = small[0], of_type(small[1], jnp.float64)
+        packed, expected = check_layouts(name, model, params, np.random.default_rng(seed), np.float64, 1e-10)
+        assert_same(gradients(name, model, params, packed, 2), expected, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["k3_trl", "ppo"])
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_model_with_attention_sees_no_neighbour(tiny, name, seed):
+    packed, expected = check_layouts(name, *tiny, np.random.default_rng(seed), np.float32, 1e-5)
+    assert_same(gradients(name, *tiny, packed, 4), expected, 1e-5)
+
+
+def test_the_width_changes_nothing(tiny):
+    examples = make_examples(np.random.default_rng(8))
+    lengths = [len(example["tokens"]) for example in examples]
+    narrow, wide = (as_rows(make_batch(examples, padded_layout(lengths, width))) for width in (WIDTH, 2 * WIDTH))
+    assert_same(gradients("gspo", *tiny, wide, None), gradients("gspo", *tiny, narrow, None), 1e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2))
+def test_ragged_groups_are_equal_ones_with_members_that_do_not_count(small, seed, sizes):
+    draw = np.random.default_rng(seed)
+    model, params = small[0], of_type(small[1], jnp.float32)
+    examples = make_examples(draw)
+    everyone = [(group, member) for group in range(len(sizes)) for member in range(max(sizes))]
+    rewards = np.array([draw.normal() if member < sizes[group] else np.nan for group, member in everyone])
+    members = [i for i, reward in enumerate(rewards) if np.isfinite(reward)]
+
+    def gradients_of(chosen):
+        advantages = group_advantages(rewards[chosen], np.array([everyone[i][0] for i in chosen]))
+        rows = []
+        for i, advantage in zip(chosen, advantages, strict=True):
+            length = len(examples[i]["tokens"])
+            mask = examples[i]["completion_mask"] & np.isfinite(rewards[i])
+            rows.append(examples[i] | {"advantages": np.full(length, advantage), "completion_mask": mask})
+        batch = make_batch(rows, padded_layout([len(row["tokens"]) for row in rows], WIDTH))
+        return gradients("grpo", model, params, batch, None)
+
+    assert_same(gradients_of(list(range(len(everyone)))), gradients_of(members), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_pairs_may_stand_in_any_order_and_be_split_between_pairs(small, kind):
+    model, params = small[0], of_type(small[1], jnp.float32)
+    examples = make_examples(np.random.default_rng(4))
+    loss_fn = partial(dpo_loss, kind=kind, beta=0.3, sft_coef=0.2)
+    compute = jax.jit(loss_and_gradients, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
+
+    def gradients_of(order, microbatch_rows=None):
+        rows = [examples[i] for i in order]
+        batch = as_rows(make_batch(rows, padded_layout([len(row["tokens"]) for row in rows], WIDTH)))
+        return compute(model, loss_fn, params, batch, microbatch_rows)
+
+    expected = gradients_of(range(HEIGHT))
+    assert_same(gradients_of([4, 5, 0, 1, 6, 7, 2, 3]), expected, 1e-5)
+    for microbatch_rows in (2, 4):
+        assert_same(gradients_of(range(HEIGHT), microbatch_rows), expected, 1e-5)
+    # One without an answer is no pair, wherever it is cut off.
+    examples[0] = examples[0] | {"completion_mask": np.zeros_like(examples[0]["completion_mask"])}
+    fewer = gradients_of(range(2, HEIGHT))
+    loss, metrics, grads = gradients_of(range(HEIGHT), 2)
+    np.testing.assert_allclose(loss, fewer[0], rtol=1e-5)
+    np.testing.assert_allclose(metrics["reward_margin"], fewer[1]["reward_margin"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, fewer[2])

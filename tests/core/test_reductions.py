@@ -1,0 +1,53 @@
+"""Sums and means over rows and batches, packed or not."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.reductions import aggregate, count_trained, row_sums, token_mean
+from jaxft.core.types import Denominators
+
+X = jnp.array([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 128.0]])
+MASK = jnp.array([[True, False, True, True], [False, False, False, True]])
+SEGMENTS = jnp.array([[7, 7, 900, 900], [0, 5, 5, 5]])
+"""Three sequences with a trained token; the ids are as large and as unordered as a caller may have them."""
+
+
+def test_sums_of_rows_and_of_segments():
+    np.testing.assert_array_equal(row_sums(X), [[15.0], [240.0]])
+    np.testing.assert_array_equal(row_sums(X, SEGMENTS), [[3, 3, 12, 12], [16, 224, 224, 224]])
+
+
+def test_counts():
+    assert count_trained(MASK) == (2, 4, 1)
+    assert count_trained(MASK, SEGMENTS)[:2] == (3, 4)
+    assert count_trained(MASK[:1]) == (1, 3, 0)  # a row alone is no pair
+    assert count_trained(jnp.zeros((4, 3), bool)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "of_rows", "of_segments"),
+    [
+        ("row_mean", (13 / 3 + 128) / 2, (1 + 6 + 128) / 3),
+        ("token_mean", 141 / 4, 141 / 4),
+        ("budget", 141 / (2 * 10), 141 / (3 * 10)),
+    ],
+)
+def test_aggregations_by_hand(aggregation, of_rows, of_segments):
+    got = aggregate(X, MASK, count_trained(MASK), aggregation, 10)
+    np.testing.assert_allclose(got, of_rows, rtol=1e-6)
+    got = aggregate(X, MASK, count_trained(MASK, SEGMENTS), aggregation, 10, SEGMENTS)
+    np.testing.assert_allclose(got, of_segments, rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["row_mean", "token_mean", "budget"])
+def test_empty_masks_give_zero(aggregation):
+    empty = jnp.zeros(X.shape, bool)
+    assert aggregate(X * jnp.nan, empty, count_trained(empty), aggregation, 10) == 0
+    assert token_mean(X * jnp.nan, empty, count_trained(empty)) == 0
+
+
+@pytest.mark.parametrize("budget", [0, -3])
+def test_budgets_that_nothing_can_be_divided_by_are_refused(budget):
+    with pytest.raises(ValueError, match=f"max_completion_tokens is {budget}; wanted at least 1"):
+        aggregate(X, MASK, Denominators(jnp.array(2.0), jnp.array(4.0)), "budget", budget)
