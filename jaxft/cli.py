@@ -4,19 +4,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
-from jaxft.harness.config import help_text
-from jaxft.harness.runtime import finetune, run_arguments, run_script
+from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune
+from jaxft.harness.config import help_text, load_config
+from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
 FINETUNE = "Trains as the configuration says, and leaves a run directory with the model, the metrics and a plot."
+EVAL = "Runs the agent over the dataset, greedily, and shows what every evaluator says of it. Trains nothing."
+EXPORT = "Writes the model of a run, or any other, in Hugging Face's file format and in the dtype that is wanted."
+DOCTOR = "Shows versions, components and devices, and tries what a run needs of this machine."
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """The parser of a verb; its help ends with every knob of the configuration."""
+    """The parser of a verb; where a configuration is read, its help ends with every knob of it."""
+
+    reads_configuration = False
 
     def format_help(self) -> str:
-        return f"{super().format_help()}\n{help_text()}\n"
+        return f"{super().format_help()}\n{help_text()}\n" if self.reads_configuration else super().format_help()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,11 +32,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: by default those of the process.
     """
+    parser = make_parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.verb == "finetune":
+        return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)
+    if parsed.verb == "eval":
+        return run_script(evaluate, parser, arguments)
+
+    async def run() -> None:
+        if parsed.verb == "export":
+            export(parsed.source, parsed.folder, parsed.dtype)
+        else:
+            doctor(None if parsed.config_file is None else load_config(parsed.config_file))
+
+    return exit_code_of(run)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="jaxft", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jaxft {_version()}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_VerbParser)
-    run_arguments(FINETUNE, parser=verbs.add_parser("finetune", help="train as a configuration says"))
-    return run_script(finetune, parser, arguments)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
+
+    training = verbs.add_parser("finetune", help="train as a configuration says")
+    training.reads_configuration = True
+    run_arguments(FINETUNE, parser=training).add_argument(
+        "--dry-run", action="store_true", help="make every part, compile the largest update, show its memory; no run"
+    )
+
+    judging = verbs.add_parser("eval", help="run the agent over a dataset and judge it")
+    judging.reads_configuration = True
+    run_arguments(EVAL, parser=judging)
+    judging.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="of all calls; 'own': of each its own (default: greedy)"
+    )
+    judging.add_argument("--num_generations", type=int, default=1, help="episodes per example (default %(default)s)")
+
+    writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
+    writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
+    writing.add_argument("folder", type=Path, help="where to; it must not hold anything")
+    writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default %(default)s)")
+
+    checking = verbs.add_parser("doctor", help="show what this machine has, and try it", description=DOCTOR)
+    checking.add_argument("--config_file", type=Path, help="a configuration to check as well")
+    return parser
+
+
+def _temperature(text: str) -> float | None:
+    if text == "own":
+        return None
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError("wants a number that is not below 0, or 'own'")
+    return value
 
 
 def _version() -> str:

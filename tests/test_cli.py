@@ -134,11 +134,10 @@ def test_faults_of_a_file_are_all_shown(project):
     (project / "conf" / "run.yml").write_text(RUN.replace("num_epochs", "num_epoch").replace("cli_agent", "cli_agnet"))
     done = jaxft("finetune", "--config_file", "conf/run.yml", cwd=project)
     assert done.returncode == 2
-    assert done.stderr == (
-        "jaxft: error: conf/run.yml has 2 faults:\n"
-        "  workflow: no workflow is named 'cli_agnet'; did you mean 'cli_agent'?; registered: cli_agent\n"
-        "  finetuning.num_epoch: no such field; did you mean 'num_epochs'?\n"
-    )
+    first, second, third = done.stderr.splitlines()
+    assert first == "jaxft: error: conf/run.yml has 2 faults:"
+    assert second.startswith("  workflow: no workflow is named 'cli_agnet'; did you mean 'cli_agent'?; registered: ")
+    assert third == "  finetuning.num_epoch: no such field; did you mean 'num_epochs'?"
 
 
 def test_help_is_quick_because_jax_is_not_imported():
@@ -149,7 +148,8 @@ def test_help_is_quick_because_jax_is_not_imported():
         "slow = {'jax', 'flax', 'optax', 'transformers', 'orbax', 'matplotlib', 'tensorboardX'} & sys.modules.keys()\n"
         "sys.exit(f'imported {slow}' if slow else 0)"
     )
-    for arguments in ("'--help'", "'--version'", "'finetune', '--help'"):
+    verbs = ("'export', '--help'", "'doctor', '--help'", "'eval', '--help'", "'finetune', '--help'")
+    for arguments in ("'--help'", "'--version'", *verbs):
         done = subprocess.run(
             [sys.executable, "-c", program.replace("{arguments}", arguments)], capture_output=True, text=True
         )

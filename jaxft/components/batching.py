@@ -1,5 +1,6 @@
 """Trajectories as arrays for one update, in an order that depends on nothing but which episodes they are."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 from jaxft.core.packing import Layout, packed_layout, padded_layout, place, segments
 from jaxft.core.types import Batch
 from jaxft.harness.data_models import Trajectory
-from jaxft.policy.recorder import TokenSequence
+from jaxft.policy.sequences import TokenSequence
 
 RECORDED = {
     "tokens": np.int32,
@@ -65,20 +66,30 @@ def padded_width(tokens: int) -> int:
 
 
 def rounded_count(count: int) -> int:
-    """A number of microbatches that few different batches differ in: at most an eighth more.
+    """A number of rows, or of microbatches, that few batches differ in: at most a quarter more.
 
     >>> [rounded_count(n) for n in (1, 7, 9, 17, 37)]
-    [1, 7, 9, 18, 40]
+    [1, 7, 10, 20, 40]
     """
-    step = max(1, (1 << (count - 1).bit_length()) // 16)
+    step = max(1, (1 << (count - 1).bit_length()) // 8)
     return -(-count // step) * step
 
 
-def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False) -> PlacedBatch:
-    """The batch of these rows, packed where that is allowed and saves microbatches.
+def divided(count: int, largest: int) -> tuple[int, int]:
+    """Into how many microbatches so many rows are divided, and how many rows each has: at most `largest`.
 
-    Width is rounded up (`padded_width`) and height to a multiple of the microbatch, packed ones coarser, so that
-    batches of about the same size share a compiled program. Filling rows train nothing.
+    >>> [divided(n, 16) for n in (3, 9, 16, 17, 160)]
+    [(1, 3), (1, 10), (1, 16), (2, 16), (10, 16)]
+    """
+    rows = min(largest, rounded_count(count))
+    return rounded_count(-(-count // rows)), rows
+
+
+def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False, pairs: bool = False) -> PlacedBatch:
+    """The batch of these rows, packed where that is allowed and saves work; `pairs` of rows stay together.
+
+    Width and height are rounded up, so that batches of about the same size (some episodes failed, some answers are
+    longer) share a compiled program. Filling rows train nothing.
 
     Raises:
         ValueError: no rows.
@@ -87,14 +98,16 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
         raise ValueError("there are no rows to make a batch of")
     lengths = [len(row.sequence.tokens) for row in rows]
     width = padded_width(max(lengths))
+    unit = 2 if pairs else 1
+    largest = max(1, microbatch_tokens // width // unit)
     layout = padded_layout(lengths, width)
-    microbatch_rows = max(1, min(microbatch_tokens // width, len(rows)))
-    microbatches = -(-len(rows) // microbatch_rows)
+    microbatches, microbatch_rows = divided(len(rows) // unit, largest)
     if packing:
         packed = packed_layout(lengths, width)
-        needed = rounded_count(-(-packed.height // microbatch_rows))
-        if needed < microbatches:
-            layout, microbatches = packed, needed
+        fewer = divided(packed.height, largest)
+        if math.prod(fewer) < microbatches * microbatch_rows:
+            layout, (microbatches, microbatch_rows) = packed, fewer
+    microbatch_rows *= unit
     height = microbatches * microbatch_rows
     is_packed = layout.height < len(rows)
 

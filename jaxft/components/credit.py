@@ -1,5 +1,6 @@
 """Who gets the credit: from rewards of trajectories to advantages of rows, by the estimator that is configured."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,11 +34,35 @@ class Credit(NamedTuple):
     metrics: dict[str, float]
 
 
-def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> Credit:
-    """The rewards of these groups as arrays, as the configuration wants them.
+def with_usable_rewards(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> list[list[Trajectory]]:
+    """The groups, with those trajectories not scorable that lack a named reward that is weighted, or a finite one.
 
     Raises:
-        TrajectoryError: a named reward of `reward_weights` is missing, or shaped rewards have no turns to go to.
+        TrajectoryError: none of them has the name.
+    """
+    names = list(loss.reward_weights or {})
+    known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
+    has_scores = any(trajectory.scorable for group in groups for trajectory in group)
+    missing = [name for name in names if name not in known]
+    if missing and has_scores:
+        there = ", ".join(sorted(known)) or "no named rewards"
+        raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
+
+    def checked(trajectory: Trajectory) -> Trajectory:
+        given = trajectory.named_rewards or {}
+        is_usable = all(math.isfinite(given.get(name, math.nan)) for name in names)
+        return trajectory if is_usable else trajectory.model_copy(update={"scorable": False})
+
+    return [[checked(trajectory) for trajectory in group] for group in groups]
+
+
+def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None) -> Credit:
+    """The rewards of these groups as arrays, as the configuration wants them.
+
+    Only the answers of the language model `llm` (None: of any) have a length to be paid for.
+
+    Raises:
+        TrajectoryError: shaped rewards have no turns to go to.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -50,7 +75,10 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> C
             named = table
         rewards = np.asarray(weighted_sum(table, weights))
     if loss.length_penalty_tokens is not None and loss.max_completion_tokens is not None:
-        lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences) for trajectory in trajectories]
+        lengths = [
+            sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
+            for trajectory in trajectories
+        ]
         penalty = soft_length_penalty(np.array(lengths), loss.max_completion_tokens, loss.length_penalty_tokens)
         rewards = rewards + penalty
         if steps is not None:  # the whole answer is too long: that comes with its last step
@@ -66,7 +94,7 @@ def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict
     The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
     `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
     """
-    if loss.beta and loss.kl == "k1_in_reward":
+    if loss.kl_weight and loss.kl == "k1_in_reward":
         k1 = [_k1(row) for row in rows]
         trained = np.concatenate([numbers[row.sequence.completion_mask] for row, numbers in zip(rows, k1, strict=True)])
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
@@ -87,7 +115,7 @@ def _assign_per_step(
     steps = step_rewards.copy()
     for row, penalty in zip(rows, k1, strict=True):
         turns = np.array(row.sequence.turns)
-        np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.beta * penalty[turns >= 0])
+        np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.kl_weight * penalty[turns >= 0])
     table = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
     for row in rows:
         turns = np.array(row.sequence.turns)
@@ -100,7 +128,7 @@ def _assign_per_trajectory(rows: list[Row], credit: Credit, k1: list[np.ndarray]
     else:
         divergence = np.zeros(len(credit.rewards))
         np.add.at(divergence, [row.trajectory for row in rows], [penalty.sum() for penalty in k1])
-        rewards = credit.rewards - loss.beta * divergence
+        rewards = credit.rewards - loss.kl_weight * divergence
         advantages = estimate_advantages(rewards, credit.group_ids, loss.estimator)
     for row in rows:
         row.signals["advantages"] = float(np.asarray(advantages)[row.trajectory])
@@ -114,7 +142,7 @@ def _assign_per_token(rows: list[Row], credit: Credit, k1: list[np.ndarray], los
         rewards = np.asarray(outcome_rewards(credit.rewards[[row.trajectory for row in rows]], mask))
     else:
         rewards = place(layout, [_step_rewards(row, credit.step_rewards) for row in rows], np.float64)
-    rewards = rewards - loss.beta * place(layout, k1, np.float64)
+    rewards = rewards - loss.kl_weight * place(layout, k1, np.float64)
     if loss.estimator == "gae":
         values = place(layout, [row.signals["old_values"] for row in rows], np.float64)
         advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda)
@@ -127,10 +155,14 @@ def _assign_per_token(rows: list[Row], credit: Credit, k1: list[np.ndarray], los
 
 
 def _step_rewards(row: Row, table: np.ndarray) -> np.ndarray:
-    """The reward of each turn on its last token."""
+    """The reward of each turn on its last token; that of a turn in another row on the turn before it, which helped."""
     turns = np.array(row.sequence.turns)
-    is_last = (turns >= 0) & (turns != np.append(turns[1:], -1))
-    return np.where(is_last, table[row.trajectory, turns], 0.0)
+    own, steps, rewards = np.unique(turns[turns >= 0]), table[row.trajectory], np.zeros(len(turns))
+    for turn in np.flatnonzero(~np.isnan(steps)):
+        before = own[own <= turn]
+        if before.size:
+            rewards[np.flatnonzero(turns == before[-1])[-1]] += steps[turn]
+    return rewards
 
 
 def _k1(row: Row) -> np.ndarray:
@@ -140,16 +172,8 @@ def _k1(row: Row) -> np.ndarray:
 
 
 def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
-    given = trajectory.named_rewards or {}
-    if not trajectory.scorable:
-        return [np.nan] * len(weights)
-    missing = [name for name in weights if name not in given]
-    if missing:
-        raise TrajectoryError(
-            f"example '{trajectory.example_id}', generation {trajectory.generation}: reward_weights names "
-            f"{', '.join(missing)}; the evaluator gave {', '.join(given) or 'no named rewards'}"
-        )
-    return [given[name] for name in weights]
+    given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
+    return [given.get(name, np.nan) for name in weights]
 
 
 def _step_table(trajectories: Sequence[Trajectory]) -> Any:
@@ -157,14 +181,14 @@ def _step_table(trajectories: Sequence[Trajectory]) -> Any:
     if not any(trajectory.shaped_rewards for trajectory in trajectories):
         return None
     for trajectory in trajectories:
-        if trajectory.scorable and any(len(s.turns) != len(s.tokens) for s in trajectory.sequences):
+        if trajectory.scorable and any(len(s.turns) != len(s.tokens) for s in trajectory.sequences or ()):
             raise TrajectoryError(
                 f"example '{trajectory.example_id}', generation {trajectory.generation}: with shaped_rewards in a job "
                 "every sequence has to say which turn each token belongs to (turns)"
             )
     rewards = [
         trajectory.shaped_rewards
-        or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences), default=-1))
+        or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences or ()), default=-1))
         for trajectory in trajectories
     ]
     table = np.full((len(trajectories), max(map(len, rewards))), np.nan)

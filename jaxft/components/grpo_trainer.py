@@ -1,41 +1,20 @@
-"""`_type: grpo_trainer`: the loop. Collect episodes, train on them, log; once per epoch."""
+"""`_type: grpo_trainer`: the loop. Collect episodes, choose, train on them, log; once per epoch."""
 
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import Field
 
-from jaxft.harness.data_models import (
-    EpisodeItem,
-    TrainingJobRef,
-    TrainingJobStatus,
-    TrainingStatusEnum,
-    Trajectory,
-    TrajectoryCollection,
-)
+from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
+from jaxft.components.run_log import RunLog, mean, reward_figures
+from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures
 from jaxft.harness.interfaces import Trainer
 from jaxft.harness.registry import TrainerConfig, register_trainer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.metrics import MetricsLog
-from jaxft.runs.plots import plot_rewards
-
-REWARD_HISTORY_FILE = "reward_history.json"
-
-SHOWN = {
-    "reward_mean": "reward",
-    "entropy": "entropy",
-    "kl": "kl",
-    "clip_high_share": "clip",
-    "sampler_logprob_diff_max": "sampler diff",
-    "failed_episodes": "failed",
-    "tokens_per_second": "tok/s",
-    "seconds": "seconds",
-}
-"""The figures of the progress line, by the names they are logged under."""
 
 
 class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
@@ -44,6 +23,7 @@ class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
     examples_per_update: int | None = Field(
         default=None, ge=1, description="Examples of one epoch, drawn in an order of their own each pass; null: all."
     )
+    early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="What ends the run before its time.")
     show_episodes_every: int = Field(
         default=10, ge=0, description="Epochs between sample episodes shown; 0 shows none."
     )
@@ -56,57 +36,61 @@ class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
 
 
 class GRPOTrainer(Trainer):
-    """Runs the epochs of one run; all it writes goes to the run directory."""
+    """Runs the epochs of one run; all it writes goes to the run directory. Of a trajectory it reads the reward."""
 
     trainer_config: GRPOTrainerConfig
 
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config)
-        self._directory = directory
-        self._console = console
-        self._log: MetricsLog | None = None
-        self._metrics: dict[str, dict[str, Any]] = {}
-        self._timings: dict[str, dict[str, Any]] = {}
-        self._reward_history: list[dict[str, float | None]] = []
+        self._log = RunLog(directory, console)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """All epochs; the last status of each job. Stops at the first job that fails.
+        """All epochs; the last status of each job. Stops at the first job that fails, or when `early_stop` says so.
 
         Raises:
             TooManyFailures: too many episodes of an epoch failed.
             NoLearningSignal: not one epoch had anything to learn from.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        assert self.trainer_adapter is not None
-        self._log = MetricsLog(self._directory)
-        self._console.start(num_epochs)
+        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        self._log.start(num_epochs)
         statuses: list[TrainingJobStatus] = []
         bad_updates = learned_epochs = 0
-        for epoch in range(num_epochs):
+        early_stop, is_validated = EarlyStop(self.trainer_config.early_stop), self.trajectory_builder.validation
+        for epoch in range(num_epochs + 1):
+            validated = await self.validate_if_due(epoch, num_epochs)
+            if validated is not None:
+                self._log.validation(validated)
+            reason = early_stop.reason(validated["avg_reward"]) if validated is not None else None
+            if reason is not None or epoch == num_epochs:
+                break
             started = time.perf_counter()
             run_id = f"epoch_{epoch:05d}"
             ref = await self.run_epoch(epoch, run_id)
             if ref is not None:
-                status = await self.trainer_adapter.wait_until_complete(ref)
-                statuses.append(status)
-                if status.status is not TrainingStatusEnum.COMPLETED:
-                    break
-                self._add_job_figures(run_id, status)
-                if self._metrics[run_id].get("applied_updates", 1) == 0:
-                    self._console.message(f"{run_id}: {status.message}")
-            self._timings[run_id]["seconds"] = time.perf_counter() - started
+                statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+                self._add_job_figures(run_id, statuses[-1])
+                self.trainer_adapter.log_progress(ref, self._log.metrics[run_id])
+            self._log.timings[run_id]["seconds"] = time.perf_counter() - started
             figures = await self.get_metrics(run_id)
             self.log_progress(epoch, figures)
+            if ref is not None and statuses[-1].status is not TrainingStatusEnum.COMPLETED:
+                return statuses
             # A backend that does not count its updates is believed to have made one.
             learned_epochs += ref is not None and figures.get("applied_updates", 1) > 0
-            bad_updates = bad_updates + 1 if figures.get("nonfinite_updates", 0) else 0
+            if ref is not None:
+                is_bad = figures.get("nonfinite_updates", 0) > 0
+                bad_updates = figures.get("nonfinite_updates_in_a_row", bad_updates + 1 if is_bad else 0)
             if bad_updates >= self.trainer_config.max_bad_updates:
                 raise JobFailed(
-                    f"loss or gradient were not finite in {bad_updates} updates in a row, the last in {run_id}"
+                    f"loss or gradient were not finite in {bad_updates:.0f} updates in a row, the last in {run_id}"
                 )
-        self._save_history()
-        is_finished = len(statuses) == 0 or statuses[-1].status is TrainingStatusEnum.COMPLETED
-        if is_finished and not learned_epochs:
+            reason = early_stop.reason(figures.get("reward_mean")) if is_validated is None else None
+            if reason is not None:
+                break
+        if reason is not None:
+            self._log.console.message(f"stopped early after {len(self._log.metrics)} epochs: {reason}")
+        elif not learned_epochs:
             raise NoLearningSignal(
                 f"nothing could be learned in {num_epochs} epochs: the rewards of every group were equal or not "
                 "usable; make the task easier, raise num_generations, or give partial rewards"
@@ -114,28 +98,31 @@ class GRPOTrainer(Trainer):
         return statuses
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collects episodes and submits them; None when nothing in them can be trained."""
+        """Collects episodes and submits those that the curriculum keeps; None when nothing in them can be trained."""
         assert self.trajectory_builder is not None and self.trainer_adapter is not None
         await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
-        self._metrics[run_id], self._timings[run_id] = collection_figures(collection)
-        unscorable = self._metrics[run_id]["unscorable_trajectories"]
+        metrics = {**collection.metrics, **reward_figures(_rewards(collection))}
+        self._log.metrics[run_id], self._log.timings[run_id] = metrics, dict(collection.timings)
+        unscorable = metrics.get("unscorable_trajectories")
         if unscorable:
-            self._console.message(
-                f"{run_id}: {unscorable} rewards were None, NaN or infinite; their episodes train nothing"
+            self._message(
+                f"{run_id}: {unscorable:.0f} rewards were None, NaN or infinite; their episodes train nothing"
             )
-        self.trajectory_builder.log_progress(run_id, self._metrics[run_id])
-        self._remember_rewards(epoch, self._metrics[run_id])
-        self._show_episodes(epoch, collection)
+        self._show_episode(epoch, collection)
         chosen = self.apply_curriculum_learning(collection, epoch)
-        if not any(trajectory.scorable for group in chosen.trajectories for trajectory in group):
-            self._console.message(f"{run_id}: no trajectory has a usable reward; nothing was trained")
+        metrics |= self._curriculum_figures(collection, chosen)
+        self.trajectory_builder.log_progress(run_id, metrics)
+        self._log.rewards(epoch, metrics)
+        if not _rewards(chosen):
+            why = "no group's rewards differ by min_reward_diff" if _rewards(collection) else None
+            self._message(f"{run_id}: {why or 'no trajectory has a usable reward'}; nothing was trained")
             return None
         try:
             return await self.trainer_adapter.submit(chosen)
         except NothingToTrain as error:
-            self._console.message(f"{run_id}: {error}; nothing was trained")
+            self._message(f"{run_id}: {error}; nothing was trained")
             return None
 
     def _choice_of_examples(self, epoch: int) -> dict[str, Any] | None:
@@ -161,104 +148,57 @@ class GRPOTrainer(Trainer):
         Raises:
             ValueError: no such epoch has been run.
         """
-        if run_id not in self._metrics:
-            raise ValueError(f"no epoch '{run_id}' was run; epochs: {', '.join(self._metrics) or 'none'}")
-        return {**self._metrics[run_id], **self._timings[run_id]}
+        return self._log.figures(run_id)
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Writes one step of the logs and the progress line; the reward plot every tenth epoch."""
-        run_id = f"epoch_{epoch:05d}"
-        if self._log is not None:
-            self._log.log(epoch, self._metrics[run_id], self._timings[run_id])
-        figures = {shown: metrics[name] for name, shown in SHOWN.items() if metrics.get(name) is not None}
-        self._console.epoch(epoch + 1, figures)
-        if epoch % 10 == 9:
-            self._save_history()
+        self._log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
 
     async def cleanup(self) -> None:
         """Closes the logs."""
-        if self._log is not None:
-            self._log.close()
-            self._save_history()
-            self._log = None
+        self._log.close()
 
     def _add_job_figures(self, run_id: str, status: TrainingJobStatus) -> None:
         metadata = status.metadata or {}
-        self._metrics[run_id] |= metadata.get("metrics", {})
-        self._timings[run_id] |= metadata.get("timings", {})
+        self._log.metrics[run_id] |= metadata.get("metrics", {})
+        self._log.timings[run_id] |= metadata.get("timings", {})
+        if self._log.metrics[run_id].get("applied_updates", 1) == 0:
+            self._message(f"{run_id}: {status.message}")
 
     def _check_failures(self, collection: TrajectoryCollection) -> None:
-        failed, episodes = len(collection.failures), collection.metrics.get("episodes", 0)
+        failed = len(collection.failures)
+        episodes = collection.metrics.get("episodes", failed + sum(map(len, collection.trajectories)))
         if not failed:
             return
         if failed > self.trainer_config.max_failed_share * episodes:
             raise TooManyFailures(f"{failed} of {episodes:.0f} episodes failed; the last: {collection.failures[-1]}")
         first = collection.failures[0].splitlines()[0]
-        self._console.message(
-            f"{collection.run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}"
-        )
+        self._message(f"{collection.run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
 
-    def _remember_rewards(self, epoch: int, metrics: dict[str, Any]) -> None:
-        names = ("reward_mean", "reward_min", "reward_max")
-        self._reward_history.append({"epoch": epoch, **{name: metrics.get(name) for name in names}})
+    def _curriculum_figures(self, collection: TrajectoryCollection, chosen: TrajectoryCollection) -> dict[str, Any]:
+        if self.curriculum_config is None or not self.curriculum_config.enabled:
+            return {}
+        state = self.get_curriculum_state()
+        self._log.curriculum(state)
+        rewards = _rewards(chosen)
+        return {
+            "curriculum_percentile": state["current_percentile"],
+            "curriculum_groups": len(chosen.trajectories),
+            "curriculum_dropped_groups": len(state["dropped_groups"]),
+            **({"reward_mean_chosen": mean(rewards)} if rewards else {}),
+        }
 
-    def _save_history(self) -> None:
-        if self._reward_history:
-            self._directory.write_json(REWARD_HISTORY_FILE, self._reward_history)
-            plot_rewards(self._directory, self._reward_history)
-
-    def _show_episodes(self, epoch: int, collection: TrajectoryCollection) -> None:
+    def _show_episode(self, epoch: int, collection: TrajectoryCollection) -> None:
         every = self.trainer_config.show_episodes_every
-        if not every or epoch % every or not collection.trajectories:
-            return
-        trajectory = collection.trajectories[0][0]
-        messages = [
-            {"role": item.role.value, "content": item.content}
-            for item in trajectory.episode
-            if isinstance(item, EpisodeItem)
-        ]
-        title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
-        self._console.episode(title, messages)
-        row = trajectory.model_dump(mode="json")
-        self._directory.append_jsonl("trajectories/samples.jsonl", {"epoch": epoch, **row})
+        if every and epoch % every == 0 and collection.trajectories:
+            self._log.sample(epoch, collection.trajectories[0][0])
+
+    def _message(self, text: str) -> None:
+        self._log.console.message(text)
 
 
-def collection_figures(collection: TrajectoryCollection) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a collection says of itself, its rewards and lengths; and, by the clock, how fast it was sampled."""
-    trajectories = [trajectory for group in collection.trajectories for trajectory in group]
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.scorable]
-    lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences) for trajectory in trajectories]
-    metrics = {
-        **collection.metrics,
-        "unscorable_trajectories": len(trajectories) - len(rewards),
-        "completion_tokens_mean": mean(lengths),
-        "completion_tokens_max": max(lengths, default=0),
-        **{f"reward/{name}": value for name, value in named_reward_means(trajectories).items()},
-    }
-    if rewards:
-        metrics |= {"reward_mean": mean(rewards), "reward_min": min(rewards), "reward_max": max(rewards)}
-    timings = dict(collection.timings)
-    if timings.get("seconds_rollout"):
-        timings["tokens_per_second"] = sum(lengths) / timings["seconds_rollout"]
-    return metrics, timings
-
-
-def named_reward_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each named part of the rewards, over the trajectories that have it."""
-    parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in (trajectory.named_rewards or {}).items():
-            parts.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(parts.items())}
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean, 0 of nothing.
-
-    >>> mean([1.0, 2.0]), mean([])
-    (1.5, 0.0)
-    """
-    return sum(values) / len(values) if values else 0.0
+def _rewards(collection: TrajectoryCollection) -> list[float]:
+    return [t.reward for group in collection.trajectories for t in group if t.scorable]
 
 
 @register_trainer(config_type=GRPOTrainerConfig)

@@ -1,25 +1,36 @@
 """One job of learning on the device thread, and what lives on from job to job beside the policy's parameters."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxft.components.batching import PlacedBatch, Row, make_batch
+from jaxft.components.batching import PlacedBatch, Row, make_batch, padded_width
 from jaxft.components.credit import Credit, assign_advantages
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxft.core.logprobs import init_value_head
+from jaxft.core.losses import Metrics
 from jaxft.core.objectives import score_in_microbatches
 from jaxft.core.packing import take
-from jaxft.core.types import Model, Params
+from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state, make_update
 
-COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn")
+COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
+
+
+GoesOn = Callable[[int, int], bool]
+
+
+def always(done: int, total: int) -> bool:
+    """Nothing ends the job before its time."""
+    return True
 
 
 class Learner:
@@ -31,6 +42,7 @@ class Learner:
         ref_params: what the KL is measured from; None without one, or before the first job.
         value_head: of ppo; None without one.
         jobs: how many there were.
+        bad_updates: non-finite ones since the last that was finite.
     """
 
     def __init__(
@@ -43,17 +55,27 @@ class Learner:
         minibatches: int = 1,
         updates_per_batch: int = 1,
         packing: bool = True,
+        max_sampler_diff: float = 0.1,
+        max_disagreeing_share: float = 1.0,
         seed: int = 0,
         ref_params: Params | None = None,
     ) -> None:
-        """`ref_params`: of another checkpoint; the parameters before the first job when None.
+        """Beside what `LocalTrainerAdapterConfig` explains:
+
+        Args:
+            model: the contract's tuple.
+            loss: what is minimised.
+            optimizer: how.
+            seed: shuffles minibatches.
+            ref_params: of another checkpoint; the parameters before the first job when None.
 
         Raises:
             ValueError: the loss cannot be made of its knobs.
         """
         self._model = model
         self._loss_config = loss
-        self._loss = make_loss(loss)
+        self._loss = make_loss(loss, max_sampler_diff if loss.is_policy_loss else None)
+        self._accept = partial(_is_own, max_share=max_disagreeing_share) if loss.is_policy_loss else None
         self._optimizer = make_optimizer(optimizer)
         self._schedule = make_schedule(optimizer)
         self._max_grad_norm = optimizer.max_grad_norm
@@ -65,13 +87,23 @@ class Learner:
         self.step: Any = None
         self.ref_params = ref_params
         self.value_head: Params | None = None
-        self.jobs = 0
+        self.jobs = self.bad_updates = 0
+        self._applied_jobs = 0
 
-    def learn(self, rows: list[Row], credit: Credit, params: Params) -> tuple[Params, dict[str, float]]:
-        """The parameters after this job's updates, and its metrics; `params` are donated."""
+    def learn(
+        self, rows: list[Row], credit: Credit | None, params: Params, goes_on: GoesOn = always
+    ) -> tuple[Params, dict[str, float]]:
+        """The parameters after this job's updates, and its metrics; `params` are donated once there is an update.
+
+        Args:
+            rows: of pairs the chosen and the rejected one by turns.
+            credit: what the trajectories earned; None for losses that are no policy losses.
+            params: the policy's.
+            goes_on: told before each update how many have been made, and of how many; when it says no, the job ends.
+        """
         self._prepare(params)
         self._score(rows, params)
-        figures = assign_advantages(rows, credit, self._loss_config)
+        figures = assign_advantages(rows, credit, self._loss_config) if credit is not None else {}
         if self._updates_per_batch * self._minibatches == 1:
             for row in rows:  # the only update: old and present policy are one
                 row.signals.pop("old_logprobs", None)
@@ -80,7 +112,10 @@ class Learner:
         state = TrainState(trained, self.opt_state, self.step)
         history: list[dict[str, Any]] = []
         rate = float(self._schedule(int(self.step)))
-        for part in self._parts(rows):
+        parts = self._parts(rows)
+        for done, part in enumerate(parts):
+            if not goes_on(done, len(parts)):
+                break
             placed = self._batch(part)
             state, metrics = self._update(placed.microbatch_rows)(state, placed.batch)
             history.append(metrics | {"batch_rows": placed.batch.tokens.shape[0]})
@@ -89,9 +124,60 @@ class Learner:
         if self.value_head is not None:
             self.value_head = state.params["value_head"]
         self.jobs += 1
-        self._follow(params)
-        figures |= merge_metrics(jax.device_get(history))
-        return params, {**figures, "updates": len(history), "learning_rate": rate}
+        history = jax.device_get(history)
+        figures |= merge_metrics(history) if history else {"applied_updates": 0.0}
+        for metrics in history:
+            self.bad_updates = self.bad_updates + 1 if metrics["nonfinite_updates"] else 0
+        if figures["applied_updates"]:
+            self._applied_jobs += 1
+            self._follow(params)
+        counts = {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates}
+        return params, {**figures, **counts, "learning_rate": rate}
+
+    def memory(self, params: Params, longest: int) -> dict[str, float]:
+        """What a job on rows of `longest` tokens needs, in MiB by purpose; compiles its update and changes nothing.
+
+        `update` is what the compiled program needs for itself: activations, gradients, and logits chunk by chunk.
+        """
+        loss, is_ppo = self._loss_config, self._loss_config.name == "ppo"
+        trained: Any = jax.eval_shape(lambda p: p, params)
+        if is_ppo:
+            head = jax.eval_shape(lambda p: init_value_head(self._hidden_size(p)), params)
+            trained = {"policy": trained, "value_head": head}
+        state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
+        width = padded_width(longest)
+        rows = max(2 if loss.name == "dpo" else 1, self._microbatch_tokens // width)
+        floats: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.float32)
+        whole: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.int32)
+        flags: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.bool_)
+        has_old = self._updates_per_batch * self._minibatches > 1
+        is_packed = self._packing and loss.name != "dpo" and can_pack(self._model, params)
+        batch = Batch(
+            tokens=whole,
+            completion_mask=flags,
+            advantages=floats if loss.is_policy_loss else None,
+            temperatures=floats,
+            sampler_logprobs=floats,
+            behavior_logprobs=floats,
+            old_logprobs=floats if has_old and loss.is_policy_loss else None,
+            ref_logprobs=floats if loss.needs_reference else None,
+            old_values=floats if is_ppo else None,
+            returns=floats if is_ppo else None,
+            positions=whole if is_packed else None,
+            segment_ids=whole if is_packed else None,
+        )
+        update = self._update(rows).lower(state, batch).compile().memory_analysis()
+        reference = _mebibytes(params) if loss.needs_reference else 0.0
+        return {
+            "parameters": _mebibytes(state.params),
+            "optimizer": _mebibytes(state.opt_state),
+            "reference": reference,
+            "update": update.temp_size_in_bytes / 2**20,
+        }
+
+    def _hidden_size(self, params: Params) -> int:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return jax.eval_shape(self._model.apply, params, tokens, tokens)[0].shape[-1]
 
     def _prepare(self, params: Params) -> None:
         """Before the first job: all that is made from the starting parameters."""
@@ -101,21 +187,19 @@ class Learner:
             self._packing = can_pack(self._model, params)
         trained = params
         if self._loss_config.name == "ppo":
-            tokens = jnp.zeros((1, 1), jnp.int32)
-            hidden = jax.eval_shape(self._model.apply, params, tokens, tokens)[0]
-            self.value_head = init_value_head(hidden.shape[-1])
+            self.value_head = init_value_head(self._hidden_size(params))
             trained = {"policy": params, "value_head": self.value_head}
         fresh = init_train_state(trained, self._optimizer)
         self.opt_state, self.step = fresh.opt_state, fresh.step
-        if self._loss_config.beta and self.ref_params is None:
+        if self._loss_config.needs_reference and self.ref_params is None:
             self.ref_params = jax.tree.map(jnp.copy, params)  # the originals are about to be donated
 
     def _score(self, rows: list[Row], params: Params) -> None:
         """Adds what advantages and losses need of the policy before the first update, and of the reference."""
         loss = self._loss_config
-        in_reward = loss.beta > 0 and loss.kl == "k1_in_reward"
-        needs_old = self._updates_per_batch * self._minibatches > 1 or in_reward
-        if not (needs_old or loss.beta or self.value_head is not None):
+        in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
+        needs_old = loss.is_policy_loss and (self._updates_per_batch * self._minibatches > 1 or in_reward)
+        if not (needs_old or loss.needs_reference or self.value_head is not None):
             return
         placed = self._batch(rows)
         wanted: dict[str, Any] = {}
@@ -123,7 +207,7 @@ class Learner:
             scored = self._scored(placed, params, self.value_head)
             wanted |= {"old_logprobs": scored.logprobs} if needs_old else {}
             wanted |= {"old_values": scored.values} if self.value_head is not None else {}
-        if loss.beta:
+        if loss.needs_reference:
             assert self.ref_params is not None
             wanted["ref_logprobs"] = self._scored(placed, self.ref_params, None).logprobs
         for name, table in jax.device_get(wanted).items():
@@ -147,7 +231,9 @@ class Learner:
         return parts
 
     def _batch(self, rows: list[Row]) -> PlacedBatch:
-        return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=self._packing)
+        pairs = self._loss_config.name == "dpo"
+        packing = self._packing and not pairs
+        return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=packing, pairs=pairs)
 
     def _update(self, microbatch_rows: int) -> Any:
         if microbatch_rows not in self._updates:
@@ -157,14 +243,23 @@ class Learner:
                 self._optimizer,
                 microbatch_rows=microbatch_rows,
                 max_grad_norm=self._max_grad_norm,
+                accept=self._accept,
             )
         return self._updates[microbatch_rows]
 
     def _follow(self, params: Params) -> None:
         """Moves the reference towards the policy when it is its time."""
         every, mixing = self._loss_config.reference.update_every, self._loss_config.reference.mixing
-        if self.ref_params is not None and every is not None and self.jobs % every == 0:
+        if self.ref_params is not None and every is not None and self._applied_jobs % every == 0:
             self.ref_params = mix(params, self.ref_params, mixing)
+
+
+def _mebibytes(tree: Any) -> float:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20
+
+
+def _is_own(metrics: Metrics, max_share: float) -> Bool[Array, ""]:
+    return metrics["sampler_disagreement_share"] <= max_share
 
 
 @jax.jit

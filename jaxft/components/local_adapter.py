@@ -13,18 +13,21 @@ from pydantic import Field, model_validator
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import (
+    FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from jaxft.harness.errors import ComponentError, UserCodeError, user_code
+from jaxft.harness.errors import ComponentError, ConfigError, UserCodeError, user_code
 from jaxft.harness.fields import LLMRef, fault
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
 
 if TYPE_CHECKING:
+    from jaxft.components.credit import Credit
     from jaxft.components.learner import Learner
+    from jaxft.components.rows import Gathered
     from jaxft.policy.policy import Policy
 
 BACKEND = "local"
@@ -40,6 +43,15 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     packing: bool = Field(default=True, description="Several short sequences share a row where that saves work.")
     minibatches: int = Field(default=1, ge=1, description="Optimiser steps of one pass over a job's trajectories.")
     updates_per_batch: int = Field(default=1, ge=1, description="Passes over a job's trajectories.")
+    max_stale_share: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Trajectories that another version of the policy may have sampled."
+    )
+    max_logprob_diff: float = Field(
+        default=0.1, gt=0.0, description="Nats, on average over a sequence: further from the policy's, it is foreign."
+    )
+    max_disagreeing_share: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Sequences that may be foreign; with more the update is refused."
+    )
 
     @model_validator(mode="after")
     def _reinforce_updates_once(self) -> "LocalTrainerAdapterConfig":
@@ -52,7 +64,13 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
 class _Job:
     status: TrainingJobStatus
     task: "asyncio.Task[None] | None" = None
+    is_cancelled: bool = False
+    canceled_after: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    def report(self, **changes: Any) -> None:
+        """Replaces fields of the status, which is never changed itself: others may hold it."""
+        self.status = self.status.model_copy(update=changes)
 
 
 class LocalTrainerAdapter(TrainerAdapter):
@@ -76,22 +94,46 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.learner = make_learner(adapter_config, policy, seed)
         self._jobs: dict[str, _Job] = {}
 
-    async def is_healthy(self) -> bool:
-        """Whether there are parameters, all of them finite."""
-        import jax
-        import jax.numpy as jnp
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """As every adapter's.
 
-        from jaxft.policy.policy import PolicyLostError
-
-        try:
-            return await self.policy.read(
-                lambda params: all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+        Raises:
+            ConfigError: training is aimed at another language model than the adapter's.
+        """
+        await super().initialize(run_config)
+        if run_config.target_model not in (None, self.adapter_config.llm):
+            raise ConfigError(
+                [
+                    f"finetuning.target_model: is '{run_config.target_model}', but the adapter trains "
+                    f"'{self.adapter_config.llm}'"
+                ]
             )
-        except PolicyLostError:
+
+    async def is_healthy(self) -> bool:
+        """Whether there are parameters, all finite, and a token can be sampled from them; a warning says why not."""
+        try:
+            with user_code():  # whatever stops it is the answer
+                return await self.policy.is_sound()
+        except UserCodeError as failure:
+            self._warn(f"warning: the policy is not healthy: {failure.summary}")
             return False
 
+    def validate_trajectories(self, trajectories: TrajectoryCollection) -> dict[str, float]:
+        """What a job on these trajectories would be made of, in numbers; nothing is queued.
+
+        Raises:
+            NothingToTrain: no row has a token to train.
+            TrajectoryError: greedy or malformed rows are among them.
+        """
+        gathered, credit = self._gather(trajectories)
+        return {
+            **gathered.metrics,
+            **({} if credit is None else credit.metrics),
+            **self._stale_shares(gathered),
+        }
+
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Queues one update on these trajectories and returns at once.
+        """Queues a job on these trajectories and returns at once.
 
         Raises:
             ValueError: the job's name is taken.
@@ -101,27 +143,16 @@ class LocalTrainerAdapter(TrainerAdapter):
         run_id = trajectories.run_id
         if run_id in self._jobs:
             raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
-        from jaxft.components.credit import gather_credit
-        from jaxft.components.rows import gather_rows
-
-        loss = self.adapter_config.loss
-        gathered = gather_rows(
-            trajectories,
-            llm=self.adapter_config.llm,
-            policy_version=self.policy.version,
-            mask_truncated=loss.mask_truncated,
-        )
-        credit = gather_credit(gathered.groups, loss)
-        self._warn_of_filters(gathered.log_kept_mass)
-        learn = partial(self.learner.learn, gathered.rows, credit)
-        ref = TrainingJobRef(run_id=run_id, backend=BACKEND)
+        gathered, credit = self._gather(trajectories)
+        self._warn_of_filters(gathered.sampled.log_kept_mass)
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
         self._jobs[run_id] = job
-        job.task = asyncio.create_task(self._run(job, learn, gathered.metrics | credit.metrics), name=f"job {run_id}")
-        return ref
+        job.task = asyncio.create_task(self._run(job, gathered, credit), name=f"job {run_id}")
+        return TrainingJobRef(run_id=run_id, backend=BACKEND)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Where a job stands. Its `metadata` holds `metrics` and `timings` once it has completed."""
+        """Where a job stands, also after it has ended. Its `metadata` holds `metrics` and `timings` once it has
+        completed, and the `traceback` of one that failed."""
         return self._job(ref).status
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -131,11 +162,25 @@ class LocalTrainerAdapter(TrainerAdapter):
         await asyncio.shield(job.task)
         return job.status
 
+    async def cancel(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Ends a job before its next update, and gives its last status; one that has ended stays as it is.
+
+        Updates that have been made stay made; the status says how many.
+        """
+        self._job(ref).is_cancelled = True
+        return await self.wait_until_complete(ref)
+
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Keeps figures with the job; they are the `history` of its metadata."""
         job = self._job(ref)
         job.history.append(dict(metrics))
-        job.status = job.status.model_copy(update={"metadata": {**(job.status.metadata or {}), "history": job.history}})
+        job.report(metadata={**(job.status.metadata or {}), "history": job.history})
+
+    async def memory(self) -> dict[str, float]:
+        """Parameters, optimiser, reference and value head, the largest update's own needs, and the sampler's cache."""
+        longest = self.policy.engine.max_context_tokens
+        figures = await self.policy.read(lambda params: self.learner.memory(params, longest))
+        return {**figures, "sampling": self.policy.engine.cache_bytes() / 2**20}
 
     async def export_model(self, folder: Path) -> Path:
         """Writes model and tokenizer in Hugging Face's file format."""
@@ -145,6 +190,25 @@ class LocalTrainerAdapter(TrainerAdapter):
         if ref.run_id not in self._jobs:
             raise ValueError(f"no job '{ref.run_id}' was submitted; jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[ref.run_id]
+
+    def _gather(self, trajectories: TrajectoryCollection) -> "tuple[Gathered, Credit | None]":
+        from jaxft.components.credit import gather_credit, with_usable_rewards
+        from jaxft.components.rows import gather_rows
+        from jaxft.components.supervised_rows import gather_examples, gather_pairs
+
+        loss = self.adapter_config.loss
+        if loss.name == "dpo":
+            return gather_pairs(trajectories, self.policy.template, self.adapter_config.llm), None
+        if loss.name == "sft":
+            return gather_examples(trajectories, self.policy.template, loss.min_reward, self.adapter_config.llm), None
+        llm, groups = self.adapter_config.llm, with_usable_rewards(trajectories.trajectories, loss)
+        usable = trajectories.model_copy(update={"trajectories": groups})
+        gathered = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
+        return gathered, gather_credit(gathered.groups, loss, llm)
+
+    def _stale_shares(self, gathered: "Gathered") -> dict[str, float]:
+        is_sampled = gathered.sampled.versions.size > 0
+        return gathered.sampled.stale_shares(self.policy.version) if is_sampled else {}
 
     def _warn_of_filters(self, log_mass: Any) -> None:
         """Says, once, that truncated sampling was used; `log_mass` holds the log of the mass kept, per token."""
@@ -159,35 +223,62 @@ class LocalTrainerAdapter(TrainerAdapter):
             "what cannot be sampled cannot be unlearned: train without filters"
         )
 
-    async def _run(self, job: _Job, learn: Any, metrics: dict[str, float]) -> None:
-        job.status = job.status.model_copy(update={"status": TrainingStatusEnum.RUNNING})
+    async def _run(self, job: _Job, gathered: "Gathered", credit: "Credit | None") -> None:
         started = time.perf_counter()
         try:
             with user_code():  # whatever stops the job becomes its status
-                update_metrics = await self.policy.update(
-                    learn, has_changed=lambda figures: figures["applied_updates"] > 0
+                metrics = await self.policy.update(
+                    partial(self._learn, job, gathered, credit),
+                    has_changed=lambda figures: figures["applied_updates"] > 0,
                 )
         except UserCodeError as failure:
-            job.status = job.status.model_copy(
-                update={
-                    "status": TrainingStatusEnum.FAILED,
-                    "message": failure.summary,
-                    "metadata": {"traceback": failure.traceback},
-                }
-            )
+            traceback = {"traceback": failure.traceback}
+            job.report(status=TrainingStatusEnum.FAILED, message=failure.summary, metadata=traceback)
             return
+        metrics |= gathered.metrics | ({} if credit is None else credit.metrics)
         timings = {"seconds_update": time.perf_counter() - started, "compiles": self.policy.compiles.count}
-        job.status = job.status.model_copy(
-            update={
-                "status": TrainingStatusEnum.COMPLETED,
-                "progress": 100.0,
-                "message": _outcome(update_metrics),
-                "metadata": {
-                    "metrics": {**metrics, **update_metrics, "policy_version": self.policy.version},
-                    "timings": timings,
-                },
-            }
-        )
+        job.report(**self._end(job, metrics), metadata={"metrics": metrics, "timings": timings})
+
+    def _learn(
+        self, job: _Job, gathered: "Gathered", credit: "Credit | None", params: Any
+    ) -> tuple[Any, dict[str, float]]:
+        """The job itself, on the device thread."""
+        stale = self._stale_shares(gathered)
+        figures = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
+        if job.is_cancelled:
+            job.canceled_after = "canceled before it began"
+            return params, figures
+        if stale.get("stale_trajectory_share", 0.0) > self.adapter_config.max_stale_share:
+            return params, figures
+
+        def goes_on(done: int, total: int) -> bool:
+            job.report(progress=100.0 * done / total)
+            if job.is_cancelled:
+                job.canceled_after = f"canceled after {done} of {total} updates"
+            return not job.is_cancelled
+
+        job.report(status=TrainingStatusEnum.RUNNING)
+        params, learned = self.learner.learn(gathered.rows, credit, params, goes_on)
+        version = self.policy.version + (learned["applied_updates"] > 0)
+        return params, {**figures, **learned, "policy_version": version}
+
+    def _end(self, job: _Job, metrics: dict[str, float]) -> dict[str, Any]:
+        """The last status of a job that raised nothing."""
+        config, stay = self.adapter_config, "parameters and optimiser state stay as they were"
+        if job.canceled_after is not None:
+            return {"status": TrainingStatusEnum.CANCELED, "message": job.canceled_after}
+        stale, disagreeing = metrics.get("stale_trajectory_share", 0.0), metrics.get("sampler_disagreement_share", 0.0)
+        if stale > config.max_stale_share:
+            message = f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {stay}"
+            return {"status": TrainingStatusEnum.FAILED, "message": message}
+        if metrics.get("refused_updates"):
+            message = (
+                f"refused: the log-probabilities recorded with {disagreeing:.0%} of the sequences are more than "
+                f"{config.max_logprob_diff:g} nats (on average) from the policy's own: another policy sampled them, or "
+                f"they were recorded wrongly; {metrics['refused_updates']:.0f} updates were not made"
+            )
+            return {"status": TrainingStatusEnum.FAILED, "message": message}
+        return {"status": TrainingStatusEnum.COMPLETED, "progress": 100.0, "message": _outcome(metrics, stay)}
 
 
 def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int) -> "Learner":
@@ -195,7 +286,7 @@ def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int)
     from jaxft.components.learner import Learner
 
     ref_params = None
-    if config.loss.beta and config.loss.reference.path is not None:
+    if config.loss.needs_reference and config.loss.reference.path is not None:
         from jaxft.models.hf import load_model
 
         reference, ref_params = load_model(config.loss.reference.path)
@@ -212,16 +303,20 @@ def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int)
         minibatches=config.minibatches,
         updates_per_batch=config.updates_per_batch,
         packing=config.packing,
+        max_sampler_diff=config.max_logprob_diff,
+        max_disagreeing_share=config.max_disagreeing_share,
         seed=seed,
         ref_params=ref_params,
     )
 
 
-def _outcome(metrics: dict[str, float]) -> str:
+def _outcome(metrics: dict[str, float], stay: str) -> str:
     if metrics["nonfinite_updates"]:
-        return "loss or gradient were not finite; parameters and optimiser state stay as they were"
-    if metrics["nothing_to_learn"]:
-        return "nothing to learn: the gradient is exactly zero; parameters and optimiser state stay as they were"
+        count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
+        what = stay if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
+        return f"loss or gradient were not finite; {what}"
+    if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
+        return f"nothing to learn: the gradient is exactly zero; {stay}"
     return "updated"
 
 

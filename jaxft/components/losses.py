@@ -1,7 +1,7 @@
-"""Policy losses by configuration."""
+"""Losses by configuration."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,12 @@ AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "reinfo
 CorrectionName = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"
 ]
+
+OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
+"""Losses that are no policy losses, with the fields they read."""
+
+NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
+"""Fields of policy losses that some of them do not read; so are those of ppo by all others."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
 """Estimators that leave beta what it is: the others divide by a spread."""
@@ -37,10 +43,21 @@ class CorrectionConfig(ConfigModel):
     high: float = Field(default=2.0, ge=1.0, description="Largest weight, or largest ratio that a mask keeps.")
 
 
-class LossConfig(ConfigModel):
-    """The policy loss: a published one by name, and what to change of it."""
+class PreferenceConfig(ConfigModel):
+    """How dpo compares the two answers of a pair."""
 
-    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce"] = Field(
+    kind: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="The loss of a margin.")
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="Share of pairs that may be the wrong way.")
+    length_normalized: bool = Field(default=False, description="Mean log-probability of an answer, and not the sum.")
+    sft_coef: float = Field(
+        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which holds them up."
+    )
+
+
+class LossConfig(ConfigModel):
+    """The loss: a published one by name, and what to change of it."""
+
+    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
         default="grpo", description="The row of presets that the other fields of the loss override."
     )
     advantages: AdvantageName | None = Field(
@@ -55,13 +72,18 @@ class LossConfig(ConfigModel):
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0, description="The ratio stays above 1 - clip_low.")
     clip_high: float | None = Field(default=None, gt=0.0, description="It stays below 1 + clip_high; cispo's cap.")
     delta: float | None = Field(default=None, gt=1.0, description="Dual clip: bounds the loss of bad rows.")
-    beta: float = Field(default=0.0, ge=0.0, description="Weight of the KL to the reference; 0 keeps none.")
+    beta: float | None = Field(
+        default=None,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Weight of the KL to the reference, 0 keeps none; null: 0, and 0.1 for dpo.",
+    )
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
         default="k3_ratio", description="Its estimator, in the loss or in the reward."
     )
     reference: ReferenceConfig = Field(default=ReferenceConfig(), description="What the KL is measured from.")
     correction: CorrectionConfig | None = Field(default=None, description="Sampler-to-trainer correction; null: none.")
-    entropy_coef: float = Field(default=0.0, ge=0.0, description="Weight of the entropy bonus.")
+    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(default=1.0, gt=0.0, le=1.0, description="Discount per step of shaped rewards, or per token.")
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Generalised advantage estimation's.")
     value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value term.")
@@ -75,12 +97,32 @@ class LossConfig(ConfigModel):
         ge=1,
         description="DAPO's soft penalty: the reward falls by up to 1 over the last so many tokens of the budget.",
     )
-    reward_weights: dict[str, float] | None = Field(
-        default=None, description="Weights of named rewards; null: the reward as its evaluator gave it."
+    reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
+        default=None, min_length=1, description="Weights of named rewards; null: the reward as its evaluator gave it."
     )
     several_rewards: Literal["sum", "normalize_then_sum"] = Field(
         default="sum", description="Whether named rewards are added before or after each is normalised in its group."
     )
+
+    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Of dpo.")
+    min_reward: float | None = Field(
+        default=None, allow_inf_nan=False, description="sft imitates trajectories of at least this reward; null: all."
+    )
+
+    @property
+    def is_policy_loss(self) -> bool:
+        """Whether rewards become advantages; dpo learns from pairs and sft from examples."""
+        return self.name not in OTHER_LOSSES
+
+    @property
+    def kl_weight(self) -> float:
+        """`beta`, where it weights a KL."""
+        return (self.beta or 0.0) if self.is_policy_loss else 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference's log-probabilities enter."""
+        return self.kl_weight > 0 or self.name == "dpo"
 
     @property
     def estimator(self) -> str:
@@ -88,10 +130,26 @@ class LossConfig(ConfigModel):
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @model_validator(mode="after")
+    def _has_what_it_reads(self) -> "LossConfig":
+        own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
+        if self.is_policy_loss and self.name != "ppo":
+            own -= {"gae_lambda", "value_coef", "value_clip"}
+        if not self.needs_reference:
+            own -= {"reference"}
+        changed = [name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default]
+        strange = sorted(set(changed) - {"name", *own})
+        if strange:
+            hint = " (a reference is for a beta above 0)" if "reference" in strange else ""
+            raise fault(f"{self.name} has no {', '.join(strange)}: take them out{hint}")
+        if self.name == "dpo" and self.beta == 0:
+            raise fault("dpo needs a beta above 0")
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "LossConfig":
         if (self.name == "ppo") != (self.estimator == "gae"):
             raise fault("ppo goes with advantages 'gae', and 'gae' with ppo: nothing else trains a value head")
-        if self.beta and self.kl == "k1_in_reward" and self.estimator not in UNSCALED:
+        if self.kl_weight and self.kl == "k1_in_reward" and self.estimator not in UNSCALED:
             raise fault(
                 f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread of the rewards; "
                 f"take one of {', '.join(UNSCALED)}"
@@ -105,8 +163,17 @@ class LossConfig(ConfigModel):
         return self
 
 
-def make_loss(config: LossConfig) -> "LossFn":
+POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
+"""The fields that policy losses read."""
+
+
+def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> "LossFn":
     """The loss function of `make_update`.
+
+    Args:
+        config: which, and how.
+        max_sampler_diff: a policy loss counts the rows whose recorded log-probabilities are further than this from the
+            trainer's, on average; None: none does.
 
     Raises:
         ValueError: knobs that exclude each other, or one that the loss cannot do without.
@@ -116,15 +183,19 @@ def make_loss(config: LossConfig) -> "LossFn":
 
     from jaxft.core.correction import sampler_correction
     from jaxft.core.losses import policy_loss
-    from jaxft.core.objectives import grpo_loss, ppo_loss
+    from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, sft_loss
     from jaxft.core.types import Denominators
 
+    if config.name == "sft":
+        return sft_loss
+    if config.name == "dpo":
+        return partial(dpo_loss, beta=0.1 if config.beta is None else config.beta, **dict(config.preference))
     in_loss = config.kl != "k1_in_reward"
     knobs: dict[str, Any] = {
         "clip_low": config.clip_low,
         "clip_high": config.clip_high,
         "delta": config.delta,
-        "beta": config.beta if in_loss else 0.0,
+        "beta": config.kl_weight if in_loss else 0.0,
         "kl": config.kl if in_loss else "k3_ratio",
     }
     choices: dict[str, Any] = {
@@ -143,7 +214,7 @@ def make_loss(config: LossConfig) -> "LossFn":
         one = jnp.ones(())
         jax.eval_shape(lambda x: sampler_correction(x, x, x > 0, Denominators(one, one), name, low=low, high=high), row)
         correction = {"correction": name, "correction_low": low, "correction_high": high}
-    shared = {"entropy_coef": config.entropy_coef, **knobs, **correction}
+    shared = {"entropy_coef": config.entropy_coef, "max_sampler_diff": max_sampler_diff, **knobs, **correction}
     if config.name == "ppo":
         if config.aggregation not in (None, "token_mean") or config.importance_level == "sequence":
             raise ValueError("ppo is averaged over tokens, with a ratio per token")

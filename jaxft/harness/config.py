@@ -10,15 +10,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    SecretBytes,
+    SecretStr,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
-import jaxft.harness.datasets  # noqa: F401 (registers the dataset loaders that every configuration may choose)
+# These two register the dataset loaders that every configuration may choose.
+import jaxft.harness.datasets
+import jaxft.harness.table_datasets  # noqa: F401
 from jaxft.harness import schema
 from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.errors import ConfigError, did_you_mean
-from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, fault, kind_of
-from jaxft.harness.layers import Faults, expanded, layers_of, override, read_layers
+from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, fault, kind_of
+from jaxft.harness.json_path import jsonpath_of
+from jaxft.harness.layers import Faults, expanded, layers_of, literal, located, override, read_layers
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -32,6 +47,9 @@ from jaxft.harness.registry import (
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.user_modules import import_installed, import_module, locate_module
+from jaxft.harness.weighted_sum import check_weighted_sums
+from jaxft.runs.environment import is_secret_name
+from jaxft.runs.redaction import redacted
 
 
 def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
@@ -64,17 +82,67 @@ AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], _chosen_by_t
 AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], _chosen_by_type(TrainerConfig)]
 
 
+def _json_path(text: str) -> str:
+    from jsonpath_ng.exceptions import JSONPathError
+
+    try:
+        jsonpath_of(text)
+    except JSONPathError as error:
+        raise fault(f"is no JSON path: {' '.join(str(error).split())}") from None
+    return text
+
+
+JSONPath = Annotated[str, AfterValidator(_json_path)]
+"""Where in a value something is: `$.choices[0].text`."""
+
+
 class EvalGeneralConfig(ConfigModel):
     """How the workflow is run over the dataset."""
 
     max_concurrency: int = Field(default=64, ge=1, description="Episodes that run at once, at most.")
+    timeout_seconds: float | None = Field(
+        default=None,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="An episode fails when the workflow takes longer; null: it may take for ever.",
+    )
     dataset: AnyDataset = Field(description="The examples.")
+    result_json_path: JSONPath | None = Field(
+        default=None,
+        description="Where in the workflow's output the result is that evaluators see, as $.answer; null: all of it.",
+    )
+    output_dir: Path | None = Field(
+        default=None, description="Where `jaxft eval` writes, relative to the working directory; null: nowhere."
+    )
+
+
+class ValidationConfig(ConfigModel):
+    """Held-out examples that the policy is judged on while it is trained."""
+
+    dataset: AnyDataset | None = Field(default=None, description="They; null: those of config_file.")
+    config_file: InputPath | None = Field(
+        default=None,
+        description="A configuration whose workflow and evaluators are used; null: this one's. Its llms of names that "
+        "this one has are this one's, so that the policy in training is judged.",
+    )
+    interval: int = Field(default=5, ge=1, description="Epochs between two passes; there is one before and one after.")
+    temperature: float | None = Field(
+        default=0.0, ge=0.0, description="Of all calls, 0: greedy; null: each call keeps its own."
+    )
+    num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
+
+    @model_validator(mode="after")
+    def _has_examples(self) -> "ValidationConfig":
+        if self.dataset is None and self.config_file is None:
+            raise fault("needs a 'dataset', or a 'config_file' with one")
+        return self
 
 
 class EvalConfig(ConfigModel):
     """The examples, and what judges the workflow on them."""
 
     general: EvalGeneralConfig
+    validation: ValidationConfig | None = Field(default=None, description="Validation while training; null: none.")
     evaluators: dict[str, AnyEvaluator] = Field(default={}, description="What scores an output, by name.")
 
 
@@ -94,17 +162,53 @@ class Config(ConfigModel):
     finetuning: FinetuneConfig = FinetuneConfig()
 
 
-def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    dataset: Path | None = None,
+    validation_dataset: Path | None = None,
+) -> Config:
     """The configuration of a YAML file.
 
     Args:
         path: of the file.
         overrides: `(dotted path, YAML text)` pairs, applied in their order after the file and those it inherits.
+        dataset: a file of examples that takes the place of `eval.general.dataset`, read by what its name ends in; which
+            fields mean what stays.
+        validation_dataset: likewise for `eval.validation.dataset`, with the fields of the dataset when it has none.
 
     Raises:
         ConfigError: with all faults, each with its path.
     """
-    return _config(read_layers(Path(path)), overrides, str(path))
+    mapping = read_layers(Path(path))
+    general = _section(mapping, "eval", "general")
+    if validation_dataset is not None:
+        validation = _section(mapping, "eval", "validation")
+        validation["dataset"] = _dataset(validation_dataset, validation.get("dataset") or general.get("dataset"))
+    if dataset is not None:
+        general["dataset"] = _dataset(dataset, general.get("dataset"))
+    return _config(mapping, overrides, str(path))
+
+
+def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
+    """The mapping at a path, made when it is missing; what is there instead is left to the validation."""
+    for part in path:
+        if not isinstance(mapping.get(part), dict | None):
+            return {}
+        mapping[part] = mapping.get(part) or {}
+        mapping = mapping[part]
+    return mapping
+
+
+def _dataset(path: Path, before: Any) -> dict[str, Any]:
+    try:
+        named = dataset_for_file(path)
+    except ValueError as error:
+        raise ConfigError([f"eval.general.dataset: {error}"]) from None
+    fields = before if isinstance(before, dict) else {}
+    kept = {name: fields[name] for name in ("id_key", "structure") if name in fields}
+    return located({name: literal(value) for name, value in named.items()}, Path.cwd()) | kept
 
 
 def config_from_mapping(
@@ -114,9 +218,47 @@ def config_from_mapping(
     return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration")
 
 
+def validation_config(config: Config) -> Config:
+    """The configuration that validation follows: that of `eval.validation.config_file`, else the same.
+
+    Raises:
+        ConfigError: that file's faults, or it has no evaluator for the reward.
+    """
+    section, reward = config.eval.validation, config.finetuning.reward_function
+    if section is None or section.config_file is None:
+        return config
+    path = section.config_file
+    other = _config(read_layers(path), (), str(path), is_validation=True)
+    if other.finetuning.reward_function is None and reward is not None and reward.name not in other.eval.evaluators:
+        hint = did_you_mean(reward.name, other.eval.evaluators, what="there")
+        raise ConfigError([f"eval.evaluators: has no '{reward.name}', which gives the reward{hint}"], str(path))
+    return other
+
+
 def resolved_yaml(config: Config) -> str:
     """The tree as YAML that loads, from any folder, to an equal tree: every field, paths absolute, secrets masked."""
     return dump_yaml(_escaped(config.model_dump(mode="json")))
+
+
+def secrets_of(config: Config) -> set[str]:
+    """Every secret of the tree, in clear: what is typed as one, and texts under names like `api_key`."""
+    found: set[str] = set()
+
+    def search(value: Any) -> None:
+        if isinstance(value, SecretStr | SecretBytes):
+            secret = value.get_secret_value()
+            found.add(secret if isinstance(secret, str) else secret.decode(errors="replace"))
+        elif isinstance(value, BaseModel):
+            search(dict(value))
+        elif isinstance(value, Mapping):
+            found.update(text for name, text in value.items() if isinstance(text, str) and is_secret_name(str(name)))
+            search(list(value.values()))
+        elif isinstance(value, list | tuple | set | frozenset):
+            for inner in value:
+                search(inner)
+
+    search(config)
+    return found
 
 
 def help_text() -> str:
@@ -125,7 +267,9 @@ def help_text() -> str:
     return schema.describe(Config)
 
 
-def _config(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str) -> Config:
+def _config(
+    mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str, *, is_validation: bool = False
+) -> Config:
     faults = Faults()
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
@@ -141,6 +285,9 @@ def _config(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], sourc
                 faults.add(path, _message(details, values))
     if faults:
         raise ConfigError(faults.lines(), source)
+    check_weighted_sums(config.eval.evaluators)
+    if config.eval.validation is not None and not is_validation:
+        validation_config(config)
     return config
 
 
@@ -187,4 +334,4 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_escaped(inner) for inner in value]
-    return value.replace("${", "$${") if isinstance(value, str) else value
+    return literal(redacted(value)) if isinstance(value, str) else value

@@ -13,16 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from jaxft.harness.fields import (
     ConfigModel,
     EvaluatorRef,
+    LLMRef,
     Seed,
     TrainerAdapterRef,
     TrainerRef,
     TrajectoryBuilderRef,
     fault,
 )
-from jaxft.policy.recorder import TokenSequence
-
-WORKFLOW = "<workflow>"
-"""The target function that means the whole workflow."""
+from jaxft.policy.recorder import WORKFLOW
+from jaxft.policy.sequences import TokenSequence
 
 
 class DataModel(BaseModel):
@@ -103,7 +102,11 @@ class DPOItem(DataModel):
 
 
 class Trajectory(DataModel):
-    """An episode and its reward."""
+    """An episode and its reward.
+
+    `sequences` are the token ids that were recorded while sampling, of the calls that training is aimed at; None when
+    nothing was recorded, as for texts of another origin.
+    """
 
     episode: list[EpisodeItem] | list[DPOItem]
     reward: float = Field(allow_inf_nan=False)
@@ -114,7 +117,7 @@ class Trajectory(DataModel):
     named_rewards: dict[str, float] | None = None
     example_id: str | None = None
     generation: int | None = None
-    sequences: list[TokenSequence] = []
+    sequences: list[TokenSequence] | None = None
 
 
 class TrajectoryCollection(DataModel):
@@ -200,24 +203,19 @@ class RewardFunctionConfig(ConfigModel):
 
 
 class CurriculumLearningConfig(ConfigModel):
-    """Easy examples first; reserved, as `enabled` says."""
+    """Which groups of an epoch are trained: those that tell something, the easy ones first."""
 
-    enabled: bool = Field(default=False, description="Not available in this version: must be false.")
+    enabled: bool = Field(default=False, description="Whether groups are chosen at all.")
     initial_percentile: float = Field(default=0.3, gt=0.0, le=1.0, description="Share of the groups at the start.")
     increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0, description="Share added by each expansion.")
     expansion_interval: int = Field(default=5, ge=1, description="Epochs between expansions.")
     min_reward_diff: float = Field(
         default=0.1, ge=0.0, allow_inf_nan=False, description="Groups whose rewards differ by less are dropped."
     )
-    sort_ascending: bool = Field(default=False, description="Hard examples first instead of easy ones.")
-    random_subsample: float | None = Field(default=None, gt=0.0, le=1.0, description="Share of the groups to draw.")
-
-    @field_validator("enabled")
-    @classmethod
-    def _is_not_built(cls, enabled: bool) -> bool:
-        if enabled:
-            raise fault("curriculum learning is not available in this version: set it to false")
-        return enabled
+    sort_ascending: bool = Field(default=False, description="Hard examples (low mean reward) first, not easy ones.")
+    random_subsample: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="Draw at most this share of the groups that tell something."
+    )
 
 
 class FinetuneRunConfig(ConfigModel):
@@ -226,6 +224,11 @@ class FinetuneRunConfig(ConfigModel):
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()
     overwrite: bool = False
+    dataset: Path | None = None
+    result_json_path: str | None = None
+    validation_dataset: Path | None = None
+    validation_interval: int | None = None
+    validation_config_file: Path | None = None
 
 
 class FinetuneConfig(ConfigModel):
@@ -244,26 +247,22 @@ class FinetuneConfig(ConfigModel):
         default=Path("runs/finetuning"), description="The run directory, relative to the working directory."
     )
     target_functions: tuple[str, ...] = Field(
-        default=(WORKFLOW,), description="Functions whose calls are trained; in this version only the whole workflow."
+        default=(WORKFLOW,),
+        description="Functions (jaxft.function) whose calls are trained; <workflow> stands for all calls.",
     )
-    target_model: str | None = Field(default=None, description="Not available in this version: must be null.")
+    target_model: LLMRef | None = Field(
+        default=None, description="An entry of llms: only its calls are trained; null: those of any."
+    )
     curriculum_learning: CurriculumLearningConfig = Field(
         default=CurriculumLearningConfig(), description="Which examples take part in an epoch."
     )
 
     @field_validator("target_functions")
     @classmethod
-    def _only_the_workflow(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if names != (WORKFLOW,):
-            raise fault(f"targeting single functions is not available in this version: set it to ['{WORKFLOW}']")
+    def _names_something(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names or not all(names):
+            raise fault(f"must name at least one function, and no empty one; '{WORKFLOW}' is the whole workflow")
         return names
-
-    @field_validator("target_model")
-    @classmethod
-    def _no_target_model(cls, name: str | None) -> str | None:
-        if name is not None:
-            raise fault("targeting one of several models is not available in this version: set it to null")
-        return name
 
     @model_validator(mode="after")
     def _enabled_needs_its_parts(self) -> "FinetuneConfig":

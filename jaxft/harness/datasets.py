@@ -1,7 +1,8 @@
 """Examples from files: `json` (a list of objects) and `jsonl` (an object per line), every fault with file:line.
 
 Which fields of a row are the id, the input and the expected output is the config's matter; the whole row goes to the
-workflow. Rows without an id are named by their number, from 0.
+workflow. Rows without an id are named by their number, from 0. Tables (`csv`, `parquet`) are read next door, by
+`jaxft.harness.table_datasets`.
 """
 
 import json
@@ -45,6 +46,23 @@ class JsonDatasetConfig(FileDatasetConfig, name="json"):
     """A file with one JSON list of objects."""
 
 
+def dataset_for_file(path: str | Path) -> dict[str, str]:
+    """The `dataset` section of a configuration for a file, chosen by its suffix.
+
+    Raises:
+        ValueError: the suffix is none of the known ones.
+
+    >>> dataset_for_file("data/train.tsv")
+    {'_type': 'csv', 'file_path': 'data/train.tsv', 'delimiter': '\\t'}
+    """
+    types = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
+    types |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+    suffix = Path(path).suffix.lower()
+    if suffix not in types:
+        raise ValueError(f"{path}: the name of a dataset must end in one of {', '.join(types)}")
+    return {"_type": types[suffix], "file_path": str(path)} | ({"delimiter": "\t"} if suffix == ".tsv" else {})
+
+
 class Row(NamedTuple):
     """A row and where it stands: file:line."""
 
@@ -71,26 +89,25 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         DatasetError: missing file, another encoding, malformed JSON, a row that is no object, a key that is there
             twice, NaN or an infinity.
     """
-    for number, line in enumerate(_read(path).split(b"\n"), start=1):
+    for number, text in enumerate(decoded_lines(path), start=1):
         place = f"{path}:{number}"
-        text = _decoded(line, place)
         if text.strip():
             yield Row(place, _object(_parsed(text, place), place))
 
 
 def read_json(path: Path) -> Iterator[Row]:
     """The rows of a JSON file that holds one list of objects; otherwise as `read_jsonl`."""
-    content = _read(path)
-    text = "\n".join(_decoded(line, f"{path}:{i}") for i, line in enumerate(content.split(b"\n"), start=1))
+    text = "\n".join(decoded_lines(path))
     end = _skip_space(text, 0)
     if text[end : end + 1] != "[":
         raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
     if text[(first := _skip_space(text, end + 1)) : first + 1] == "]":
         return
-    separator = ","
+    separator, line, counted = ",", 1, 0
     while separator == ",":
         start = _skip_space(text, end + 1)
-        place = f"{path}:{text.count(chr(10), 0, start) + 1}"
+        line, counted = line + text.count("\n", counted, start), start
+        place = f"{path}:{line}"
         value, end = _parsed_at(text, start, place)
         yield Row(place, _object(value, place))
         end = _skip_space(text, end)
@@ -98,6 +115,35 @@ def read_json(path: Path) -> Iterator[Row]:
     if separator != "]" or text[end + 1 :].strip():
         line = text.count("\n", 0, end) + 1
         raise DatasetError(f"{path}:{line}: wants ',' or ']' after an object, and nothing after the list")
+
+
+def file_bytes(path: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        DatasetError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def decoded_lines(path: Path) -> Iterator[str]:
+    """The lines of a file in UTF-8, without the line feeds between them and without a byte order mark.
+
+    Raises:
+        DatasetError: it cannot be read, or has another encoding.
+    """
+    for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
+        try:
+            # Everywhere but in the first line a byte order mark is an ordinary character, and JSON refuses it.
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise DatasetError(f"{path}:{number}: not UTF-8: convert the file") from None
+        if "\0" in text:
+            raise DatasetError(f"{path}:{number}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
+        yield text
 
 
 def load_jsonl(path: Path) -> list[EvalInputItem]:
@@ -109,9 +155,12 @@ def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInput
     """The rows as examples.
 
     Raises:
-        DatasetError: a field that the config names is missing, or an id is no text or integer.
+        DatasetError: there is no row, a field that the config names is missing, or an id is no text or integer, or
+            there twice.
     """
     listed = list(rows)
+    if not listed:
+        raise DatasetError(f"{config.file_path}: the dataset is empty")
     has_ids = any(config.id_key in row.fields for row in listed)
     structure = config.structure
     return [
@@ -166,24 +215,6 @@ def _field(row: Row, key: str) -> Any:
         present = ", ".join(row.fields) or "none"
         raise DatasetError(f"{row.place}: no field '{key}'; fields there: {present}")
     return row.fields[key]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _decoded(line: bytes, place: str) -> str:
-    try:
-        # Everywhere but in the first line a byte order mark is an ordinary character, and JSON refuses it.
-        text = line.decode("utf-8-sig" if place.endswith(":1") else "utf-8")
-    except UnicodeDecodeError:
-        raise DatasetError(f"{place}: not UTF-8: convert the file") from None
-    if "\0" in text:
-        raise DatasetError(f"{place}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
-    return text
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:

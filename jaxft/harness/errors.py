@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
+from jaxft.runs.redaction import redacted
+
 
 class JaxftError(Exception):
     """Something that a run says in one clear message; a command that ends by it exits with `exit_code`."""
@@ -43,6 +45,10 @@ class ComponentError(JaxftError, RuntimeError):
     exit_code = 2
 
 
+class CheckFailed(JaxftError, RuntimeError):
+    """Something that a run needs does not work."""
+
+
 class JobFailed(JaxftError, RuntimeError):
     """A training job ended as failed or canceled."""
 
@@ -78,18 +84,14 @@ class UserCodeError(JaxftError):
         error: the exception.
         summary: its type and message in one line.
         traceback: the whole traceback, as text.
+        tail: its last three frames.
     """
 
     def __init__(self, error: Exception) -> None:
         self.error = error
         self.summary = one_line(error)
-        self.traceback = _text(error)
+        self.traceback, self.tail = _text(error), _text(error, limit=-3)
         super().__init__(self.summary)
-
-    @property
-    def tail(self) -> str:
-        """The last three frames of the traceback, as text."""
-        return _text(self.error, limit=-3)
 
 
 @contextlib.contextmanager
@@ -107,7 +109,7 @@ def one_line(error: BaseException) -> str:
     >>> one_line(ValueError("a\\nb"))
     'ValueError: a b'
     """
-    message = " ".join(str(error).split())
+    message = " ".join(redacted(str(error)).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
@@ -128,4 +130,4 @@ def did_you_mean(name: str, known: Collection[str], *, what: str) -> str:
 def _text(error: Exception, limit: int | None = None) -> str:
     # The first frame is `user_code` itself.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return "".join(traceback.format_exception(type(error), error, frames, limit=limit)).rstrip()
+    return redacted("".join(traceback.format_exception(type(error), error, frames, limit=limit))).rstrip()

@@ -1,27 +1,26 @@
 """An evaluation run: episodes of the workflow over examples, some at once, each judged by the evaluators.
 
-One episode that fails is one failed outcome; the others never notice. Outcomes come in the order of (example,
-generation), whatever order they ended in.
+One episode that fails is one failed outcome; the others never notice. Only what a group evaluator says is said of all
+episodes of an example at once, when the last of them has ended. Outcomes come in the order of (example, generation),
+whatever order they ended in.
 """
 
 import asyncio
 import copy
-import inspect
-import math
-import numbers
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.harness.group import Group
+from jaxft.harness.json_path import at_json_path
+from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable, within
+from jaxft.harness.weighted_sum import WeightedSum, check_weighted_sums
 from jaxft.policy.recorder import VALIDATION, Episode, recording
 
 Workflow = Callable[[dict[str, Any]], Awaitable[Any]]
-Evaluator = Callable[[EvalInputItem], Any]
-Score = float | dict[str, float] | None
-"""What an evaluator gave: a number, named numbers (their sum counts) or nothing. It may hold NaN or an infinity."""
 
 
 @dataclass(frozen=True)
@@ -54,40 +53,75 @@ class EpisodeOutcome:
         """Which attempt at the example it was."""
         return self.episode.generation
 
+    def judged(self, judgement: Judgement, seconds: float) -> "EpisodeOutcome":
+        """The outcome with what evaluators said, which took them so long."""
+        return replace(
+            self,
+            scores=self.scores | judgement.scores,
+            error=judgement.error,
+            traceback=judgement.traceback,
+            seconds=self.seconds | {"reward": self.seconds["reward"] + seconds},
+        )
+
 
 class Evaluation:
     """A workflow with its evaluators, ready to run.
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
-        num_validations: how often `validate` was called; the next one's rollout index.
+        num_validations: how often `validate` was called, here or by those counted with it; the next rollout index.
     """
 
     def __init__(
         self,
         workflow: Workflow,
-        evaluators: Mapping[str, Evaluator],
+        evaluators: Mapping[str, Evaluator | Judge | WeightedSum],
         reward_name: str | None,
         max_concurrency: int,
         seed: int,
+        *,
+        timeout_seconds: float | None = None,
+        result_json_path: str | None = None,
+        counted_with: "Evaluation | None" = None,
     ) -> None:
-        """Checks the reward's name.
+        """Checks the evaluators and the reward's name.
 
         Args:
             workflow: called with a copy of the example's row.
-            evaluators: by name; sync ones run on the event loop.
+            evaluators: by name; a function judges one episode and may take for ever, a `Judge` says otherwise.
             reward_name: one of the evaluators, or None.
-            max_concurrency: episodes that run at once, over all runs of this object.
+            max_concurrency: episodes that run at once, over all runs of this object, and groups judged at once.
             seed: the run's.
+            timeout_seconds: how long the workflow may take for an episode.
+            result_json_path: where in the workflow's output the result is; None: all of it.
+            counted_with: another evaluation of the same run, with which this one shares the count of validations, so
+                that no two of them draw the same random numbers.
+
+        Raises:
+            ValueError: the reward's name is not among the evaluators, or a weighted sum adds up what is not there.
         """
         if reward_name is not None and reward_name not in evaluators:
             raise ValueError(f"reward_name is '{reward_name}'; the evaluators are {', '.join(evaluators) or 'none'}")
         self._workflow = workflow
-        self._evaluators = dict(evaluators)
+        self._names = list(evaluators)
+        self._sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum)}
+        check_weighted_sums(evaluators)
+        judges = {
+            name: each if isinstance(each, Judge) else Judge(each)
+            for name, each in evaluators.items()
+            if not isinstance(each, WeightedSum)
+        }
+        self._judges = {name: each for name, each in judges.items() if not each.is_group}
+        self._group_judges = {name: each for name, each in judges.items() if each.is_group}
         self.reward_name = reward_name
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._judging_slots = asyncio.Semaphore(max_concurrency)
         self._seed = seed
-        self._tasks: set[asyncio.Task[EpisodeOutcome]] = set()
+        self._timeout_seconds = timeout_seconds
+        self._episodes: set[asyncio.Task[Any]] = set()
+        self._judgings: set[asyncio.Task[Any]] = set()
+        self._result_json_path = result_json_path
+        self._counter = self if counted_with is None else counted_with
         self.num_validations = 0
 
     def start(
@@ -111,20 +145,8 @@ class Evaluation:
             num_generations: episodes per example.
             temperature: replaces that of every language-model call (0.0: greedy).
         """
-        tasks = [
-            asyncio.create_task(
-                self._run_episode(
-                    item, Episode(self._seed, stream, rollout_index, item.id, generation, temperature=temperature)
-                ),
-                name=f"episode {item.id}/{generation}",
-            )
-            for item in items
-            for generation in range(num_generations)
-        ]
-        for task in tasks:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return tasks
+        episodes, _ = self._start(items, stream, rollout_index, num_generations, temperature)
+        return episodes
 
     async def run(
         self,
@@ -136,72 +158,99 @@ class Evaluation:
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
         """`start`, and the outcomes in the same order. When it is cancelled, so are its episodes."""
-        tasks = self.start(
-            items,
-            stream=stream,
-            rollout_index=rollout_index,
-            num_generations=num_generations,
-            temperature=temperature,
-        )
+        episodes, judgings = self._start(items, stream, rollout_index, num_generations, temperature)
         try:
-            return await asyncio.gather(*tasks)
+            return await asyncio.gather(*episodes)
         finally:
-            await _cancel(tasks)
+            await _cancel(episodes, judgings)
 
     async def validate(
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> list[EpisodeOutcome]:
         """`run` on the validation stream, greedy by default, each time with the next rollout index."""
-        index = self.num_validations
-        self.num_validations += 1
+        index = self._counter.num_validations
+        self._counter.num_validations += 1
         return await self.run(
             items, stream=VALIDATION, rollout_index=index, num_generations=num_generations, temperature=temperature
         )
 
     async def close(self) -> None:
         """Cancels every episode that still runs, and waits for its end."""
-        await _cancel(list(self._tasks))
+        await _cancel(list(self._episodes), list(self._judgings))
 
-    async def _run_episode(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
-        async with self._slots:
-            started = time.perf_counter()
-            try:
-                with user_code(), recording(episode):
-                    # A copy: what one episode does to its row must not reach the next.
-                    output = await _own_cancellation(self._workflow(copy.deepcopy(item.full_dataset_entry)))
-            except UserCodeError as failure:
-                seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
-                return EpisodeOutcome(
-                    item, episode, error=failure.summary, traceback=failure.traceback, seconds=seconds
+    def _start(
+        self,
+        items: Sequence[EvalInputItem],
+        stream: int,
+        rollout_index: int,
+        num_generations: int,
+        temperature: float | None,
+    ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
+        """The tasks of the episodes, and those that judge groups, which end when their episodes do."""
+        episodes: list[asyncio.Task[EpisodeOutcome]] = []
+        judgings: list[asyncio.Task[Any]] = []
+        for item in items:
+            group = Group(num_generations, self._judge_together) if self._group_judges else None
+            tasks = [
+                asyncio.create_task(
+                    self._run_episode(
+                        item,
+                        Episode(self._seed, stream, rollout_index, item.id, generation, temperature=temperature),
+                        group,
+                    ),
+                    name=f"episode {item.id}/{generation}",
                 )
-            item = item.model_copy(update={"output_obj": output})
-            return await self._judge(item, episode, rollout_seconds=time.perf_counter() - started)
+                for generation in range(num_generations)
+            ]
+            episodes += tasks
+            if group is not None:
+                group.wait_for(tasks)
+                judgings.append(group.judging)
+        for known, tasks in ((self._episodes, episodes), (self._judgings, judgings)):
+            known.update(tasks)
+            for task in tasks:
+                task.add_done_callback(known.discard)
+        return episodes, judgings
 
-    async def _judge(self, item: EvalInputItem, episode: Episode, rollout_seconds: float) -> EpisodeOutcome:
+    async def _run_episode(
+        self, item: EvalInputItem, episode: Episode, group: Group[EpisodeOutcome] | None
+    ) -> EpisodeOutcome:
+        async with self._slots:
+            outcome = await self._roll_out(item, episode)
+            if outcome.error is None:
+                (outcome,) = await _judged(self._judges, [outcome])
+        # The slot is free while the episode waits for the others of its group: they may need it.
+        if group is not None and outcome.error is None:
+            outcome = await group.judged(outcome.generation, outcome)
+        return outcome if outcome.error is not None else self._rewarded(outcome)
+
+    async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = time.perf_counter()
-        scores: dict[str, Score] = {}
-        error = error_traceback = None
-        for name, evaluator in self._evaluators.items():
-            try:
-                with user_code():
-                    given = evaluator(item)
-                    value = await _own_cancellation(given) if inspect.isawaitable(given) else given
-                    scores[name] = _score(value, item.id)
-            except UserCodeError as failure:
-                error, error_traceback = f"evaluator '{name}': {failure.summary}", failure.traceback
-                break
-        score = scores[self.reward_name] if error is None and self.reward_name is not None else None
+        error = traceback = None
+        try:
+            with user_code(), recording(episode):
+                # A copy: what one episode does to its row must not reach the next.
+                answer = self._workflow(copy.deepcopy(item.full_dataset_entry))
+                output = await within(self._timeout_seconds, answer, late="the workflow gave no output")
+                if self._result_json_path is not None:
+                    output = at_json_path(output, self._result_json_path)
+            item = item.model_copy(update={"output_obj": output})
+        except UserCodeError as failure:
+            error, traceback = failure.summary, failure.traceback
+        seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
+        return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
+
+    async def _judge_together(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+        async with self._judging_slots:
+            return await _judged(self._group_judges, group)
+
+    def _rewarded(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
+        """The outcome with the weighted sums of its scores, and with its reward."""
+        scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in self._sums.items()}
+        score = None if self.reward_name is None else scores[self.reward_name]
         reward = usable(score)
-        return EpisodeOutcome(
-            item,
-            episode,
-            scores,
-            reward,
-            named_rewards=score if isinstance(score, dict) and reward is not None else None,
-            error=error,
-            traceback=error_traceback,
-            seconds={"rollout": rollout_seconds, "reward": time.perf_counter() - started},
-        )
+        named_rewards = score if isinstance(score, dict) and reward is not None else None
+        return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
 
     def summarize(self, outcomes: Sequence[EpisodeOutcome]) -> EvaluationRunOutput:
         """What the outcomes amount to: averages over what is usable, and counts of what is not."""
@@ -209,7 +258,7 @@ class Evaluation:
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         return EvaluationRunOutput(
             eval_input=EvalInput(eval_input_items=[outcome.item for outcome in outcomes]),
-            evaluation_results=[(name, _verdicts(name, outcomes)) for name in self._evaluators],
+            evaluation_results=[(name, _verdicts(name, outcomes)) for name in self._names],
             average_reward=sum(rewards) / len(rewards) if rewards else None,
             num_episodes=len(outcomes),
             num_failed=len(failed),
@@ -223,33 +272,11 @@ def failure_report(outcome: EpisodeOutcome) -> str:
     return f"example '{outcome.item.id}', generation {outcome.generation}: {outcome.error}\n{outcome.traceback}"
 
 
-def usable(score: Score) -> float | None:
-    """The score as one finite number (the sum of named ones); None when it, or one of its parts, is not.
-
-    >>> usable({"win": 1.0, "speed": 0.5}), usable(float("nan")), usable(None)
-    (1.5, None, None)
-    """
-    parts = [] if score is None else list(score.values()) if isinstance(score, dict) else [score]
-    return sum(parts) if parts and math.isfinite(sum(parts)) else None
-
-
-def _score(value: Any, example_id: str) -> Score:
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        named = {name: math.nan if part is None else part for name, part in value.items()}
-        if named and all(isinstance(name, str) and _is_number(part) for name, part in named.items()):
-            return {name: float(part) for name, part in named.items()}
-    elif _is_number(value):
-        return float(value)
-    raise TypeError(
-        f"it gave {repr(value)[:100]} ({type(value).__name__}) for example '{example_id}': "
-        "wanted is a number, a dict of named numbers, or None"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+async def _judged(judges: Mapping[str, Judge], outcomes: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+    started = time.perf_counter()
+    judgements = await judge(judges, [outcome.item for outcome in outcomes])
+    seconds = (time.perf_counter() - started) / len(outcomes)
+    return [outcome.judged(judgement, seconds) for outcome, judgement in zip(outcomes, judgements, strict=True)]
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
@@ -271,18 +298,8 @@ def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
     )
 
 
-async def _own_cancellation(awaitable: Awaitable[Any]) -> Any:
-    """What user code gives. A cancellation that nobody asked of this task is that code's error, not the run's end."""
-    try:
-        return await awaitable
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError("it let the cancellation of a task of its own escape") from error
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
+async def _cancel(episodes: Sequence[asyncio.Task[Any]], judgings: Sequence[asyncio.Task[Any]]) -> None:
+    for task in episodes:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    # The judgings are cancelled by their groups: once, or it would reach into how an evaluator cleans up.
+    await asyncio.gather(*episodes, *judgings, return_exceptions=True)

@@ -51,7 +51,10 @@ def kind_of(value: Any) -> str:
     return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
 
 
-def _input_path(value: Any) -> Any:
+def _input_path(value: Any, info: Any) -> Any:
+    # In a configuration every text knows its folder, but for one that `file://` read from a file.
+    if info.context is not None and type(value) is str:
+        raise fault("must be a path, holds the text of a file: write the path without 'file://'")
     return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
 
 
@@ -71,12 +74,17 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of `jax.random.key`: a uint32."""
 
 
+def check_reference(section: str, name: str, info: Any) -> str:
+    """The name of an entry of a section, refused when the configuration that is validated does not have it."""
+    names = None if info.context is None else info.context[section]
+    if names is not None and name not in names:
+        raise fault(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
+    return name
+
+
 def _reference(section: str) -> AfterValidator:
     def check(name: str, info: Any) -> str:
-        names = None if info.context is None else info.context[section]
-        if names is not None and name not in names:
-            raise fault(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
-        return name
+        return check_reference(section, name, info)
 
     return AfterValidator(check)
 

@@ -4,10 +4,12 @@ Names, arguments and defaults are those of the toolkit's guide. A run makes one 
 trainer (which initialises the other two), and calls `Trainer.run`.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from jaxft.harness.curriculum import choose_groups, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EvalInputItem,
@@ -21,6 +23,7 @@ from jaxft.harness.data_models import (
 )
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from jaxft.harness.validation import Validation
 
 
 class TrajectoryBuilder(ABC):
@@ -31,6 +34,7 @@ class TrajectoryBuilder(ABC):
         run_config: the section `finetuning`; None until `initialize`.
         evaluation: workflow and evaluators, to run episodes with; None until `bind_evaluation`.
         examples: the dataset, in its order.
+        validation: the same for `run_eval`, when there is a dataset of its own for that.
     """
 
     def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
@@ -38,11 +42,16 @@ class TrajectoryBuilder(ABC):
         self.run_config: FinetuneConfig | None = None
         self.evaluation: Evaluation | None = None
         self.examples: list[EvalInputItem] = []
+        self.validation: Validation | None = None
 
     async def bind_evaluation(self, evaluation: Evaluation, examples: list[EvalInputItem]) -> None:
         """Called once, by whoever makes the builder, before `initialize`."""
         self.evaluation = evaluation
         self.examples = examples
+
+    async def bind_validation(self, validation: Validation) -> None:
+        """Called like `bind_evaluation`, when the configuration has a section `eval.validation`."""
+        self.validation = validation
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Stores the run's configuration and which evaluator gives the reward."""
@@ -50,18 +59,26 @@ class TrajectoryBuilder(ABC):
         self.trajectory_builder_config.reward = run_config.reward_function
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """One greedy pass over the examples on the validation stream, without training.
+        """One pass on the validation stream, without training: over the validation examples as their section says, or,
+        without one, greedily over the examples.
 
         Raises:
             RuntimeError: no evaluation is bound.
         """
+        if self.validation is not None:
+            return await self.validation.run()
         if self.evaluation is None:
             raise RuntimeError(f"{type(self).__name__} has no evaluation: call bind_evaluation first")
         return self.evaluation.summarize(await self.evaluation.validate(self.examples))
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Starts the episodes of a collection."""
+        """Starts the episodes of a collection.
+
+        Args:
+            run_id: names it.
+            meta: what the trainer wishes; `{"example_ids": [...]}` are the examples to work on, all without it.
+        """
 
     @abstractmethod
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
@@ -113,6 +130,13 @@ class TrainerAdapter(ABC):
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Records how a job went."""
 
+    async def memory(self) -> dict[str, float]:
+        """What training needs, in MiB by purpose, found without training; empty where a remote backend knows it.
+
+        A local adapter compiles its largest update for it, so it takes as long as the first job.
+        """
+        return {}
+
     async def export_model(self, folder: Path) -> Path | None:
         """Writes the trained model into a folder and returns it; None where weights stay with a remote backend."""
         return None
@@ -153,12 +177,7 @@ class Trainer(ABC):
         self.reward = run_config.reward_function
         self.trainer_config.reward = run_config.reward_function
         self.curriculum_config = run_config.curriculum_learning
-        self._curriculum_state = {
-            "current_percentile": self.curriculum_config.initial_percentile,
-            "last_expansion_epoch": -1,
-            "total_groups": 0,
-            "included_groups": [],
-        }
+        self._curriculum_state = initial_state(self.curriculum_config)
         await self.trajectory_builder.initialize(run_config)
         await self.trainer_adapter.initialize(run_config)
 
@@ -182,8 +201,17 @@ class Trainer(ABC):
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Records how an epoch went."""
 
+    async def validate_if_due(self, epoch: int, num_epochs: int) -> dict[str, Any] | None:
+        """`run_validation_evaluation` when `eval.validation` wants one after so many epochs; else None."""
+        validation = None if self.trajectory_builder is None else self.trajectory_builder.validation
+        if validation is None or not validation.is_due(epoch, num_epochs):
+            return None
+        return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
+
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """The rewards of one greedy pass of the builder; the mean, least and greatest are None when none is usable.
+        """The rewards of one `run_eval` of the builder; mean, least and greatest are None when none is usable.
+
+        `num_failed` episodes are in none of the figures, and `first_error` says why the first of them failed.
 
         Raises:
             RuntimeError: no components are bound.
@@ -208,14 +236,34 @@ class Trainer(ABC):
             "num_examples": len(rewards),
             "num_failed": output.num_failed,
             "num_unscorable": output.num_unscorable,
+            "first_error": output.first_error,
         }
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The groups that take part in an epoch: all of them, for curriculum learning is not available yet."""
-        return trajectory_collection
+        """The groups that an epoch trains, as `finetuning.curriculum_learning` chooses: all when it is not enabled.
+
+        Raises:
+            RuntimeError: called before `initialize`.
+        """
+        if self.run_config is None or self.curriculum_config is None or self._curriculum_state is None:
+            raise RuntimeError(f"{type(self).__name__} is not initialised: call initialize first")
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
+        groups, self._curriculum_state = choose_groups(
+            trajectory_collection.trajectories,
+            self.curriculum_config,
+            self._curriculum_state,
+            epoch=epoch,
+            seed=self.run_config.seed,
+        )
+        return trajectory_collection.model_copy(update={"trajectories": groups})
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """A copy of the curriculum's state, fit for JSON; empty before `initialize`."""
-        return dict(self._curriculum_state or {})
+        """A copy of the curriculum's state (`jaxft.harness.curriculum.State`), for JSON; empty before `initialize`."""
+        return copy.deepcopy(self._curriculum_state or {})
+
+    def restore_curriculum_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a state that `get_curriculum_state` gave, of this trainer or of one before it."""
+        self._curriculum_state = copy.deepcopy(state)

@@ -3,6 +3,12 @@
 Maps merge; anything else of a later layer replaces what was there. Variables are expanded last, on texts that are
 parsed already, so that no value can change the structure: `${VAR}` must exist, `${VAR:-default}` need not, and `$${`
 stands for `${`.
+
+A text that then begins with `file://` is replaced by what the file holds, for prompts and keys that live elsewhere:
+`file://prompts/system.txt` is relative to the folder of the YAML file (on the command line, to the working directory),
+`file:///etc/key` is absolute. The file is UTF-8; a byte order mark and one line break at its end are dropped, and the
+rest is taken as it stands: no variables, no YAML, no further `file://`. `$file://` stands for `file://`, `$$file://`
+for `$file://`, and so on.
 """
 
 import os
@@ -16,20 +22,36 @@ from jaxft.harness.fields import ConfigText, kind_of
 from jaxft.harness.strict_yaml import parse_yaml
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[^}:]*)(?::-(?P<default>[^}]*))?\}")
+_FILE = "file://"
 
 
 class Faults(dict[str, str]):
     """What is wrong, by dotted path; the first fault of a path counts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._hidden: dict[str, str] = {}
+
     def add(self, path: str, message: str) -> None:
+        for hidden, text in self._hidden.items():
+            if _is_under(path, hidden) or _is_under(hidden, path):
+                message = message.replace(f"'{text}'", "the text of the file")
         self.setdefault(path, message)
+
+    def hide(self, path: str, text: str) -> None:
+        """Keeps a text that was read from a file, perhaps a secret, out of the faults at its path and around it."""
+        self._hidden[path] = text
 
     def is_known(self, path: str) -> bool:
         """Whether the path, or one it lies under, has a fault already."""
-        return any(path == known or path.startswith(f"{known}.") for known in self)
+        return any(_is_under(path, known) for known in self)
 
     def lines(self) -> list[str]:
         return [f"{path}: {message}" for path, message in self.items()]
+
+
+def _is_under(path: str, above: str) -> bool:
+    return path == above or path.startswith(f"{above}.")
 
 
 def read_layers(path: Path) -> dict[str, Any]:
@@ -43,7 +65,7 @@ def read_layers(path: Path) -> dict[str, Any]:
 
 def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The same for a mapping made by a program; its paths, and its `base`, are relative to `folder`."""
-    return _with_base(_located(mapping, folder), folder, "the configuration", ())
+    return _with_base(located(mapping, folder), folder, "the configuration", ())
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -62,7 +84,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     mapping = parse_yaml(text, str(path))
     if not isinstance(mapping, dict):
         raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_of(mapping)}"])
-    return _with_base(_located(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
+    return _with_base(located(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
 
 
 def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -72,20 +94,20 @@ def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[
     if not isinstance(base, str):
         raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_of(base)}"])
     faults = Faults()
-    base = expanded(base, "base", faults)
+    base = _with_variables(base, "base", faults)
     if faults:
         raise ConfigError(faults.lines(), source)
     return merged(_read(folder / base, chain), mapping)
 
 
-def _located(value: Any, folder: Path) -> Any:
+def located(value: Any, folder: Path) -> Any:
     """The value with texts that know their folder."""
     if isinstance(value, str):
         return ConfigText(value, folder)
     if isinstance(value, Mapping):
-        return {str(key): _located(inner, folder) for key, inner in value.items()}
+        return {str(key): located(inner, folder) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_located(inner, folder) for inner in value]
+        return [located(inner, folder) for inner in value]
     return value
 
 
@@ -108,7 +130,7 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
     """
     for path, text in overrides:
         try:
-            value = _located(parse_yaml(text, f"--set {path}"), Path.cwd())
+            value = located(parse_yaml(text, f"--set {path}"), Path.cwd())
         except ConfigError:
             # The parser's own message could repeat the value, which may be a secret.
             faults.add(path, "the value given on the command line is not YAML: quote it")
@@ -143,14 +165,53 @@ def _has_item(node: Any, part: str, so_far: str, path: str, faults: Faults) -> b
 
 
 def expanded(value: Any, path: str, faults: Faults) -> Any:
-    """The value with its variables; what cannot be expanded becomes a fault, and stays as it was."""
+    """The value with its variables and files; what cannot be expanded becomes a fault, and stays as it was."""
     if isinstance(value, dict):
         return {key: expanded(inner, f"{path}.{key}" if path else key, faults) for key, inner in value.items()}
     if isinstance(value, list):
         return [expanded(inner, f"{path}.{index}", faults) for index, inner in enumerate(value)]
     if not isinstance(value, ConfigText):
         return value
-    return ConfigText(_VARIABLE.sub(lambda found: _variable(found, path, faults), value), value.folder)
+    text = _with_variables(value, path, faults)
+    if text.startswith(_FILE) and not faults.is_known(path):
+        return _text_of_file(value.folder, text.removeprefix(_FILE), path, faults)
+    return ConfigText(text[1:] if _is_escaped_file(text) else text, value.folder)
+
+
+def literal(text: str) -> str:
+    """The text as it must be written in a configuration so that it means itself.
+
+    >>> literal("${HOME}"), literal("file://x"), literal("$file://x"), literal("see file://x")
+    ('$${HOME}', '$file://x', '$$file://x', 'see file://x')
+    """
+    escaped = text.replace("${", "$${")
+    return "$" + escaped if text.startswith(_FILE) or _is_escaped_file(text) else escaped
+
+
+def _is_escaped_file(text: str) -> bool:
+    return text.startswith("$") and text.lstrip("$").startswith(_FILE)
+
+
+def _text_of_file(folder: Path, name: str, path: str, faults: Faults) -> str:
+    """What the file holds: a plain text, which knows no folder and is not expanded again."""
+    file = folder / os.path.expanduser(name)
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+        if "\0" in text:
+            raise ValueError("holds zero bytes, as UTF-16 does: convert the file to UTF-8")
+    except UnicodeDecodeError:
+        faults.add(path, f"{file}: not UTF-8: convert the file")
+    except (OSError, ValueError) as error:
+        faults.add(path, f"{file}: cannot be read: {error.strerror if isinstance(error, OSError) else error}")
+    else:
+        text = re.sub(r"\r?\n\Z", "", text)
+        faults.hide(path, text)
+        return text
+    return f"{_FILE}{name}"
+
+
+def _with_variables(text: str, path: str, faults: Faults) -> str:
+    return _VARIABLE.sub(lambda found: _variable(found, path, faults), text)
 
 
 def _variable(found: re.Match[str], path: str, faults: Faults) -> str:

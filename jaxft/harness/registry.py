@@ -58,6 +58,20 @@ class EvaluatorConfig(ComponentConfig):
     """A function from an `EvalInputItem` to a number, named numbers or None; sync or async."""
 
     kind = "evaluator"
+    timeout_seconds: float | None = Field(
+        default=None,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Episodes fail that take it longer to judge. A sync evaluator is then called in a thread of its "
+        "own, and so must allow for calls at the same time. null: it may take for ever.",
+    )
+
+
+class GroupEvaluatorConfig(EvaluatorConfig):
+    """A function from the episodes of one example, a `list[EvalInputItem]`, to a list with a score for each.
+
+    The list holds, in the order of generation, those that did not fail: at least one, and in validation often just one.
+    """
 
 
 class DatasetConfig(ComponentConfig):
@@ -71,7 +85,7 @@ class TrajectoryBuilderConfig(ComponentConfig):
 
     model_config = ConfigDict(frozen=False)
     kind = "trajectory builder"
-    reward: RewardFunctionConfig | None = Field(default=None, description="Set from finetuning.reward_function.")
+    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
 class TrainerAdapterConfig(ComponentConfig):
@@ -79,7 +93,7 @@ class TrainerAdapterConfig(ComponentConfig):
 
     model_config = ConfigDict(frozen=False)
     kind = "trainer adapter"
-    reward: RewardFunctionConfig | None = Field(default=None, description="Set from finetuning.reward_function.")
+    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
 class TrainerConfig(ComponentConfig):
@@ -87,7 +101,7 @@ class TrainerConfig(ComponentConfig):
 
     model_config = ConfigDict(frozen=False)
     kind = "trainer"
-    reward: RewardFunctionConfig | None = Field(default=None, description="Set from finetuning.reward_function.")
+    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
 KINDS: tuple[type[ComponentConfig], ...] = (

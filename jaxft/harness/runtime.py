@@ -14,6 +14,7 @@ Here alone errors become exit codes.
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxft.harness.config import Config, load_config, resolved_yaml
+from jaxft.harness.config import Config, load_config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.data_models import (
     EvalInputItem,
     EvaluationRunOutput,
@@ -31,17 +32,21 @@ from jaxft.harness.data_models import (
     TrainingJobStatus,
     TrainingStatusEnum,
 )
-from jaxft.harness.errors import ConfigError, JaxftError, JobFailed, TooManyFailures
-from jaxft.harness.interfaces import TrainerAdapter
+from jaxft.harness.errors import CheckFailed, ConfigError, JaxftError, JobFailed, TooManyFailures
+from jaxft.harness.interfaces import Trainer, TrainerAdapter
+from jaxft.harness.layers import literal
 from jaxft.harness.workflow import ComponentBuilder
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory, RunDirectoryError
-from jaxft.runs.environment import environment
+from jaxft.runs.environment import environment, secrets_of_environment
+from jaxft.runs.redaction import ErrorWithSecrets, hiding, without_secrets
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
+
+UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
 
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -72,7 +77,27 @@ class Session:
 
         Raises:
             ConfigError: finetuning is not enabled.
+            CheckFailed: the adapter's backend is not healthy.
             JobFailed: a job ended as failed or canceled; the message holds its own.
+        """
+        trainer = await self.trainer()
+        try:
+            await trainer.initialize(self.config.finetuning)
+            if not await (await self.adapter()).is_healthy():
+                raise CheckFailed(UNHEALTHY)
+            statuses = await trainer.run(self.config.finetuning.num_epochs)
+        finally:
+            await trainer.cleanup()
+        for status in statuses:
+            if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
+                raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
+        return statuses
+
+    async def trainer(self) -> Trainer:
+        """The trainer with its parts, not yet initialised.
+
+        Raises:
+            ConfigError: finetuning is not enabled, or a part is not chosen.
         """
         finetuning = self.config.finetuning
         if not finetuning.enabled:
@@ -81,17 +106,8 @@ class Session:
         trajectory_builder = await self.builder.get_trajectory_builder(
             _chosen("trajectory_builder", finetuning.trajectory_builder)
         )
-        adapter = await self._adapter()
-        await trainer.bind_components(trajectory_builder, adapter)
-        try:
-            await trainer.initialize(finetuning)
-            statuses = await trainer.run(finetuning.num_epochs)
-        finally:
-            await trainer.cleanup()
-        for status in statuses:
-            if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
-                raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
-        return statuses
+        await trainer.bind_components(trajectory_builder, await self.adapter())
+        return trainer
 
     async def evaluate(
         self,
@@ -120,10 +136,11 @@ class Session:
 
     async def export_model(self) -> Path | None:
         """The folder the adapter wrote the trained model into; None where weights stay with a remote backend."""
-        adapter = await self._adapter()
+        adapter = await self.adapter()
         return await adapter.export_model(self.directory.file(MODEL_FOLDER))
 
-    async def _adapter(self) -> TrainerAdapter:
+    async def adapter(self) -> TrainerAdapter:
+        """The adapter that `finetuning.trainer_adapter` names."""
         return await self.builder.get_trainer_adapter(
             _chosen("trainer_adapter", self.config.finetuning.trainer_adapter)
         )
@@ -146,7 +163,7 @@ class Session:
 
 @asynccontextmanager
 async def open_session(
-    config: Config, *, overwrite: bool = False, console: Console | None = None
+    config: Config, *, overwrite: bool = False, console: Console | None = None, output_dir: Path | None = None
 ) -> AsyncIterator[Session]:
     """A run in `finetuning.output_dir`, which gets `config.yml` and `environment.json` at once.
 
@@ -154,13 +171,16 @@ async def open_session(
         config: the whole tree.
         overwrite: whether the directory may hold an earlier run; it is then removed.
         console: by default one that prints to standard output.
+        output_dir: the directory, when it is another one.
 
     Raises:
         RunDirectoryError: the directory is in use, holds a run, or cannot be written.
     """
     started = time.perf_counter()
     shown_on = Console() if console is None else console
-    with RunDirectory.create(config.finetuning.output_dir, overwrite=overwrite) as directory:
+    path = config.finetuning.output_dir if output_dir is None else output_dir
+    secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
+    with hiding(secrets), without_secrets(), RunDirectory.create(path, overwrite=overwrite) as directory:
         directory.write_text(CONFIG_FILE, resolved_yaml(config))
         directory.write_json(ENVIRONMENT_FILE, environment())
         try:
@@ -168,20 +188,6 @@ async def open_session(
                 yield Session(config, directory, shown_on, builder, started)
         finally:
             shown_on.close()
-
-
-async def finetune(config: Config, arguments: argparse.Namespace) -> None:
-    """Trains, exports the model and writes the result: what `jaxft finetune` does."""
-    async with open_session(config, overwrite=arguments.overwrite) as session:
-        statuses = await session.train()
-        model = await session.export_model()
-        session.write_result(
-            {
-                "epochs": config.finetuning.num_epochs,
-                "jobs_completed": len(statuses),
-                "model": None if model is None else str(model.relative_to(session.directory.path)),
-            }
-        )
 
 
 def run_arguments(
@@ -214,6 +220,18 @@ def run_arguments(
         "-o", "--override", nargs=2, action="append", dest=set_option.dest, metavar=("PATH", "VALUE"),
         help="the same, as in -o finetuning.num_epochs 5",
     )  # fmt: skip
+    parser.add_argument("--dataset", type=Path, metavar="FILE", help="examples, instead of eval.general.dataset")
+    parser.add_argument(
+        "--result_json_path", metavar="PATH", help="where in the workflow's output the result is, as in $.answer"
+    )
+    parser.add_argument(
+        "--validation_dataset", type=Path, metavar="FILE", help="held-out examples to validate on while training"
+    )
+    parser.add_argument("--validation_interval", type=int, metavar="N", help="epochs between two validations")
+    parser.add_argument(
+        "--validation_config_file", type=Path, metavar="FILE", help="whose workflow and evaluators validate"
+    )
+    parser.add_argument("--endpoint", type=_endpoint, help=argparse.SUPPRESS)
     parser.add_argument(
         "--overwrite", action="store_true", help="remove the run that the output directory holds instead of refusing"
     )
@@ -229,13 +247,43 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         arguments: by default those of the process.
     """
     parsed = parser.parse_args(arguments)
-    overrides = tuple((path, value) for path, value in parsed.override)
-    run = FinetuneRunConfig(config_file=parsed.config_file, override=overrides, overwrite=parsed.overwrite)
+    run = FinetuneRunConfig(
+        config_file=parsed.config_file,
+        override=tuple((path, value) for path, value in parsed.override),
+        overwrite=parsed.overwrite,
+        dataset=parsed.dataset,
+        result_json_path=parsed.result_json_path,
+        validation_dataset=parsed.validation_dataset,
+        validation_interval=parsed.validation_interval,
+        validation_config_file=parsed.validation_config_file,
+    )
 
     async def load_and_run() -> None:
-        await main(load_config(run.config_file, run.override), parsed)
+        await main(config_of(run), parsed)
 
     return exit_code_of(load_and_run)
+
+
+def config_of(run: FinetuneRunConfig) -> Config:
+    """The configuration that a command line asks for.
+
+    Raises:
+        ConfigError: with all faults, each with its path.
+    """
+    options = {
+        "eval.general.result_json_path": run.result_json_path,
+        "eval.validation.interval": run.validation_interval,
+        "eval.validation.config_file": run.validation_config_file,
+    }
+    # As YAML, and after the file but before what --set says.
+    said = [
+        (path, json.dumps(value if isinstance(value, int) else literal(str(value))))
+        for path, value in options.items()
+        if value is not None
+    ]
+    return load_config(
+        run.config_file, [*said, *run.override], dataset=run.dataset, validation_dataset=run.validation_dataset
+    )
 
 
 def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
@@ -266,6 +314,8 @@ def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
         if not signals:
             raise
         return _complain("terminated", TERMINATED)
+    except ErrorWithSecrets as error:
+        return _complain(f"error: {error}", JaxftError.exit_code)
     except RunDirectoryError as error:
         return _complain(f"error: {error}", ConfigError.exit_code)
     except JaxftError as error:
@@ -289,6 +339,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not path or not equals:
         raise argparse.ArgumentTypeError("wants PATH=VALUE")
     return path, value
+
+
+def _endpoint(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "an agent behind an endpoint cannot be trained: episodes must run where their tokens are recorded, in this "
+        "process; make the agent the `workflow` of the configuration"
+    )
 
 
 def _shown(value: Any) -> str:

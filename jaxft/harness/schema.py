@@ -59,6 +59,8 @@ def describe(root: type[ConfigModel]) -> str:
 
 def _knobs(model: type[ConfigModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
+        if name == "reward" and issubclass(model, ComponentConfig):
+            continue  # nobody's knob: the run sets it
         inner = _model(field.annotation)
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner
         # A section that is always there is told by its fields; one that may be null is a knob itself.

@@ -9,16 +9,18 @@ from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from jaxft.harness.config import Config
-from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.config import Config, validation_config
+from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.errors import ComponentError, ConfigError, JaxftError, UserCodeError, did_you_mean, user_code
-from jaxft.harness.evaluation import Evaluation, Evaluator, Workflow
+from jaxft.harness.evaluation import Evaluation, Workflow
 from jaxft.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from jaxft.harness.judging import Evaluator, Judge
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
+    GroupEvaluatorConfig,
     LLMConfig,
     TrainerAdapterConfig,
     TrainerConfig,
@@ -26,6 +28,8 @@ from jaxft.harness.registry import (
     WorkflowConfig,
     registry,
 )
+from jaxft.harness.validation import Validation
+from jaxft.harness.weighted_sum import WeightedSum
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
@@ -43,8 +47,12 @@ class ComponentBuilder:
         console: where it shows itself.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, console: Console) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
+    ) -> None:
+        """`lender` gives the language models that its own configuration has under the same names."""
         self.config = config
+        self._lender = lender
         self.directory = directory
         self.console = console
         self._components: dict[str, asyncio.Task[Any]] = {}
@@ -61,6 +69,8 @@ class ComponentBuilder:
 
     async def get_llm(self, name: str) -> Any:
         """The language model `llms.<name>`."""
+        if self._lender is not None and name in self._lender.config.llms:
+            return await self._lender.get_llm(name)
         return await self._get("llms", name, self.config.llms, LLMConfig)
 
     async def get_workflow(self) -> Workflow:
@@ -86,6 +96,9 @@ class ComponentBuilder:
             raise _wrong_class(f"trajectory_builders.{name}", made, TrajectoryBuilder)
         if made.evaluation is None:
             await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
+            validation = await self.get_validation()
+            if validation is not None:
+                await made.bind_validation(validation)
         return made
 
     async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
@@ -102,21 +115,66 @@ class ComponentBuilder:
             raise _wrong_class(f"trainers.{name}", made, Trainer)
         return made
 
+    async def get_validation(self) -> Validation | None:
+        """The section `eval.validation`, ready to run; None without one."""
+        return await self._shared("validation", self._make_validation)
+
+    async def _make_validation(self) -> Validation | None:
+        section = self.config.eval.validation
+        if section is None:
+            return None
+        config = validation_config(self.config)
+        source = self
+        if config is not self.config:
+            source = ComponentBuilder(config, self.directory, self.console, lender=self)
+            await self._closing.enter_async_context(source)
+        if section.dataset is None:
+            examples = await source.get_dataset()
+        else:
+            made = await self._once("eval.validation.dataset", section.dataset, DatasetConfig)
+            examples = checked_items(made, "eval.validation.dataset")
+        reward = config.finetuning.reward_function or self.config.finetuning.reward_function
+        return Validation(
+            await source.make_evaluation(reward, counted_with=await self.get_evaluation()),
+            examples,
+            section.interval,
+            section.temperature,
+            section.num_generations,
+        )
+
     async def get_evaluation(self) -> Evaluation:
         """The workflow with all evaluators; the reward is that of `finetuning.reward_function`."""
         return await self._shared("evaluation", self._make_evaluation)
 
     async def _make_evaluation(self) -> Evaluation:
-        reward = self.config.finetuning.reward_function
+        return await self.make_evaluation(self.config.finetuning.reward_function)
+
+    async def make_evaluation(
+        self, reward: RewardFunctionConfig | None, counted_with: Evaluation | None = None
+    ) -> Evaluation:
+        """A new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
+        general = self.config.eval.general
         evaluation = Evaluation(
             await self.get_workflow(),
-            {name: await self.get_evaluator(name) for name in self.config.eval.evaluators},
+            await self._judges(),
             None if reward is None else reward.name,
-            self.config.eval.general.max_concurrency,
+            general.max_concurrency,
             self.config.finetuning.seed,
+            timeout_seconds=general.timeout_seconds,
+            result_json_path=general.result_json_path,
+            counted_with=counted_with,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation
+
+    async def _judges(self) -> dict[str, Judge | WeightedSum]:
+        """All evaluators, with what the configuration says of how they are asked."""
+        judges: dict[str, Judge | WeightedSum] = {}
+        for name, config in self.config.eval.evaluators.items():
+            made = await self.get_evaluator(name)
+            is_group = isinstance(config, GroupEvaluatorConfig)
+            judges[name] = made if isinstance(made, WeightedSum) else Judge(made, is_group, config.timeout_seconds)
+        return judges
 
     async def _get(self, section: str, name: str, configs: dict[str, Any], base: type[ComponentConfig]) -> Any:
         if name not in configs:

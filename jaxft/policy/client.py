@@ -8,7 +8,7 @@ from jaxft.core.sampling import check_sampling
 from jaxft.policy.chat import ChatTemplate, Message
 from jaxft.policy.engine import Completion, Request
 from jaxft.policy.policy import Policy
-from jaxft.policy.recorder import Call, find_episode
+from jaxft.policy.recorder import Call, current_functions, find_episode
 
 INTERACTIVE = 2
 """Stream of random numbers of calls made outside an episode."""
@@ -24,6 +24,7 @@ class Reply:
         token_ids: what was sampled, the stop token included.
         logprobs: of these tokens, in nats, under the temperature-scaled full vocabulary.
         policy_version: of the parameters that answered.
+        call_index: of the call in its episode; None outside one.
     """
 
     content: str
@@ -31,6 +32,7 @@ class Reply:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     policy_version: int
+    call_index: int | None = None
 
 
 class ChatClient:
@@ -112,6 +114,7 @@ class ChatClient:
             tuple(completion.token_ids),
             tuple(completion.sampler_logprobs),
             completion.policy_version,
+            None if episode is None else index,
         )
 
     def _call(
@@ -137,6 +140,7 @@ class ChatClient:
             temperature=temperature,
             finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,
+            functions=current_functions(),
         )
 
 

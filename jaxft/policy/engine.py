@@ -106,6 +106,14 @@ class Engine:
         self._is_scheduled = False
         self._lock = threading.Lock()
 
+    def cache_bytes(self) -> int:
+        """Bytes of the key-value cache."""
+        params = jax.eval_shape(self.model.init, jax.random.key(0))
+        cache = jax.eval_shape(
+            lambda: self.model.init_cache(self.slots, self.max_context_tokens, compute_dtype(params))
+        )
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
     async def submit(self, request: Request) -> Completion:
         """Waits for the completion of a request; a cancelled wait frees the slot.
 

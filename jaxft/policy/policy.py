@@ -1,15 +1,20 @@
 """A live policy: weights, tokenizer, engine and device thread, with one way to ask it and one way to change it."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxft.core.types import Model, Params, same_params
 from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.device import CompileCounter, DeviceThread
-from jaxft.policy.engine import Engine
+from jaxft.policy.engine import Engine, Request
+
+HEALTH = 3
+"""Stream of random numbers of the health check."""
 
 T = TypeVar("T")
 
@@ -103,6 +108,23 @@ class Policy:
             return job(self._params)
 
         return await self._device.run(run)
+
+    async def is_sound(self) -> bool:
+        """Whether all parameters are finite and a token can be sampled from them.
+
+        Raises:
+            PolicyLostError: an update failed.
+        """
+
+        def are_finite(params: Params) -> bool:
+            return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+
+        if not await self.read(are_finite):
+            return False
+        prompt = self.template.prompt([{"role": "user", "content": "?"}])
+        request = Request(prompt_ids=prompt.ids, key_ids=(HEALTH,), max_tokens=1, stop_ids=self.template.stop_ids)
+        completion = await self.engine.submit(request)
+        return len(completion.token_ids) == 1 and math.isfinite(completion.sampler_logprobs[0])
 
     async def save(self, folder: str | Path) -> Path:
         """Writes model and tokenizer in Hugging Face's file format."""

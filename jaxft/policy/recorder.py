@@ -1,24 +1,28 @@
 """What an episode did with its language model: every call with its token ids, kept where they were sampled.
 
-The current episode is a context variable, so concurrent episodes never see each other's calls. Recorded ids are
-training data as they are: a turn that extends the turn before becomes one sequence with it, and nothing that was
-sampled is ever tokenised again.
+The current episode is a context variable, so concurrent episodes never see each other's calls; so are the functions
+that an agent says it is in.
 """
 
 import bisect
 import contextlib
+import functools
 import hashlib
+import inspect
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-
-from pydantic import BaseModel, ConfigDict
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 TRAINING, VALIDATION = 0, 1
 """The streams of random numbers that episodes draw from."""
+
+WORKFLOW = "<workflow>"
+"""The target function that means the whole workflow: every call."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Call:
         temperature: of the sampling.
         finish_reason: `stop` or `length`.
         policy_version: of the parameters that sampled.
+        functions: those of the agent that the call was made in, outermost first (`function`).
     """
 
     index: int
@@ -52,11 +57,27 @@ class Call:
     temperature: float
     finish_reason: str
     policy_version: int
+    functions: tuple[str, ...] = ()
 
     @property
     def context_ids(self) -> tuple[int, ...]:
         """Prompt and answer: what a next turn may extend."""
         return self.prompt_ids + self.token_ids
+
+
+@runtime_checkable
+class Answer(Protocol):
+    """What a language model's client gives: a `Reply`, that is. `call_index` is None outside an episode."""
+
+    @property
+    def call_index(self) -> int | None: ...
+
+
+class Candidates(NamedTuple):
+    """Several answers to one prompt, and what each is worth."""
+
+    calls: tuple[Call, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass
@@ -72,6 +93,7 @@ class Episode:
         temperature: replaces what calls ask for when set (0.0: greedy evaluation).
         calls: what its language models answered, in the order in which the calls began.
         step_rewards: what `reward_step` gave, by the index of the call.
+        candidates: what `record_candidates` was given, a decision each.
     """
 
     run_seed: int
@@ -82,6 +104,7 @@ class Episode:
     temperature: float | None = None
     calls: list[Call] = field(default_factory=list)
     step_rewards: dict[int, float] = field(default_factory=dict)
+    candidates: list[Candidates] = field(default_factory=list)
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
 
@@ -117,6 +140,30 @@ class Episode:
         index = self.calls[-1].index
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
+    def record_candidates(self, answers: Sequence[Answer], scores: Sequence[float]) -> None:
+        """Says that these answers were alternatives, and what each is worth: the data of preference training.
+
+        Raises:
+            ValueError: not one finite score per answer, an answer of another episode, one that is a candidate already,
+                or answers to different prompts.
+        """
+        if len(answers) != len(scores) or not answers:
+            raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; wanted one score for each")
+        for score in scores:
+            if isinstance(score, bool) or not math.isfinite(score):
+                raise ValueError(f"the score of a candidate is {score!r}; wanted a finite number")
+        known = {call.index: call for call in self.calls}
+        taken = {call.index for decision in self.candidates for call in decision.calls}
+        indices = [answer.call_index for answer in answers]
+        if any(index not in known for index in indices):
+            raise ValueError("an answer was not given in this episode")
+        if len(set(indices)) < len(indices) or not taken.isdisjoint(indices):
+            raise ValueError("an answer is a candidate already")
+        calls = tuple(known[index] for index in indices if index is not None)
+        if len({(call.llm, call.prompt_ids) for call in calls}) > 1:
+            raise ValueError("the answers are to different prompts; candidates of one decision share theirs")
+        self.candidates.append(Candidates(calls, tuple(map(float, scores))))
+
     @property
     def shaped_rewards(self) -> list[float] | None:
         """One reward per answer when `reward_step` was used, else None."""
@@ -126,6 +173,11 @@ class Episode:
     def id(self) -> str:
         """A name for messages and logs, unique within a run."""
         return f"{('training', 'validation')[self.stream]}/{self.rollout_index}/{self.example_id}/{self.generation}"
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what is sampled may be trained on; False in evaluations."""
+        return self.stream == TRAINING
 
     @property
     def key_ids(self) -> tuple[int, ...]:
@@ -178,77 +230,60 @@ def recording(current: Episode) -> Iterator[Episode]:
         _current.reset(token)
 
 
-class TokenSequence(BaseModel):
-    """One training row: token ids with, aligned to each, who chose it and with which log-probability.
+_functions: ContextVar[tuple[str, ...]] = ContextVar("jaxft_functions", default=())
 
-    Prompt tokens have mask False and zeros elsewhere; `policy_versions` and `turns` are -1 there. `turns` counts the
-    answers of the episode in the order in which they were asked for; empty when it is not known. `llm` names the
-    language model that sampled, when it is known.
+
+class function:
+    """Names the part of an agent that runs, as a context or as a decorator of a function, async or not.
+
+    Training can be aimed at the calls made under a name (`finetuning.target_functions`). Names nest: a call under
+    "search" under "planner" belongs to both.
+
+    >>> with function("planner"):
+    ...     with function("search"):
+    ...         current_functions()
+    ('planner', 'search')
+    >>> @function("writer")
+    ... def write():
+    ...     return current_functions()
+    >>> write()
+    ('writer',)
     """
 
-    model_config = ConfigDict(extra="forbid")
+    def __init__(self, name: str) -> None:
+        if not name or name == WORKFLOW:
+            raise ValueError(f"a function's name is {name!r}; wanted one of your own, and not empty")
+        self.name = name
 
-    tokens: list[int]
-    completion_mask: list[bool]
-    sampler_logprobs: list[float]
-    behavior_logprobs: list[float]
-    temperatures: list[float]
-    policy_versions: list[int]
-    turns: list[int] = []
-    truncated: bool = False
-    llm: str | None = None
+    def __enter__(self) -> None:
+        _functions.set((*_functions.get(), self.name))
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # No token is kept: one object may be entered by several tasks at once, each with a context of its own.
+        _functions.set(_functions.get()[:-1])
 
-def token_sequences(calls: Sequence[Call]) -> list[TokenSequence]:
-    """The calls of an episode as training rows, in an order that depends on their tokens alone and never on timing.
+    def __call__(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(wrapped) or inspect.isgeneratorfunction(wrapped):
+            raise TypeError(f"{wrapped} is a generator, which runs in its caller's context: name the code inside it")
+        if inspect.iscoroutinefunction(wrapped):
 
-    A call whose prompt starts with all tokens of another call of the same language model continues that call's row; any
-    other begins a new one. No sampled token is lost, and none appears twice as a trained token.
-    """
-    sequences: list[TokenSequence] = []
-    turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
-    # A prefix sorts before what extends it.
-    for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
-        longest = None
-        for sequence in sequences:
-            known = len(sequence.tokens)
-            extends = sequence.llm == call.llm and list(call.prompt_ids[:known]) == sequence.tokens
-            if extends and (longest is None or known > len(longest.tokens)):
-                longest = sequence
-        if longest is None:
-            longest = TokenSequence(
-                tokens=[],
-                completion_mask=[],
-                sampler_logprobs=[],
-                behavior_logprobs=[],
-                temperatures=[],
-                policy_versions=[],
-                llm=call.llm,
-            )
-            sequences.append(longest)
-        _extend(longest, call, turns[call.index])
-    return sequences
+            @functools.wraps(wrapped)
+            async def named_async(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await wrapped(*args, **kwargs)
+
+            return named_async
+
+        @functools.wraps(wrapped)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return wrapped(*args, **kwargs)
+
+        return named
 
 
-def _extend(sequence: TokenSequence, call: Call, turn: int) -> None:
-    context = call.prompt_ids[len(sequence.tokens) :]
-    sampled = len(call.token_ids)
-    sequence.tokens += [*context, *call.token_ids]
-    sequence.completion_mask += [False] * len(context) + [True] * sampled
-    sequence.sampler_logprobs += [0.0] * len(context) + list(call.sampler_logprobs)
-    sequence.behavior_logprobs += [0.0] * len(context) + list(call.behavior_logprobs)
-    sequence.temperatures += [call.temperature] * (len(context) + sampled)
-    sequence.policy_versions += [-1] * len(context) + [call.policy_version] * sampled
-    sequence.turns += [-1] * len(context) + [turn] * sampled
-    sequence.truncated |= call.finish_reason == "length"
-
-
-def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
-    """The conversation for people to read: the last call with its answer, and before it what that does not contain."""
-    messages: list[dict[str, str]] = []
-    for index, call in enumerate(calls):
-        said = [*call.messages, {"role": "assistant", "content": call.content}]
-        later = calls[index + 1].messages if index + 1 < len(calls) else ()
-        if list(later[: len(said)]) != said:
-            messages += said
-    return messages
+def current_functions() -> tuple[str, ...]:
+    """The names that the calling code runs under, outermost first."""
+    return _functions.get()

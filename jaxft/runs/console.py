@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from jaxft.runs.redaction import redacted
+
 # They reorder or break what stands around them, so a text could show itself as another.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
@@ -90,6 +92,7 @@ class Console:
 
     def _print(self, text: str, style: str = "") -> None:
         # A model may say what the terminal's encoding cannot: that must not end the run.
+        text = redacted(text)
         text = text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
         if self._is_terminal:
             self._rich.print(Text(text, style=style))

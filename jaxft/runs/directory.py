@@ -15,6 +15,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from jaxft.runs.redaction import redacted_values
+
 # What a run writes, and so what `overwrite` removes. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
     "config.yml",
@@ -30,6 +32,7 @@ RUN_FILES = (
     "trajectories",
     "checkpoints",
     "model",
+    "extra",  # for files that components name themselves
 )
 LOCK_FILE = "LOCK"
 HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also the mark that a run made this directory
@@ -200,7 +203,7 @@ class RunDirectory:
             ValueError: a value JSON has no word for, NaN and infinities among them; the old file stays.
         """
         try:
-            text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
+            text = json.dumps(redacted_values(value), indent=2, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"'{name}' cannot be written as JSON ({error}): give finite plain Python values"
@@ -231,7 +234,7 @@ class RunDirectory:
             ValueError: a value JSON has no word for, or a row with a key `non_finite` of its own.
         """
         found: dict[str, str] = {}
-        finite = _without_non_finite(dict(row), "", found)
+        finite = redacted_values(_without_non_finite(dict(row), "", found))
         if "non_finite" in row:
             raise ValueError(f"a row of '{name}' has the key 'non_finite', which marks NaN and infinities: rename it")
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
 MASK = "***"
-_SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token)$")
+_SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token|authorization)$")
 
 
 def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
@@ -35,6 +35,20 @@ def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether what is called so is a secret.
+
+    >>> [is_secret_name(name) for name in ("OPENAI_API_KEY", "authorization", "max_tokens", "tokenizer")]
+    [True, True, False, False]
+    """
+    return bool(_SECRET_NAME.search(name))
+
+
+def secrets_of_environment() -> set[str]:
+    """The values of environment variables that are named like secrets."""
+    return {value for name, value in os.environ.items() if is_secret_name(name)}
+
+
 def masked_command(arguments: Sequence[str]) -> list[str]:
     """The arguments with `***` for the values of options named like secrets.
 
@@ -45,7 +59,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     value_is_secret = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = bool(_SECRET_NAME.search(name))
+        is_secret = is_secret_name(name)
         if value_is_secret:
             masked.append(MASK)
         elif is_secret and equals:

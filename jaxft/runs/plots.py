@@ -1,4 +1,4 @@
-"""The reward of a run as one picture."""
+"""The reward of a run as one picture, and how much of the data the curriculum let in."""
 
 import io
 import math
@@ -15,13 +15,15 @@ def plot_rewards(
     reward_history: Sequence[Mapping[str, float | None]],
     validation_history: Sequence[Mapping[str, float | None]] = (),
 ) -> Path:
-    """Draws `reward_plot.png`: the mean training reward with its range, a moving average, and validation.
+    """Draws `reward_plot.png`: the mean training reward with its range, a moving average, what the curriculum chose,
+    and validation; the curriculum's share has an axis of its own.
 
     Args:
         directory: the run, whose name becomes the title.
         reward_history: a row per epoch with `epoch`, `reward_mean`, `reward_min` and `reward_max`. A reward that is
-            None or not finite leaves a gap.
-        validation_history: a row per validation with `epoch` and `reward_mean`.
+            None or not finite leaves a gap. With a curriculum also `reward_mean_chosen`, over the groups that were
+            trained, and `curriculum_percentile`.
+        validation_history: a row per validation with `epoch` and `avg_reward`.
 
     Returns:
         The path of the picture. It replaces an earlier one in one step.
@@ -55,13 +57,25 @@ def plot_rewards(
     if validation_history:
         axes.plot(
             _column(validation_history, "epoch"),
-            _column(validation_history, "reward_mean"),
+            _column(validation_history, "avg_reward"),
             color="tab:orange",
             linewidth=1,
             marker="D",
             markersize=5 if len(validation_history) <= 30 else 3,
             label="validation",
         )
+
+    has_curriculum = any("curriculum_percentile" in row for row in reward_history)
+    if has_curriculum:
+        chosen = _column(reward_history, "reward_mean_chosen")
+        axes.plot(epochs, chosen, color="tab:green", linestyle=":", marker=".", linewidth=1.2, label="mean, chosen")
+        shares = axes.twinx()
+        percents = [100 * share for share in _column(reward_history, "curriculum_percentile")]
+        shares.step(epochs, percents, where="post", color="tab:purple", linewidth=1, alpha=0.7)
+        shares.set_ylim(0, 105)
+        shares.set_ylabel("curriculum, % of the groups", color="tab:purple")
+        shares.tick_params(axis="y", labelcolor="tab:purple")
+        shares.spines[["top"]].set_visible(False)
 
     axes.set_title(directory.path.name, parse_math=False)
     axes.set_xlabel("epoch")
@@ -70,7 +84,7 @@ def plot_rewards(
     if len(epochs) == 1:
         axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top"] if has_curriculum else ["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
 
@@ -102,5 +116,5 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 
 def _column(history: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
-    values = (row[name] for row in history)
+    values = (row.get(name) for row in history)
     return [value if value is not None and math.isfinite(value) else math.nan for value in values]

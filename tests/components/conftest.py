@@ -1,7 +1,8 @@
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
-from jaxft.policy.recorder import Call, TokenSequence, episode
+from jaxft.policy.recorder import Call, current_functions, episode
+from jaxft.policy.sequences import TokenSequence
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,7 @@ def record_call():
                 temperature=1.0,
                 finish_reason="stop",
                 policy_version=0,
+                functions=current_functions(),
             )
         )
 

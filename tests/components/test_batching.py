@@ -42,15 +42,34 @@ def test_the_longest_row_sets_the_width(make_sequence):
     assert batch.tokens.shape == (2, 48)
 
 
-def test_short_sequences_share_rows_where_that_saves_microbatches(make_sequence):
+def test_short_sequences_share_rows_where_that_saves_work(make_sequence):
     rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
     batch, microbatch_rows, layout = make_batch(rows, microbatch_tokens=16, packing=True)
     assert (microbatch_rows, batch.tokens.shape, layout.rows.tolist()) == (1, (3, 16), [0, 0, 1, 1, 2])
     assert batch.segment_ids[0].tolist() == [1] * 6 + [2] * 6 + [0] * 4
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0] * 4
     assert batch.advantages[1].tolist() == [2.0] * 6 + [3.0] * 6 + [0.0] * 4
-    unpacked, *_ = make_batch(rows, microbatch_tokens=5 * 16, packing=True)  # one microbatch as it is
-    assert unpacked.segment_ids is None and unpacked.tokens.shape == (5, 16)
+    single, *_ = make_batch(rows, microbatch_tokens=5 * 16, packing=True)
+    assert single.segment_ids is not None and single.tokens.shape == (3, 16)
+    longest = make_sequence(**{name: values * 2 for name, values in make_sequence() if isinstance(values, list)})
+    unpacked, *_ = make_batch([Row(longest, 0)] * 3, microbatch_tokens=1000, packing=True)
+    assert unpacked.segment_ids is None  # two do not fit into a row of 16
+
+
+def test_batches_of_about_the_same_size_have_the_same_shape(make_sequence):
+    def shape(count, **options):
+        return make_batch([Row(make_sequence(), n // 2) for n in range(count)], **options).batch.tokens.shape
+
+    assert {shape(count, microbatch_tokens=10_000) for count in range(49, 57)} == {(56, 16)}
+    assert {shape(count, microbatch_tokens=16) for count in range(49, 57)} == {(56, 16)}
+    assert {shape(count, microbatch_tokens=10_000, pairs=True) for count in range(98, 114, 2)} == {(112, 16)}
+
+
+def test_pairs_stay_together(make_sequence):
+    rows = [Row(make_sequence(n), n // 2) for n in range(6)]
+    for tokens, expected in ((1, (6, 2)), (5 * 16, (8, 4)), (1000, (6, 6))):
+        batch, microbatch_rows, _ = make_batch(rows, microbatch_tokens=tokens, pairs=True)
+        assert (batch.tokens.shape[0], microbatch_rows) == expected
 
 
 def test_nothing_is_no_batch():

@@ -1,10 +1,12 @@
 """From rewards to the advantages of rows, as the configuration wants them."""
 
+import math
+
 import numpy as np
 import pytest
 
 from jaxft.components.batching import Row
-from jaxft.components.credit import assign_advantages, gather_credit
+from jaxft.components.credit import assign_advantages, gather_credit, with_usable_rewards
 from jaxft.components.losses import LossConfig
 from jaxft.core.advantages import group_advantages, leave_one_out_advantages
 from jaxft.harness.data_models import Trajectory
@@ -62,10 +64,23 @@ def test_named_rewards_are_weighted_before_or_after_they_are_normalised(make_gro
     np.testing.assert_allclose(apart, by_hand, rtol=1e-12)
 
 
-def test_a_named_reward_that_is_missing_is_an_error(make_group):
-    group = make_group(1.0, 0.0, named_rewards=[{"right": 1.0}, {"short": 1.0}])
-    with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right; the evaluator gave short"):
-        advantages_of([group], reward_weights={"right": 1.0})
+def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {"right": math.nan, "short": 1.0}, None]
+    loss = LossConfig(reward_weights={"right": 1.0})
+    (group,) = with_usable_rewards([make_group(1.0, 1.0, 1.0, 1.0, named_rewards=named)], loss)
+    assert [trajectory.scorable for trajectory in group] == [True, False, False, False]
+    with pytest.raises(TrajectoryError, match="reward_weights names rigth; the evaluator gave right, short"):
+        with_usable_rewards([group], LossConfig(reward_weights={"rigth": 1.0}))
+    (unchanged,) = with_usable_rewards([group], LossConfig())
+    assert unchanged == group
+
+
+def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
+    group = make_group(1.0)
+    group[0].sequences.append(make_sequence(1, llm="opponent"))
+    loss = LossConfig(max_completion_tokens=8, length_penalty_tokens=4)
+    assert gather_credit([group], loss, "policy").rewards.tolist() == [1.0]
+    assert gather_credit([group], loss).rewards.tolist() == [0.0]
 
 
 def test_long_answers_lose_reward(make_group):
@@ -138,6 +153,24 @@ def test_reinforce_pp_takes_step_rewards_where_turns_end(make_group):
     to_go = np.array([[0.75, 1.5, 1.0, 2.0], [0.0] * 4])  # from the back: 2, 2 / 2, 1 + 1 / 2, 1.5 / 2
     expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name, knobs", [("ppo", {}), ("reinforce", {"advantages": "reinforce_pp"})])
+def test_a_later_step_in_another_row_counts_for_the_earlier_one(make_group, make_sequence, name, knobs):
+    """Two turns that are two rows: the first one led to the second, which alone was rewarded."""
+
+    def rows(first):
+        return [make_sequence(0, turns=[-1, -1, *[first] * 4]), make_sequence(1, turns=[-1, -1, *[1 - first] * 4])]
+
+    good, bad = make_group(1.0, 0.0, shaped_rewards=[[0.0, 1.0], [0.0, 0.0]])
+    for first in (0, 1):  # whichever row comes first
+        groups = [[trajectory.model_copy(update={"sequences": rows(first)}) for trajectory in (good, bad)]]
+        values = {"old_values": np.zeros(6)}
+        got, made = advantages_of(groups, values, name=name, **knobs)
+        assert (got[0][2:] > got[2][2:]).all()
+        assert np.allclose(got[0], got[1]) and np.allclose(got[2], got[3])
+        if name == "ppo":
+            assert made[0].signals["returns"][2:].tolist() == pytest.approx([0.95**3, 0.95**2, 0.95, 1.0])
 
 
 def test_gae_gives_returns_too(make_group):

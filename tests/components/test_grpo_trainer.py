@@ -19,6 +19,7 @@ from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, To
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig
+from jaxft.harness.validation import Validation
 from jaxft.policy.recorder import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -63,13 +64,28 @@ class NotingAdapter(TrainerAdapter):
 def train(tmp_path, make_items):
     """Runs a trainer; gives its statuses, the rows of its metrics, what it showed, and the trainer."""
 
-    def train(workflow, adapter, *, reward=lambda item: item.output_obj, names="ab", epochs=2, generations=2, **config):
+    def train(
+        workflow,
+        adapter,
+        *,
+        reward=lambda item: item.output_obj,
+        names="ab",
+        epochs=2,
+        generations=2,
+        validation=None,
+        finetuning=None,
+        **config,
+    ):
         async def main(directory, shown):
             builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=generations))
             await builder.bind_evaluation(Evaluation(workflow, {"reward": reward}, "reward", 4, 0), make_items(names))
             trainer = GRPOTrainer(GRPOTrainerConfig(**config), directory=directory, console=Console(shown))
             await trainer.bind_components(builder, adapter)
-            await trainer.initialize(FinetuneConfig(reward_function=RewardFunctionConfig(name="reward")))
+            if validation is not None:
+                evaluation = Evaluation(validation.pop("workflow", workflow), {"reward": reward}, "reward", 4, 0)
+                await builder.bind_validation(Validation(evaluation, make_items("xyz"), **validation))
+            run_config = {"reward_function": RewardFunctionConfig(name="reward"), **(finetuning or {})}
+            await trainer.initialize(FinetuneConfig(**run_config))
             try:
                 return await trainer.run(epochs), trainer
             finally:
@@ -196,7 +212,7 @@ def test_a_failed_job_ends_the_run(train):
     adapter = NotingAdapter(status=TrainingStatusEnum.FAILED)
     statuses, rows, *_ = train(generation, adapter, epochs=3)
     assert [status.status for status in statuses] == [TrainingStatusEnum.FAILED] and len(adapter.submitted) == 1
-    assert rows == []
+    assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5  # what was collected is not forgotten
 
 
 def test_updates_that_are_not_finite_end_the_run(train):
@@ -221,3 +237,106 @@ def test_an_epoch_may_take_a_part_of_the_examples(train):
     for start in (0, 3):  # every pass meets each example once, in an order of its own
         assert sorted(name for epoch in taken[start : start + 3] for name in epoch) == list("abcdef")
     assert taken[:3] != taken[3:]
+
+
+def read(tmp_path, name):
+    return json.loads((tmp_path / "run" / name).read_text())
+
+
+async def held_out(example):
+    """The validation reward rises by 1/8 with every pass."""
+    current = episode()
+    assert not current.is_training and current.temperature == 0.0
+    return current.rollout_index / 8
+
+
+def test_validation_before_every_interval_and_after_the_last(train, tmp_path):
+    adapter = NotingAdapter(applied_updates=1.0)
+    _, rows, shown, _ = train(generation, adapter, epochs=5, validation={"workflow": held_out, "interval": 2})
+    history = read(tmp_path, "validation_history.json")
+    assert [(row["epoch"], row["avg_reward"], row["num_examples"]) for row in history] == [
+        (0, 0.0, 3), (2, 0.125, 3), (4, 0.25, 3), (5, 0.375, 3),
+    ]  # fmt: skip
+    assert shown.index("validation after 0 epochs: reward 0, 3 episodes") < shown.index("epoch 1/5")
+    assert shown.index("epoch 5/5") < shown.index("validation after 5 epochs: reward 0.375")
+    assert len(rows) == 5 and len(adapter.submitted) == 5
+
+
+def test_a_validation_that_fails_is_a_failure_and_no_reward(train, tmp_path):
+    async def broken(example):
+        raise OSError("the tool is down")
+
+    async def brittle(example):
+        return await (broken(example) if example["name"] == "y" else held_out(example))
+
+    _, _, shown, _ = train(
+        generation, NotingAdapter(applied_updates=1.0), epochs=1, validation={"workflow": broken, "interval": 1}
+    )
+    assert [(row["avg_reward"], row["num_failed"]) for row in read(tmp_path, "validation_history.json")] == [
+        (None, 3)
+    ] * 2
+    assert (
+        "validation after 0 epochs: failed; 3 episodes failed, the first: example 'x', generation 0: OSError" in shown
+    )
+    train(generation, NotingAdapter(applied_updates=1.0), epochs=1, validation={"workflow": brittle, "interval": 1})
+    last = read(tmp_path, "validation_history.json")[-1]
+    assert (last["avg_reward"], last["num_examples"], last["num_failed"]) == (0.125, 2, 1)
+
+
+def test_a_run_ends_when_the_target_is_reached(train):
+    early = {"early_stop": {"target_reward": 0.25}}
+    adapter = NotingAdapter(applied_updates=1.0)
+    validation = {"workflow": held_out, "interval": 2}
+    statuses, _, shown, _ = train(generation, adapter, epochs=9, validation=validation, **early)
+    assert len(statuses) == 4 and "stopped early after 4 epochs: the mean reward 0.25 has reached 0.25" in shown
+    statuses, _, shown, _ = train(generation, NotingAdapter(applied_updates=1.0), epochs=9, **early)
+    assert len(statuses) == 1 and "stopped early after 1 epochs: the mean reward 0.5 has reached 0.25" in shown
+    statuses, *_ = train(  # nothing to do at all is no failure
+        generation, NotingAdapter(applied_updates=1.0), epochs=9, validation={"interval": 2, "workflow": held_out},
+        early_stop={"target_reward": 0.0},
+    )  # fmt: skip
+    assert statuses == []
+
+
+def test_a_run_ends_on_a_plateau(train):
+    adapter = NotingAdapter(applied_updates=1.0)
+    statuses, _, shown, _ = train(generation, adapter, epochs=9, early_stop={"patience": 3, "min_gain": 0.01})
+    assert len(statuses) == 4  # the first reward, and three without a gain
+    assert (
+        "stopped early after 4 epochs: the mean reward has not risen by more than 0.01 above 0.5 for 3 times" in shown
+    )
+
+
+def test_the_curriculum_chooses_what_is_submitted(train, tmp_path):
+    async def easy_or_hard(example):
+        return float(episode().generation) + "dcba".index(example["name"])
+
+    adapter = NotingAdapter(applied_updates=1.0)
+    curriculum = {"enabled": True, "initial_percentile": 0.25, "increment_percentile": 0.25, "expansion_interval": 2}
+    _, rows, shown, _ = train(
+        easy_or_hard, adapter, names="abcd", epochs=5, finetuning={"curriculum_learning": curriculum}
+    )
+    taken = ["".join(group[0].example_id for group in collection.trajectories) for collection in adapter.submitted]
+    assert taken == ["a", "a", "ab", "ab", "abc"]
+    assert [row["curriculum_percentile"] for row in rows] == [0.25, 0.25, 0.5, 0.5, 0.75]
+    assert [(row["reward_mean"], row["reward_mean_chosen"]) for row in rows[1:3]] == [(2.0, 3.5), (2.0, 3.0)]
+    state = read(tmp_path, "curriculum_state.json")
+    assert state["included_groups"] == ["a", "b", "c"] and state["examples"]["d"]["epochs_included"] == 0
+    assert read(tmp_path, "reward_history.json")[-1].items() >= {"curriculum_percentile": 0.75}.items()
+    assert "curriculum 0.75" in shown
+
+
+def test_a_collection_without_signal_trains_nothing_and_says_why(train):
+    async def same(example):
+        return 1.0
+
+    adapter = NotingAdapter(applied_updates=1.0)
+    with pytest.raises(NoLearningSignal):
+        train(same, adapter, finetuning={"curriculum_learning": {"enabled": True}})
+    assert adapter.submitted == []
+    assert "epoch_00000: no group's rewards differ by min_reward_diff; nothing was trained" in train.shown.getvalue()
+
+
+def test_bad_updates_in_a_row_are_counted_as_the_backend_says(train):
+    adapter = NotingAdapter(applied_updates=3.0, nonfinite_updates=1.0, nonfinite_updates_in_a_row=0.0)
+    assert len(train(generation, adapter, epochs=5, max_bad_updates=2)[0]) == 5  # one of four, never two in a row

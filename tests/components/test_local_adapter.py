@@ -18,7 +18,9 @@ MICROBATCH_TOKENS = 64
 
 def make_adapter(policy, warn=print, loss=None, **options):
     fields = {"llm": "policy", "loss": loss or {}, "optimizer": {"learning_rate": 1e-3}}
-    config = LocalTrainerAdapterConfig(**fields, microbatch_tokens=MICROBATCH_TOKENS, **options)
+    # The collections of these tests were sampled by nobody.
+    fields |= {"max_stale_share": 1.0, "max_disagreeing_share": 1.0, "microbatch_tokens": MICROBATCH_TOKENS}
+    config = LocalTrainerAdapterConfig(**(fields | options))
     return LocalTrainerAdapter(config, policy, warn)
 
 
@@ -145,7 +147,7 @@ def test_nothing_to_train_on_is_an_error_that_says_why(adapter, make_collection)
     with pytest.raises(NothingToTrain, match="0 sequences, 0 of them truncated"):
         train(adapter, make_collection("none", sequences=[]))
     foreign = {place: {"llm": "opponent"} for place in range(4)}
-    with pytest.raises(ValueError, match="4 sequences, 0 of them truncated, 4 of other language models"):
+    with pytest.raises(ValueError, match="0 sequences, 0 of them truncated, 4 of other language models"):
         train(adapter, make_collection("none", changes=foreign))
 
 
@@ -166,11 +168,8 @@ def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection)
     metrics = first.metadata["metrics"]
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
     assert second.metadata["metrics"]["kl"] > 1e-7
-    assert (metrics["trained_tokens"], metrics["foreign_sequences"], metrics["sequences_per_trajectory"]) == (
-        16,
-        1,
-        1.5,
-    )
+    assert (metrics["trained_tokens"], metrics["foreign_sequences"]) == (16, 1)
+    assert metrics["sequences_per_trajectory"] == 5 / 4  # of this language model, the truncated one among them
     assert metrics["truncated_share"] == pytest.approx(1 / 6)
     assert len(warnings) == 1 and "kept 90.2% of the mass on average" in warnings[0]  # 3/4 + exp(-0.5) / 4
 
@@ -189,7 +188,7 @@ def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy,
         return healthy, status, await lost.is_healthy()
 
     before, status, after = asyncio.run(main())
-    assert (before, after) == (True, False)
+    assert (before, after) == (False, False)  # nothing can be sampled from it either
     assert (status.status, status.message) == (TrainingStatusEnum.FAILED, "MemoryError: too large")
     assert "in breaks" in status.metadata["traceback"]
 

@@ -1,5 +1,6 @@
 """Toy components: an agent without a language model, and a trainer that trains nothing."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -204,3 +205,55 @@ def toy_run(tmp_path) -> dict[str, Any]:
             "output_dir": str(tmp_path / "run"),
         },
     }
+
+
+@pytest.fixture
+def make_trainer():
+    """Makes toy trainers, their parts bound, that train nothing."""
+
+    def make():
+        trainer = ToyTrainer(ToyTrainerConfig())
+        asyncio.run(trainer.bind_components(ToyBuilder(ToyBuilderConfig()), ToyAdapter(ToyAdapterConfig())))
+        return trainer
+
+    return make
+
+
+class ValidatingTrainerConfig(TrainerConfig, name="validating_trainer"):
+    pass
+
+
+class ValidatingTrainer(ToyTrainer):
+    """Validates, and trains nothing."""
+
+    def __init__(self, config, console):
+        super().__init__(config)
+        self.console = console
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        found = await self.run_validation_evaluation(0, "validation")
+        reward, count, failed = found["avg_reward"], found["num_examples"], found["num_failed"]
+        self.console.message(f"validated: {reward} of {count}, {failed} failed")
+        return []
+
+
+@register_trainer(config_type=ValidatingTrainerConfig)
+async def validating_trainer(config, builder):
+    yield ValidatingTrainer(config, builder.console)
+
+
+class LeakyAgentConfig(WorkflowConfig, name="leaky_agent"):
+    headers: dict[str, SecretStr]
+
+
+@register_workflow(config_type=LeakyAgentConfig)
+async def leaky_agent(config, builder):
+    """Says its secrets aloud: as its output, and in what it raises."""
+    secrets = [secret.get_secret_value() for secret in config.headers.values()]
+
+    async def answer(example: dict) -> str:
+        if example["question"] == "b":
+            raise PermissionError(f"401 with headers {secrets}")
+        return " ".join(secrets)
+
+    yield answer

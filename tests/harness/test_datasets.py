@@ -8,7 +8,9 @@ from jaxft.harness.datasets import (
     JsonDatasetConfig,
     JsonlDatasetConfig,
     checked_items,
+    dataset_for_file,
     file_items,
+    load_jsonl,
     read_json,
     read_jsonl,
 )
@@ -66,10 +68,15 @@ def test_fields_are_mapped(tmp_path):
         (ROW + '\n{"id": 1, "question": 1, "answer": 1}', "d:1: no field 'id'; fields there: question, answer"),
         ('{"id": 1.5, "question": 1, "answer": 1}', "d:1: 'id' must be a text or an integer, holds 1.5"),
         ('{"id": 1, "question": 1, "answer": 1}\n' * 2, "d:2: the id '1' is at "),
+        ('{"id": 1, "question": 1, "answer": 1}\n{"id": "1", "question": 1, "answer": 1}', "d:2: the id '1' is at "),
+        (b"\xef\xbb\xbf" + ROW.encode() + b"\r\n\r\n[]\r\n", "d:3: wants an object, {...}, holds []"),
+        (ROW + "\n\ufeff" + ROW, "d:2: malformed JSON: "),
+        ((ROW + "\n").encode() + '{"question": "é"}'.encode("latin-1"), "d:2: not UTF-8"),
+        ("", "d: the dataset is empty"),
         (b'{"question": "\xff"}', "d:1: not UTF-8"),
         (ROW.encode("utf-16"), "d:1: not UTF-8"),
         (ROW.encode("utf-16-le"), "d:1: holds zero bytes"),
-        ("\n\r\n", "the dataset is empty"),
+        ("\n\r\n", "d: the dataset is empty"),
         ("[" * 100_000, "d:1: malformed JSON: nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "d:1: "),
     ],
@@ -85,7 +92,7 @@ def test_faults_of_jsonl_have_file_and_line(tmp_path, content, message):
     [
         ("{}", "d:1: wants a list of objects"),
         ("", "d:1: wants a list of objects"),
-        ("[]", "the dataset is empty"),
+        ("[]", "d: the dataset is empty"),
         (f"[{ROW},\n3]", "d:2: wants an object, {...}, holds 3"),
         (f"[{ROW},\n{{bad}}]", "d:2: malformed JSON"),
         (f"[\n{ROW}\n{ROW}]", "d:3: wants ',' or ']' after an object"),
@@ -95,6 +102,10 @@ def test_faults_of_jsonl_have_file_and_line(tmp_path, content, message):
         ('[{"a": NaN}]', "d:1: NaN is not"),
         (f"[{ROW},\n{{}}]", "d:2: no field 'question'"),
         (b"[\n\xff]", "d:2: not UTF-8"),
+        (f"[{ROW}]".encode("utf-16"), "d:1: not UTF-8"),
+        (f"[\n{ROW}]".encode("utf-16-le"), "d:1: holds zero bytes"),
+        ('\ufeff[\r\n{"id": 1, "question": 1, "answer": 1},\r\n\r\n{"id": 1}]', "d:4: the id '1' is at "),
+        ('[\n{"id": 1, "question": 1, "answer": 1},\n\n' + ROW + "]", "d:4: no field 'id'; fields there: question"),
         ("[", "d:1: malformed JSON"),
     ],
 )
@@ -112,6 +123,34 @@ def test_json_lists_are_read(tmp_path):
         json.dumps(rows, indent=1).replace("\n", "\r\n"),
     ):
         assert [item.full_dataset_entry for item in json_items(tmp_path / "d", text)] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("a.jsonl", {"_type": "jsonl"}),
+        ("a.ndjson", {"_type": "jsonl"}),
+        ("a.b.JSON", {"_type": "json"}),
+        ("a.csv", {"_type": "csv"}),
+        ("a.tsv", {"_type": "csv", "delimiter": "\t"}),
+        ("a.parquet", {"_type": "parquet"}),
+    ],
+)
+def test_the_suffix_chooses_the_loader(tmp_path, name, section):
+    path = tmp_path / name
+    assert dataset_for_file(path) == dataset_for_file(str(path)) == {"file_path": str(path)} | section
+
+
+@pytest.mark.parametrize("name", ["train", "train.jsonl.gz", "train.txt", ".csv"])
+def test_other_suffixes_are_refused(name):
+    with pytest.raises(ValueError, match=r"must end in one of \.jsonl, \.ndjson, \.json, \.csv, \.tsv, \.parquet"):
+        dataset_for_file(name)
+
+
+def test_load_jsonl_refuses_an_empty_file(tmp_path):
+    (tmp_path / "d").touch()
+    with pytest.raises(DatasetError, match="d: the dataset is empty"):
+        load_jsonl(tmp_path / "d")
 
 
 def test_a_missing_file_is_named(tmp_path):

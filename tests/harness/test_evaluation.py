@@ -1,12 +1,15 @@
 import asyncio
 import math
+from decimal import Decimal
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.evaluation import Evaluation
+from jaxft.harness.evaluation import Evaluation, failure_report
+from jaxft.harness.judging import Judge
 from jaxft.policy.recorder import TRAINING, episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
@@ -118,11 +121,15 @@ def test_an_episode_cannot_spoil_the_row_of_another():
     [
         (1, 1.0, None),
         (np.float32(0.5), 0.5, None),
+        (np.float16(0.5), 0.5, None),
+        (np.int64(2), 2.0, None),
+        (np.float64("nan"), None, None),
         (Fraction(1, 4), 0.25, None),
         ({"win": 1, "speed": 0.5}, 1.5, {"win": 1.0, "speed": 0.5}),
         (None, None, None),
         (math.nan, None, None),
         (math.inf, None, None),
+        ({"win": np.float32(1), "speed": np.uint8(1)}, 2.0, {"win": 1.0, "speed": 1.0}),
         ({"win": 1, "speed": None}, None, None),
         ({"win": 1, "speed": math.nan}, None, None),
     ],
@@ -141,11 +148,78 @@ def test_rewards(given, reward, named):
     output.model_dump_json()
 
 
-@pytest.mark.parametrize("given", [True, "1.0", np.zeros(2), np.array(1.0), {}, {"a": True}, {1: 2.0}, [1.0]])
-def test_what_is_no_reward_is_an_error(given):
-    outcome = run(evaluation_of(echo, win=lambda item: given))[2]
-    assert outcome.reward is None and outcome.error.startswith("evaluator 'win': ")
-    assert f"({type(given).__name__}) for example 'e2'" in outcome.error
+@pytest.mark.parametrize(
+    "given",
+    [
+        True,
+        np.bool_(True),
+        "1.0",
+        b"1",
+        1j,
+        Decimal(1),
+        np.zeros(2),
+        np.array(1.0),
+        jnp.float32(1.0),
+        jnp.zeros(2),
+        [1.0],
+        {},
+        {"a": True},
+        {"a": 1.0, "b": "2"},
+        {"a": {"b": 1.0}},
+        {"a": np.zeros(1)},
+        {1: 2.0},
+        (number for number in [1.0]),
+        echo,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"timeout_seconds": 20}], ids=["unlimited", "limited"])
+def test_what_is_no_reward_is_an_error(given, options):
+    async def give(item):
+        return given
+
+    for function in (give, lambda item: given, lambda item: give(item)):
+        evaluation = evaluation_of(echo, win=Judge(function, **options))
+        outcomes = run(evaluation)
+        assert outcomes[2].reward is None and outcomes[2].error.startswith("evaluator 'win': TypeError: it gave ")
+        assert f"({type(given).__name__}) for example 'e2': wanted is a number" in outcomes[2].error
+        assert evaluation.summarize(outcomes).num_failed == 5
+
+
+def test_the_part_that_is_no_number_is_pointed_at():
+    given = {f"criterion {i}": np.float64(1 / 3) for i in range(20)} | {"last": "good"}
+    outcome = run(evaluation_of(echo, win=lambda item: given))[0]
+    assert outcome.error.endswith("named numbers, or None; what is wrong: 'last': 'good' (str)")
+
+
+def test_what_is_awaitable_is_awaited():
+    async def score():
+        return 1.0
+
+    assert {o.reward for o in run(evaluation_of(echo, win=lambda item: asyncio.ensure_future(score())))} == {1.0}
+
+
+def test_an_evaluator_that_cannot_be_called_or_that_cancels_fails_the_episode_and_not_the_run():
+    def cancelled(item):
+        raise asyncio.CancelledError
+
+    def exhausted(item):
+        return next(iter(()))
+
+    class NotShowable:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    def failures(function):
+        evaluation = evaluation_of(echo, win=function)
+        outcomes = run(evaluation)
+        assert failure_report(outcomes[4]).startswith("example 'e4', generation 0: evaluator 'win': ")
+        assert evaluation.summarize(outcomes).num_failed == 5
+        return outcomes[4].error
+
+    assert failures(lambda: 1.0).startswith("evaluator 'win': TypeError: ")
+    assert failures(cancelled) == "evaluator 'win': RuntimeError: it let the cancellation of a task of its own escape"
+    assert "StopIteration" in failures(exhausted)
+    assert failures(lambda item: NotShowable()) == "evaluator 'win': RuntimeError: no text"
 
 
 def test_a_reward_too_large_for_a_float_is_an_error():

@@ -58,7 +58,9 @@ def test_the_default_validation_counts_what_failed(toy_run, tmp_path):
         await trainer.initialize(session.config.finetuning)
         return await trainer.run_validation_evaluation(4, "r")
 
-    assert with_session(toy_run, tmp_path, use) == {
+    found = with_session(toy_run, tmp_path, use)
+    assert found.pop("first_error").startswith("example '1', generation 0: ValueError: cannot answer b\nTraceback")
+    assert found == {
         "epoch": 4,
         "dataset_type": "validation",
         "avg_reward": 1.0,

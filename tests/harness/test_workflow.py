@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import pytest
 
@@ -6,10 +7,13 @@ from jaxft.harness.config import config_from_mapping
 from jaxft.harness.errors import ComponentError, ConfigError, DatasetError
 from jaxft.harness.registry import (
     DatasetConfig,
+    EvaluatorConfig,
+    GroupEvaluatorConfig,
     LLMConfig,
     TrainerConfig,
     WorkflowConfig,
     register_dataset_loader,
+    register_evaluator,
     register_llm,
     register_trainer,
     register_workflow,
@@ -72,6 +76,46 @@ class NoItemsConfig(DatasetConfig, name="toy_no_items"):
 @register_dataset_loader(config_type=NoItemsConfig)
 async def no_items(config, builder):
     yield []
+
+
+class LongestConfig(GroupEvaluatorConfig, name="toy_longest"):
+    pass
+
+
+@register_evaluator(config_type=LongestConfig)
+async def longest(config, builder):
+    yield lambda items: [len(items)] * len(items)
+
+
+class HangingConfig(EvaluatorConfig, name="toy_hanging"):
+    pass
+
+
+@register_evaluator(config_type=HangingConfig)
+async def hanging(config, builder):
+    yield lambda item: threading.Event().wait(1)
+
+
+class NoEvaluatorConfig(EvaluatorConfig, name="toy_no_evaluator"):
+    pass
+
+
+@register_evaluator(config_type=NoEvaluatorConfig)
+async def no_evaluator(config, builder):
+    yield 3
+
+
+class SlowAgentConfig(WorkflowConfig, name="toy_slow_agent"):
+    pass
+
+
+@register_workflow(config_type=SlowAgentConfig)
+async def slow_agent(config, builder):
+    async def answer(example):
+        if example["question"] != "a":
+            await asyncio.sleep(100)
+
+    yield answer
 
 
 def build(mapping, tmp_path, use):
@@ -153,3 +197,80 @@ def test_what_breaks_its_contract_is_named(toy_run, tmp_path):
 def test_an_unknown_name_gets_a_near_one(toy_run, tmp_path):
     with pytest.raises(ConfigError, match=r"'polcy' is not in 'llms'; did you mean 'policy'\?"):
         build(toy_run, tmp_path, lambda builder: builder.get_llm("polcy"))
+
+
+async def outcomes_of(builder):
+    evaluation = await builder.get_evaluation()
+    outcomes = await evaluation.validate(await builder.get_dataset(), num_generations=2)
+    return outcomes, evaluation.summarize(outcomes)
+
+
+def test_evaluators_of_every_kind_are_chosen_in_the_configuration(toy_run, tmp_path):
+    toy_run["eval"]["evaluators"] |= {
+        "total": {"_type": "weighted_sum", "weights": {"match": 1, "count": "0.25"}},
+        "count": {"_type": "toy_longest"},
+    }
+    toy_run["finetuning"]["reward_function"] = {"name": "total"}
+    toy_run["workflow"]["fail_on"] = ["b"]
+    outcomes, output = build(toy_run, tmp_path, outcomes_of)
+    assert [outcome.reward for outcome in outcomes] == [1.5, 1.5, None, None, 1.5, 1.5]
+    assert outcomes[0].named_rewards == {"match": 1.0, "count": 0.5}
+    assert (output.num_failed, output.average_reward) == (2, 1.5)
+    assert {name: result.average_score for name, result in output.evaluation_results} == {
+        "match": 1.0,
+        "total": 1.5,
+        "count": 2.0,
+    }
+
+
+def test_time_limits_are_chosen_in_the_configuration(toy_run, tmp_path):
+    toy_run["workflow"] = {"_type": "toy_slow_agent"}
+    toy_run["eval"]["general"] |= {"timeout_seconds": 0.02, "max_concurrency": 8}
+    toy_run["eval"]["evaluators"]["slow"] = {"_type": "toy_hanging", "timeout_seconds": 0.03}
+    outcomes, output = build(toy_run, tmp_path, outcomes_of)
+    assert [outcome.error for outcome in outcomes[::2]] == [
+        "evaluator 'slow': TimeoutError: no score within 0.03 s",
+        "TimeoutError: the workflow gave no output within 0.02 s",
+        "TimeoutError: the workflow gave no output within 0.02 s",
+    ]
+    assert output.num_failed == 6
+
+
+def test_an_evaluator_that_is_no_function_is_named(toy_run, tmp_path):
+    toy_run["eval"]["evaluators"]["wrong"] = {"_type": "toy_no_evaluator"}
+    with pytest.raises(ComponentError, match=r"eval\.evaluators\.wrong: its factory must yield a function, not int"):
+        build(toy_run, tmp_path, lambda builder: builder.get_evaluation())
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({}, "weights: is required, but not there"),
+        ({"weights": {}}, "weights: "),
+        ({"weights": {"mtach": 1}}, "weights: 'mtach' is not in 'eval.evaluators'; did you mean 'match'?"),
+        ({"weights": {"match": True}}, "weights: the weight of 'match' must be a number (holds a bool)"),
+        ({"weights": {"match": "much"}}, "weights.match: must be a valid number"),
+        ({"weights": {"match": float("nan")}}, "weights.match: must be a finite number"),
+        ({"weights": {"match": float("-inf")}}, "weights.match: must be a finite number"),
+        ({"weights": ["match"]}, "weights: must be a mapping (holds a list)"),
+        ({"weights": {"match": 1}, "timeout_seconds": 1}, "timeout_seconds: a weighted sum only adds up"),
+        ({"weights": {"match": 1}, "timeout_seconds": 0}, "timeout_seconds: must be greater than 0"),
+    ],
+)
+def test_what_is_no_weighted_sum_is_refused(toy_run, tmp_path, fields, fault):
+    toy_run["eval"]["evaluators"]["total"] = {"_type": "weighted_sum"} | fields
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(toy_run, base_dir=tmp_path)
+    (found,) = caught.value.faults
+    assert found.startswith(f"eval.evaluators.total.{fault}")
+
+
+def test_a_weighted_sum_of_weighted_sums_is_refused(toy_run, tmp_path):
+    toy_run["eval"]["evaluators"] |= {
+        "own": {"_type": "weighted_sum", "weights": {"own": 1.0}},
+        "nested": {"_type": "weighted_sum", "weights": {"match": 1.0, "own": 1.0}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build(toy_run, tmp_path, lambda builder: builder.get_workflow())
+    assert len(caught.value.faults) == 2
+    assert "eval.evaluators.nested.weights: 'own' is a weighted sum, too" in str(caught.value)

@@ -11,7 +11,8 @@ from jaxft.policy.client import ChatClient
 from jaxft.policy.device import counting_compiles
 from jaxft.policy.engine import Request, RequestError
 from jaxft.policy.policy import PolicyLostError
-from jaxft.policy.recorder import Episode, recording, token_sequences
+from jaxft.policy.recorder import Episode, recording
+from jaxft.policy.sequences import token_sequences
 from jaxft.policy.slots import MAX_STOP_IDS
 
 TIMEOUT_SECONDS = 60

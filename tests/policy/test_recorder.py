@@ -4,17 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxft.policy.recorder import (
-    TRAINING,
-    VALIDATION,
-    Call,
-    Episode,
-    episode,
-    episode_messages,
-    find_episode,
-    recording,
-    token_sequences,
-)
+from jaxft.policy.recorder import TRAINING, VALIDATION, Call, Episode, episode, find_episode, recording
+from jaxft.policy.sequences import episode_messages, token_sequences
 
 
 def make_episode(**changes):

@@ -22,7 +22,7 @@ def test_every_length_gives_a_picture(tmp_path, epochs):
     with RunDirectory.create(tmp_path / "lr=$1 and $2_") as directory:
         plain = plot_rewards(directory, history(epochs)).read_bytes()
         assert size(plain) == (1200, 675)
-        validated = plot_rewards(directory, history(epochs), [{"epoch": 1, "reward_mean": 0.5}]).read_bytes()
+        validated = plot_rewards(directory, history(epochs), [{"epoch": 1, "avg_reward": 0.5}]).read_bytes()
     assert validated != plain
     assert (directory.path / "reward_plot.png").read_bytes() == validated
 
@@ -31,7 +31,7 @@ def test_epochs_without_a_reward_leave_gaps(tmp_path):
     rows = history(20)
     rows[3] = {"epoch": 4, "reward_mean": None, "reward_min": math.nan, "reward_max": math.inf}
     with RunDirectory.create(tmp_path / "run") as directory:
-        assert size(plot_rewards(directory, rows, [{"epoch": 4, "reward_mean": None}]).read_bytes())
+        assert size(plot_rewards(directory, rows, [{"epoch": 4, "avg_reward": None}]).read_bytes())
 
 
 def test_moving_average_looks_back():

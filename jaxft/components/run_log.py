@@ -1,0 +1,134 @@
+"""What a trainer leaves behind of a run, and shows of it: metrics, histories, curriculum, plot, progress line."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxft.harness.data_models import EpisodeItem, Trajectory
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.metrics import MetricsLog
+from jaxft.runs.plots import plot_rewards
+
+REWARD_HISTORY_FILE = "reward_history.json"
+VALIDATION_HISTORY_FILE = "validation_history.json"
+CURRICULUM_FILE = "curriculum_state.json"
+SAMPLES_FILE = "trajectories/samples.jsonl"
+SAVE_EVERY = 10
+
+SHOWN = {
+    "reward_mean": "reward",
+    "entropy": "entropy",
+    "kl": "kl",
+    "clip_high_share": "clip",
+    "preference_accuracy": "preferred",
+    "sampler_logprob_diff_max": "sampler diff",
+    "failed_episodes": "failed",
+    "curriculum_percentile": "curriculum",
+    "tokens_per_second": "tok/s",
+    "seconds": "seconds",
+}
+"""The figures of the progress line, by the names they are logged under."""
+
+
+class RunLog:
+    """The logs of one run, open from the first epoch to `close`.
+
+    Attributes:
+        console: where it shows itself.
+        metrics, timings: the figures of each epoch, by run id: those that another run would repeat, those of the clock.
+        validations: a row per validation.
+    """
+
+    def __init__(self, directory: RunDirectory, console: Console) -> None:
+        self.console = console
+        self.metrics: dict[str, dict[str, Any]] = {}
+        self.timings: dict[str, dict[str, Any]] = {}
+        self.validations: list[dict[str, Any]] = []
+        self._rewards: list[dict[str, Any]] = []
+        self._directory = directory
+        self._log: MetricsLog | None = None
+
+    def start(self, num_epochs: int) -> None:
+        """Opens the files and shows the progress bar."""
+        self._log = MetricsLog(self._directory)
+        self.console.start(num_epochs)
+
+    def figures(self, run_id: str) -> dict[str, Any]:
+        """All figures of an epoch.
+
+        Raises:
+            ValueError: no such epoch has been run.
+        """
+        if run_id not in self.metrics:
+            raise ValueError(f"no epoch '{run_id}' was run; epochs: {', '.join(self.metrics) or 'none'}")
+        return {**self.metrics[run_id], **self.timings[run_id]}
+
+    def epoch(self, epoch: int, run_id: str, shown: Mapping[str, Any]) -> None:
+        """Writes one step of the logs and the progress line; histories and plot every tenth epoch."""
+        if self._log is not None:
+            self._log.log(epoch, self.metrics[run_id], self.timings[run_id])
+        self.console.epoch(epoch + 1, {SHOWN[name]: shown[name] for name in SHOWN if shown.get(name) is not None})
+        if epoch % SAVE_EVERY == SAVE_EVERY - 1:
+            self.save()
+
+    def rewards(self, epoch: int, figures: Mapping[str, Any]) -> None:
+        """Adds an epoch to the reward history."""
+        row = {name: figures.get(name) for name in ("reward_mean", "reward_min", "reward_max")}
+        chosen = {name: figures[name] for name in ("reward_mean_chosen", "curriculum_percentile") if name in figures}
+        self._rewards.append({"epoch": epoch, **row, **chosen})
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """Adds a validation to its history, and shows it: its failures as failures, never as a reward."""
+        self.validations.append(dict(row))
+        reward, failed = row["avg_reward"], row["num_failed"]
+        found = f"reward {reward:.4g}, {row['num_examples']} episodes" if reward is not None else "failed"
+        lost = f"; {failed} episodes failed, the first: {row['first_error']}" if failed else ""
+        if row["num_unscorable"]:
+            lost += f"; {row['num_unscorable']} rewards were not usable"
+        self.console.message(f"validation after {row['epoch']} epochs: {found}{lost}")
+        self.save()
+
+    def curriculum(self, state: Mapping[str, Any]) -> None:
+        """Writes the state of the curriculum."""
+        self._directory.write_json(CURRICULUM_FILE, state)
+
+    def sample(self, epoch: int, trajectory: Trajectory) -> None:
+        """Shows an episode and keeps it."""
+        messages = [
+            {"role": item.role.value, "content": item.content}
+            for item in trajectory.episode
+            if isinstance(item, EpisodeItem)
+        ]
+        title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
+        self.console.episode(title, messages)
+        self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+
+    def save(self) -> None:
+        """Writes the histories and the plot as they stand."""
+        if self._rewards:
+            self._directory.write_json(REWARD_HISTORY_FILE, self._rewards)
+        if self.validations:
+            self._directory.write_json(VALIDATION_HISTORY_FILE, self.validations)
+        if self._rewards or self.validations:
+            plot_rewards(self._directory, self._rewards, self.validations)
+
+    def close(self) -> None:
+        """Closes the files; a second call does nothing."""
+        if self._log is not None:
+            self._log.close()
+            self.save()
+            self._log = None
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, 0 of nothing.
+
+    >>> mean([1.0, 2.0]), mean([])
+    (1.5, 0.0)
+    """
+    return sum(values) / len(values) if values else 0.0
+
+
+def reward_figures(rewards: Sequence[float]) -> dict[str, float]:
+    """Mean, least and greatest, as they are logged; nothing of nothing."""
+    return {"reward_mean": mean(rewards), "reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}

@@ -1,0 +1,177 @@
+"""What the verbs of the command line do: `finetune`, `eval`, `export` and `doctor`."""
+
+import argparse
+import importlib.metadata
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxft.harness.config import Config
+from jaxft.harness.errors import ConfigError
+from jaxft.harness.runtime import MODEL_FOLDER, UNHEALTHY, CheckFailed, Session, open_session
+from jaxft.runs.console import Console
+from jaxft.runs.environment import environment
+
+EVALUATION_FILE = "evaluation.json"
+
+
+async def finetune(config: Config, arguments: argparse.Namespace) -> None:
+    """Trains, exports the model and writes the result."""
+    async with open_session(config, overwrite=arguments.overwrite) as session:
+        statuses = await session.train()
+        model = await session.export_model()
+        session.write_result(
+            {
+                "epochs": config.finetuning.num_epochs,
+                "jobs_completed": len(statuses),
+                "model": None if model is None else str(model.relative_to(session.directory.path)),
+            }
+        )
+
+
+async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
+    """Makes every part of a run, samples a token, compiles the largest update, and shows what memory it all needs.
+
+    Writes nothing.
+
+    Raises:
+        CheckFailed: the adapter says that it cannot train.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_session(config, output_dir=Path(folder)) as session:
+            show = session.console.message
+            examples = await session.builder.get_dataset()
+            show(f"dataset      {len(examples)} examples, the first '{examples[0].id}'")
+            validation = await session.builder.get_validation()
+            if validation is not None:
+                show(f"validation   {len(validation.examples)} examples, every {validation.interval} epochs")
+            trainer = await session.trainer()
+            await trainer.initialize(config.finetuning)
+            await trainer.cleanup()
+            adapter = await session.adapter()
+            parts = (trainer, trainer.trajectory_builder, adapter)
+            show(f"components   {', '.join(type(part).__name__ for part in parts)}")
+            if not await adapter.is_healthy():
+                raise CheckFailed(UNHEALTHY)
+            memory = await adapter.memory()
+            for purpose, size in memory.items():
+                show(f"memory       {size:10.1f} MiB  {purpose}")
+            if memory:
+                show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
+            show("the configuration can be trained; nothing was written")
+
+
+async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
+    """Runs the workflow over the dataset and shows what every evaluator says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        output_dir = config.eval.general.output_dir
+        path = Path(folder) if output_dir is None else output_dir
+        async with open_session(config, overwrite=arguments.overwrite, output_dir=path) as session:
+            await _evaluate(session, arguments, is_kept=output_dir is not None)
+
+
+async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept: bool) -> None:
+    temperature = arguments.temperature
+    output = await session.evaluate(temperature=temperature, num_generations=arguments.num_generations)
+    figures: dict[str, Any] = {f"average/{name}": result.average_score for name, result in output.evaluation_results}
+    figures |= {
+        "average_reward": output.average_reward,
+        "episodes": output.num_episodes,
+        "failed": output.num_failed,
+        "unscorable": output.num_unscorable,
+    }
+    if output.first_error is not None:
+        session.console.message(f"{output.num_failed} episodes failed; the first: {output.first_error}")
+    if is_kept:
+        session.directory.write_json(EVALUATION_FILE, output.model_dump(mode="json"))
+        session.write_result(figures)
+        return
+    width = max(map(len, figures))
+    session.console.message(
+        "\n".join(f"{name:<{width}}  {f'{x:.4g}' if isinstance(x, float) else x}" for name, x in figures.items())
+    )
+
+
+def export(source: Path, folder: Path, dtype: str) -> None:
+    """Loads a model (a run directory's, or any folder in Hugging Face's file format) and writes it in another dtype.
+
+    Raises:
+        ConfigError: no model is there, it is not complete, or the folder is not empty.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxft.models.hf import load_model, save_model
+    from jaxft.policy.chat import load_tokenizer
+
+    model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
+    if not (model_folder / "config.json").is_file():
+        raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError([f"{folder}: is not empty: choose another folder"])
+    try:
+        model, params = load_model(model_folder, dtype=jnp.dtype(dtype))
+        tokenizer = load_tokenizer(model_folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{model_folder}: {error}"]) from error
+    save_model(folder, model, params, tokenizer=tokenizer)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    Console().message(f"{count:,} parameters in {dtype} written to {folder}")
+
+
+def doctor(config: Config | None) -> None:
+    """Shows what this machine has, and tries what a run needs of it.
+
+    Raises:
+        CheckFailed: something does not work.
+        ConfigError: an installed package of components cannot be imported.
+    """
+    from jaxft.harness.registry import KINDS, registry
+    from jaxft.harness.user_modules import ENTRY_POINTS, import_installed
+
+    show = Console().message
+    about = environment()
+    show("\n".join(f"{name:<14} {version}" for name, version in about["versions"].items()))
+    import_installed()
+    entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    show(f"{'packages':<14} {', '.join(sorted(entries))}")
+    for kind in KINDS:
+        show(f"{kind.kind:<14} {', '.join(registry.names(kind)) or 'none'}")
+    _show_devices(show)
+    folder = Path.cwd() if config is None else config.finetuning.output_dir
+    _check_writable(folder)
+    show(f"{'writable':<14} {folder}")
+    if config is not None:
+        show(f"{'configuration':<14} no faults")
+    show("all checks passed")
+
+
+def _show_devices(show: Any) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        devices = jax.devices()
+        found = float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64))))
+    except RuntimeError as error:
+        raise CheckFailed(f"jax finds no device that works: {error}") from error
+    if found != 64.0**3:
+        raise CheckFailed(f"{devices[0]} multiplies wrongly: {found} in the place of {64.0**3}")
+    for device in devices:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
+        show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
+    show(f"{'cores':<14} {os.cpu_count()}")
+
+
+def _check_writable(folder: Path) -> None:
+    """A run directory locks and replaces files; both are tried next to where it will be."""
+    from jaxft.runs.directory import RunDirectory, RunDirectoryError
+
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(dir=parent) as name, RunDirectory.create(name) as directory:
+            directory.write_json("result.json", {})
+    except (OSError, RunDirectoryError) as error:
+        raise CheckFailed(f"{parent} cannot hold a run: {error}") from error

@@ -1,0 +1,135 @@
+"""Curriculum learning: which groups of an epoch are trained.
+
+Groups whose rewards are all about the same are dropped; of the rest, ordered by their mean reward, a share is kept that
+grows as the epochs go by. What is chosen depends on the rewards, the epoch and the seed alone; the state remembers it
+for those who look, and for a run that goes on.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jaxft.harness.data_models import CurriculumLearningConfig, Trajectory
+
+State = dict[str, Any]
+"""What JSON can hold.
+
+`current_percentile`; `last_expansion_epoch`, null before the first; of the latest epoch `total_groups` and, by the ids
+of the examples, `included_groups` (trained) and `dropped_groups` (their rewards differ too little); and `examples`, by
+id: `reward_mean` and `reward_diff` when last seen, `epochs_included`.
+"""
+
+
+class _Group(NamedTuple):
+    id: str
+    trajectories: list[Trajectory]
+    mean: float
+    diff: float
+
+
+def initial_state(config: CurriculumLearningConfig) -> State:
+    """The state before the first epoch."""
+    return {
+        "current_percentile": percentile(config, 0),
+        "last_expansion_epoch": None,
+        "total_groups": 0,
+        "included_groups": [],
+        "dropped_groups": [],
+        "examples": {},
+    }
+
+
+def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
+    """The share of the groups that an epoch, counted from 0, keeps: it grows after every `expansion_interval` epochs.
+
+    >>> [percentile(CurriculumLearningConfig(), epoch) for epoch in (0, 4, 5, 10, 15, 19, 20)]
+    [0.3, 0.3, 0.5, 0.7, 0.9, 0.9, 1.0]
+    """
+    return float(_percentile(config, epoch))
+
+
+def choose_groups(
+    groups: Sequence[Sequence[Trajectory]], config: CurriculumLearningConfig, state: State, *, epoch: int, seed: int
+) -> tuple[list[list[Trajectory]], State]:
+    """The groups that an epoch trains, in the order of the curriculum, and the state after it.
+
+    A group whose largest and smallest reward differ by less than `min_reward_diff` is dropped. Of the n that are left
+    the first `max(1, ceil(n percentile))` by mean reward are kept (equal means: as they came), and of those at most
+    `ceil(n random_subsample)`, drawn. When there is one group in all only the last rule holds, for its trajectories:
+    `ceil(n random_subsample)` of them are drawn.
+
+    Args:
+        groups: the trajectories of an example each; unscorable ones do not count towards mean and difference.
+        config: what is wanted.
+        state: after the epoch before; not changed.
+        epoch: counted from 0.
+        seed: of the run.
+    """
+    share = _percentile(config, epoch)
+    draw = random.Random(f"curriculum {seed} {epoch}")
+    known = [_measured(group, place) for place, group in enumerate(groups) if group]
+    if len(known) == 1:
+        telling, chosen = known, [known[0]._replace(trajectories=_drawn_trajectories(known[0], config, draw))]
+    else:
+        telling = [group for group in known if _differ(group.diff, config.min_reward_diff)]
+        ordered = sorted(telling, key=lambda group: group.mean, reverse=not config.sort_ascending)
+        chosen = ordered[: max(1, math.ceil(len(telling) * share))]
+        if config.random_subsample is not None:
+            most = math.ceil(len(telling) * Fraction(str(config.random_subsample)))
+            if most < len(chosen):
+                chosen = [chosen[place] for place in sorted(draw.sample(range(len(chosen)), most))]
+    included, kept = {group.id for group in chosen}, {group.id for group in telling}
+    examples = dict(state["examples"])
+    for group in known:
+        before = examples.get(group.id, {}).get("epochs_included", 0)
+        examples[group.id] = {
+            "reward_mean": group.mean,
+            "reward_diff": group.diff,
+            "epochs_included": before + (group.id in included),
+        }
+    return [group.trajectories for group in chosen], {
+        "current_percentile": float(share),
+        "last_expansion_epoch": _last_expansion(config, epoch),
+        "total_groups": len(known),
+        "included_groups": [group.id for group in chosen],
+        "dropped_groups": [group.id for group in known if group.id not in kept],
+        "examples": examples,
+    }
+
+
+def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
+    # Exact: in floats 0.3 + 2 * 0.2 is a little more than 0.7, and the ceiling of ten times that is 8.
+    expansions = epoch // config.expansion_interval
+    return min(
+        Fraction(1), Fraction(str(config.initial_percentile)) + expansions * Fraction(str(config.increment_percentile))
+    )
+
+
+def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int | None:
+    """The latest epoch up to this one in which the share grew."""
+    starts = range(config.expansion_interval, epoch + 1, config.expansion_interval)
+    return next(
+        (start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), None
+    )
+
+
+def _measured(group: Sequence[Trajectory], place: int) -> _Group:
+    rewards = [trajectory.reward for trajectory in group if trajectory.scorable] or [0.0]
+    name = group[0].example_id
+    return _Group(
+        str(place) if name is None else name, list(group), sum(rewards) / len(rewards), max(rewards) - min(rewards)
+    )
+
+
+def _differ(diff: float, least: float) -> bool:
+    # Rewards of 0.3 and 0.2 differ by 0.1, whatever floats make of it.
+    return diff >= least or math.isclose(diff, least, rel_tol=1e-9)
+
+
+def _drawn_trajectories(group: _Group, config: CurriculumLearningConfig, draw: random.Random) -> list[Trajectory]:
+    if config.random_subsample is None:
+        return group.trajectories
+    count = math.ceil(len(group.trajectories) * Fraction(str(config.random_subsample)))
+    return [group.trajectories[place] for place in sorted(draw.sample(range(len(group.trajectories)), count))]

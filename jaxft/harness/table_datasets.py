@@ -1,0 +1,205 @@
+"""Examples from tables: `csv` (a header, then a row per example; every value is a text) and `parquet` (typed columns).
+
+Faults have file:line as those of JSONL do, with the line a row begins on; in a parquet file it is file:row N, from 1.
+"""
+
+import csv
+import importlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.datasets import FileDatasetConfig, Row, decoded_lines, file_bytes, file_items
+from jaxft.harness.errors import DatasetError, one_line
+from jaxft.harness.fields import fault
+from jaxft.harness.registry import register_dataset_loader
+
+
+def _delimiter(text: str) -> str:
+    if len(text) != 1 or text in '"\r\n\0':
+        raise fault('must be one character, and no quote or line break (a tab is "\\t", in double quotes)')
+    return text
+
+
+class CsvDatasetConfig(FileDatasetConfig, name="csv"):
+    """Rows of texts under a header with the columns' names; CSV knows no types, so `1` and `true` are texts too."""
+
+    delimiter: Annotated[str, AfterValidator(_delimiter)] = Field(
+        default=",", description='One character between the fields; a tab is "\\t". Every value stays a text.'
+    )
+
+
+class ParquetDatasetConfig(FileDatasetConfig, name="parquet"):
+    """Rows of a parquet file, as JSON would hold them: texts, numbers, bools, nulls, lists and structs.
+
+    A map with text keys becomes an object. Timestamps, decimals, bytes and the like are refused: nothing says how the
+    agent should read them. Needs the extra `parquet`.
+    """
+
+
+@register_dataset_loader(config_type=CsvDatasetConfig)
+async def csv_table(config: CsvDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """The items of a CSV file."""
+    yield file_items(config, read_csv(config.file_path, config.delimiter))
+
+
+@register_dataset_loader(config_type=ParquetDatasetConfig)
+async def parquet_table(config: ParquetDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """The items of a parquet file."""
+    yield file_items(config, read_parquet(config.file_path))
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    """The rows of a CSV file in UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+
+    A field in double quotes may hold delimiters, line breaks and doubled quotes. Blank lines are skipped.
+
+    Raises:
+        DatasetError: missing file, another encoding, no header, a column without a name or with that of another, a row
+            with more or fewer fields than the header, a quote that is not closed.
+    """
+    header: list[str] = []
+    for line, fields in _csv_rows(path, delimiter):
+        place = f"{path}:{line}"
+        if not header:
+            header = _checked_header(fields, place)
+        elif len(fields) != len(header):
+            raise DatasetError(
+                f"{place}: the row has {len(fields)} fields, the header {len(header)}: "
+                f"a field that holds {delimiter!r} or a line break needs double quotes"
+            )
+        else:
+            yield Row(place, dict(zip(header, fields, strict=True)))
+    if not header:
+        raise DatasetError(f"{path}:1: wants a header: a first line with the names of the columns")
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Every row that is not blank, with the number of the line it begins on."""
+    lines = list(decoded_lines(path))
+    reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, strict=True)
+    while (start := reader.line_num) < len(lines):
+        # The csv module's limit on the length of a field (131072 by default) belongs to the whole process.
+        limit = csv.field_size_limit(2**31 - 1)
+        try:
+            fields = next(reader)
+        except csv.Error as error:
+            raise DatasetError(f"{path}:{start + 1}: malformed CSV: {_in_words(error)}") from None
+        finally:
+            csv.field_size_limit(limit)
+        # `""`, and a row of tabs between tabs, are rows of empty texts.
+        if len(fields) > 1 or lines[start].strip():
+            yield start + 1, fields
+
+
+def _in_words(error: csv.Error) -> str:
+    text = str(error)
+    if "unexpected end of data" in text:
+        return "the quote that opens a field of this row is not closed"
+    if "new-line character" in text:
+        return "a carriage return outside quotes: end lines with LF or CRLF"
+    return f"{text} (a quote inside a quoted field is written twice)" if "expected after" in text else text
+
+
+def _checked_header(names: list[str], place: str) -> list[str]:
+    for number, name in enumerate(names, start=1):
+        if not name.strip():
+            raise DatasetError(f"{place}: column {number} of the header has no name")
+        if name in names[: number - 1]:
+            raise DatasetError(f"{place}: the column '{name}' is there twice")
+    return names
+
+
+def read_parquet(path: Path) -> Iterator[Row]:
+    """The rows of a parquet file.
+
+    Raises:
+        DatasetError: missing or corrupt file, pyarrow is not installed, a column of a type or with a name that an
+            object of JSON cannot have, NaN or an infinity.
+    """
+    content = file_bytes(path)
+    try:
+        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise DatasetError(f'{path}: reading parquet files needs pyarrow: pip install "jaxft[parquet]"') from None
+    try:
+        source = pyarrow.BufferReader(content)
+        table = parquet.ParquetFile(source, page_checksum_verification=True).read()
+        columns = _converters([(field.name, field.type) for field in table.schema], pyarrow.types, f"{path}: column")
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise DatasetError(f"{path}: not a parquet file that can be read: {one_line(error)}") from None
+    for number, scalars in enumerate(zip(*table.columns, strict=True), start=1):
+        place = f"{path}:row {number}"
+        values = zip(columns.items(), scalars, strict=True)
+        yield Row(place, {name: _converted(convert, scalar, name, place) for (name, convert), scalar in values})
+
+
+Convert = Callable[[Any], Any]
+"""From a value as pyarrow gives it to one that JSON has."""
+
+
+def _converted(convert: Convert, scalar: Any, name: str, place: str) -> Any:
+    try:
+        return convert(scalar.as_py())
+    except UnicodeDecodeError:
+        raise DatasetError(f"{place}: column '{name}': not UTF-8") from None
+    except ValueError as error:
+        raise DatasetError(f"{place}: column '{name}': {error}") from None
+
+
+def _converters(fields: list[tuple[str, Any]], types: Any, place: str) -> dict[str, Convert]:
+    converters: dict[str, Convert] = {}
+    for name, kind in fields:
+        if name in converters:
+            raise DatasetError(f"{place} '{name}' is there twice")
+        converters[name] = _converter(kind, types, f"{place} '{name}'")
+    return converters
+
+
+def _converter(kind: Any, types: Any, place: str) -> Convert:
+    """What makes values of a type plain; the type is that of the column, or of what is inside its values."""
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if _is(kind, types.is_null, types.is_boolean, types.is_integer, *texts):
+        return lambda value: value
+    if types.is_floating(kind):
+        return _unless_none(_finite)
+    if types.is_dictionary(kind):
+        return _converter(kind.value_type, types, place)
+    if _is(kind, *lists):
+        item = _converter(kind.value_type, types, place)
+        return _unless_none(lambda values: [item(value) for value in values])
+    if types.is_struct(kind):
+        fields = [kind.field(index) for index in range(kind.num_fields)]
+        members = _converters([(field.name, field.type) for field in fields], types, f"{place}: its field")
+        return _unless_none(lambda value: {name: convert(value[name]) for name, convert in members.items()})
+    if types.is_map(kind) and _is(kind.key_type, *texts):
+        entry = _converter(kind.item_type, types, place)
+        return _unless_none(lambda pairs: _unique([(key, entry(value)) for key, value in pairs]))
+    raise DatasetError(f"{place} holds {kind}, which JSON has not: write it as texts or numbers, or leave it out")
+
+
+def _is(kind: Any, *tests: Callable[[Any], bool]) -> bool:
+    return any(test(kind) for test in tests)
+
+
+def _unless_none(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def _finite(number: Any) -> float:
+    # Older versions of pyarrow give half precision as numpy's own type.
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not a finite number: JSON has no NaN and no infinity")
+    return float(number)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key of the map is there twice")
+    return entries

@@ -1,0 +1,84 @@
+"""Secrets of a run, kept out of everything that it writes or shows.
+
+Which texts are secret is a context variable: a session names them once, and all that is written, shown or raised inside
+it, in whatever task, passes through `redacted`.
+"""
+
+import contextlib
+import json
+import traceback
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+MASK = "***"
+SHORTEST = 8
+"""Characters of the shortest text that is masked: a shorter one ("none", "dummy") would be found in anything."""
+
+_secrets: ContextVar[tuple[str, ...]] = ContextVar("jaxft_secrets", default=())
+
+
+@contextlib.contextmanager
+def hiding(secrets: Iterable[str]) -> Iterator[None]:
+    """Masks these texts, and those that are hidden already, in everything that passes through `redacted`.
+
+    >>> with hiding(["sk-12345"]):
+    ...     redacted("key sk-12345 is refused"), redacted("sk-123")
+    ('key *** is refused', 'sk-123')
+    """
+    # As they are, and as they look inside JSON and in a `repr`.
+    forms = {
+        form
+        for text in secrets
+        for form in (
+            text,
+            text.strip(),
+            json.dumps(text)[1:-1],
+            json.dumps(text, ensure_ascii=False)[1:-1],
+            repr(text)[1:-1],
+        )
+    }
+    known = {*_secrets.get(), *(form for form in forms if len(form) >= SHORTEST)}
+    # The longest first: a secret may be part of another.
+    token = _secrets.set(tuple(sorted(known, key=lambda text: (-len(text), text))))
+    try:
+        yield
+    finally:
+        _secrets.reset(token)
+
+
+def redacted(text: str) -> str:
+    """The text with a mask in the place of every secret."""
+    for secret in _secrets.get():
+        text = text.replace(secret, MASK)
+    return text
+
+
+class ErrorWithSecrets(RuntimeError):
+    """Stands for an error whose message or traceback held a secret; its own message is that traceback, redacted."""
+
+
+@contextlib.contextmanager
+def without_secrets() -> Iterator[None]:
+    """Lets errors through as they are, unless a secret is in them: then as an `ErrorWithSecrets`."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        if redacted(text) == text:
+            raise
+        message = redacted(text)
+    else:
+        return
+    raise ErrorWithSecrets(message)
+
+
+def redacted_values(value: Any) -> Any:
+    """The value with every text in it redacted; keys, which the program chose, and numbers stay."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {key: redacted_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted_values(inner) for inner in value]
+    return value

@@ -1,0 +1,212 @@
+"""Verbs and options of the command line, in this process; what only a process of its own can show is in test_cli."""
+
+import json
+
+import jax
+import pytest
+
+from jaxft.cli import main
+from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.models.hf import load_model, save_model
+
+
+@pytest.fixture
+def run_file(toy_run, tmp_path, monkeypatch):
+    """Writes the sections of a run of the toys into a file, after a change; the working directory is beside it."""
+    monkeypatch.chdir(tmp_path)
+    toy_run["finetuning"]["output_dir"] = "run"
+
+    def write(change=lambda run: None, name="run.yml"):
+        change(toy_run)
+        (tmp_path / name).write_text(dump_yaml(toy_run))
+        return name
+
+    return write
+
+
+def rows(tmp_path, name, questions):
+    lines = [json.dumps({"question": q, "answer": q.upper(), "id": f"row-{q}"}) for q in questions]
+    (tmp_path / name).write_text("\n".join(lines))
+
+
+def test_eval_shows_what_every_evaluator_says(run_file, tmp_path, capsys):
+    def one_fails(run):
+        run["workflow"]["fail_on"] = ["b"]
+
+    assert main(["eval", "--config_file", run_file(one_fails), "--num_generations", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "average/match   1\n" in shown and "episodes        6\n" in shown and "failed          2" in shown
+    assert "2 episodes failed; the first: example '1', generation 0: ValueError: cannot answer b" in shown
+    assert not (tmp_path / "run").exists()  # nothing is written unless it is asked for
+
+    assert main(["eval", "--config_file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 0
+    result = json.loads((tmp_path / "judged" / "result.json").read_text())
+    assert result.items() >= {"average/match": 1.0, "average_reward": 1.0, "episodes": 3, "failed": 1}.items()
+    output = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    assert [item["id"] for item in output["eval_input"]["eval_input_items"]] == ["0", "1", "2"]
+    assert main(["eval", "--config_file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 2
+    assert "judged" in capsys.readouterr().err
+    assert main(["eval", "--config_file", "run.yml", "--overwrite", "-o", "eval.general.output_dir", "judged"]) == 0
+
+
+def test_eval_in_which_everything_fails_is_not_a_success(run_file, capsys):
+    def all_fail(run):
+        run["workflow"]["fail_on"] = ["a", "b", "c"]
+
+    assert main(["eval", "--config_file", run_file(all_fail)]) == 3
+    error = capsys.readouterr().err
+    assert "all 3 episodes failed; the first: example '0'" in error and "in answer" in error
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "hot"])
+def test_eval_temperatures(run_file, capsys, text):
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "--config_file", run_file(), f"--temperature={text}"])
+    assert caught.value.code == 2 and "--temperature" in capsys.readouterr().err
+    assert main(["eval", "--config_file", "run.yml", "--temperature", "own"]) == 0
+
+
+def test_a_dataset_of_the_command_line_takes_the_place_of_the_configured_one(run_file, tmp_path, capsys):
+    rows(tmp_path, "a${b}.jsonl", "xyz")
+    assert main(["eval", "--config_file", run_file(), "--dataset", "a${b}.jsonl"]) == 0
+    assert "episodes        3" in capsys.readouterr().out
+    for name, message in (("none.jsonl", "none.jsonl: cannot be read"), ("rows.txt", "eval.general.dataset: ")):
+        assert main(["eval", "--config_file", "run.yml", "--dataset", name]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_which_fields_mean_what_stays(run_file, tmp_path, capsys):
+    def with_fields(run):
+        fields = {"question_key": "question", "answer_key": "wanted"}
+        run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "first.jsonl", "structure": fields}
+
+    (tmp_path / "other.csv").write_text("question,wanted\nx,X\ny,Z\n")
+    assert main(["eval", "--config_file", run_file(with_fields), "--dataset", "other.csv"]) == 0
+    assert "average/match   0.5" in capsys.readouterr().out
+
+
+def test_the_result_may_be_a_part_of_the_output(run_file, capsys):
+    assert main(["eval", "--config_file", run_file(), "--result_json_path", "$.answer"]) == 3  # the output is a text
+    assert "nothing stands at '$.answer' in the output, which is 'A'" in capsys.readouterr().err
+    assert main(["eval", "--config_file", "run.yml", "--result_json_path", "$"]) == 0
+    assert main(["eval", "--config_file", "run.yml", "--result_json_path", "$.["]) == 2
+    assert "eval.general.result_json_path: is no JSON path" in capsys.readouterr().err
+
+
+def test_endpoints_are_refused_in_a_sentence(run_file, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["finetune", "--config_file", run_file(), "--endpoint", "http://localhost:8000"])
+    assert caught.value.code == 2
+    assert "episodes must run where their tokens are recorded, in this process" in capsys.readouterr().err
+
+
+def test_validation_from_the_command_line(run_file, tmp_path, capsys):
+    rows(tmp_path, "held_out.jsonl", "xy")
+    options = ["--validation_dataset", "held_out.jsonl", "--validation_interval", "2"]
+    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    saved = (tmp_path / "run" / "config.yml").read_text()
+    assert f"file_path: {tmp_path / 'held_out.jsonl'}" in saved and "interval: 2" in saved
+    assert main(["finetune", "--config_file", "run.yml", "--validation_interval", "2"]) == 2
+    assert "eval.validation: needs a 'dataset', or a 'config_file' with one" in capsys.readouterr().err
+
+
+def test_a_validation_file_brings_its_own_agent_and_shares_the_models(run_file, toy_run, tmp_path, capsys, toy_events):
+    def strict(run):
+        run["workflow"]["fail_on"] = ["c"]
+
+    run_file(strict, "validation.yml")
+    toy_run["workflow"]["fail_on"] = []
+    options = ["--validation_config_file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
+    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    assert "validated: 1.0 of 2, 1 failed" in capsys.readouterr().out
+    assert toy_events.count("llm opened") == 1 == toy_events.count("llm closed")
+    assert toy_events.count("agent opened") == 2 == toy_events.count("agent closed")
+
+    (tmp_path / "validation.yml").write_text(
+        "workflow: {_type: toy_agnet}\neval: {general: {dataset: {_type: toy_rows}}}"
+    )
+    assert main(["finetune", "--config_file", "run.yml", *options, "--overwrite"]) == 2
+    assert "validation.yml has 1 fault:\n  workflow: no workflow is named 'toy_agnet'" in capsys.readouterr().err
+    (tmp_path / "validation.yml").write_text(
+        "workflow: {_type: toy_agent}\neval: {general: {dataset: {_type: toy_rows}}}"
+    )
+    assert main(["finetune", "--config_file", "run.yml", *options, "--overwrite"]) == 2
+    assert "eval.evaluators: has no 'match', which gives the reward" in capsys.readouterr().err
+
+
+def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsys):
+    def real(run):
+        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}
+        run["trainer_adapters"]["local"] = {
+            "_type": "local_trainer_adapter", "llm": "policy", "microbatch_tokens": 384,
+        }  # fmt: skip
+
+    assert main(["finetune", "--config_file", run_file(real), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "dataset      3 examples, the first '0'" in shown
+    assert "components   ToyTrainer, ToyBuilder, LocalTrainerAdapter" in shown
+    for purpose in ("parameters", "optimizer", "reference", "update", "sampling", "in all"):
+        assert f"MiB  {purpose}" in shown
+    assert shown.endswith("the configuration can be trained; nothing was written\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
+
+    def disabled(run):
+        run["finetuning"]["enabled"] = False
+
+    assert main(["finetune", "--config_file", run_file(disabled), "--dry-run"]) == 2
+    assert "finetuning.enabled: is false" in capsys.readouterr().err
+
+
+def test_export_writes_a_model_in_another_dtype(tmp_path, policy, capsys):
+    model, params = policy.model, policy._params
+    save_model(tmp_path / "run" / "model", model, params, tokenizer=policy.tokenizer)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert "parameters in bfloat16 written to" in capsys.readouterr().out
+    _, half = load_model(tmp_path / "half", dtype=jax.numpy.bfloat16)
+    assert all(leaf.dtype == jax.numpy.bfloat16 for leaf in jax.tree.leaves(half))
+    assert main(["export", str(tmp_path / "run" / "model"), str(tmp_path / "half")]) == 2
+    assert "is not empty: choose another folder" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "new")]) == 2
+    assert "holds no model" in capsys.readouterr().err
+    (tmp_path / "run" / "model" / "model.safetensors").write_bytes(b"broken")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "new")]) == 2
+    assert "model" in capsys.readouterr().err
+
+
+def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("jax ", "packages ", "llm ", "grpo_trainer", "device ", "writable ", "all checks passed"):
+        assert part in shown
+    assert main(["doctor", "--config_file", run_file()]) == 0
+    assert "configuration  no faults" in capsys.readouterr().out
+    assert main(["doctor", "--config_file", run_file(lambda run: run.pop("workflow"))]) == 2
+    assert "workflow: is required, but not there" in capsys.readouterr().err
+
+
+def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TOY_KEY", "sk-TEST-SENTINEL-env")
+    (tmp_path / "key.txt").write_text("sk-TEST-SENTINEL-file\n")
+
+    def leaky(run):
+        headers = {
+            "authorization": "Bearer ${TOY_KEY}",
+            "x-file": "file://key.txt",
+            "x-plain": "sk-TEST-SENTINEL-plain",
+        }
+        run["workflow"] = {"_type": "leaky_agent", "headers": headers}
+        run["llms"]["policy"]["api_key"] = "${TOY_KEY}"
+
+    options = ["--config_file", run_file(leaky), "-o", "llms.policy.api_key", "sk-TEST-SENTINEL-set"]
+    monkeypatch.setattr("sys.argv", ["jaxft", "eval", *options])
+    assert main(["eval", *options, "-o", "eval.general.output_dir", "judged"]) == 0
+    assert main(["finetune", *options]) == 0
+    assert main(["eval", *options, "-o", "eval.general.dataset.questions", "[b]"]) == 3
+    wrong = ["-o", "eval.general.max_concurrency", "${TOY_KEY}", "-o", "llms.policy.api_key.deep", "${TOY_KEY}"]
+    assert main(["eval", *options, *wrong]) == 2
+    shown = capsys.readouterr()
+    assert "PermissionError: 401 with headers" in shown.out and "PermissionError: 401 with headers" in shown.err
+    files = [path for name in ("judged", "run") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for text in (shown.out, shown.err, *(path.read_bytes().decode(errors="replace") for path in files)):
+        assert "SENTINEL" not in text
