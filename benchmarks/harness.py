@@ -1,0 +1,133 @@
+"""What the harness itself costs per episode: no language model, no reward of any length, nothing but the bookkeeping.
+
+    python benchmarks/harness.py --out benchmarks/results/harness.json
+
+Wanted: at most 1 ms per trivial episode at concurrency 64. An episode is started, runs in a task of its own, is judged,
+and becomes a trajectory of its group; the collection is figured and put through the curriculum. Kinds of episodes:
+
+* `trivial`: the workflow returns at once.
+* `recorded`: two calls of 32 prompt and 16 sampled tokens are recorded, which become one training row.
+* `group`: trivial, judged by a group evaluator.
+* `time-outs`: trivial, with time-outs on workflow and evaluator.
+* `validated rows`: what the adapter does on the host with recorded episodes before a job is queued.
+
+Milliseconds per episode, the median over the repeats; kinds are measured in turn.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from jaxft.components.credit import gather_credit
+from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
+from jaxft.components.losses import LossConfig
+from jaxft.components.rows import gather_rows
+from jaxft.harness.curriculum import choose_groups, initial_state
+from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, TrajectoryCollection
+from jaxft.harness.evaluation import Evaluation
+from jaxft.harness.judging import Judge
+from jaxft.policy.recorder import Call, episode
+from jaxft.runs.environment import environment
+
+GENERATIONS = 8
+PROMPT, ANSWER = tuple(range(32)), tuple(range(100, 116))
+
+
+async def trivial(example: dict[str, Any]) -> float:
+    """An agent that does nothing."""
+    return float(episode().generation)
+
+
+async def recorded(example: dict[str, Any]) -> float:
+    """An agent of two turns, whose answers are there already."""
+    current = episode()
+    prompt = PROMPT
+    for number in range(2):
+        index, _ = current.begin_call(prompt)
+        logprobs = (-1.0,) * len(ANSWER)
+        messages = tuple({"role": "user", "content": f"turn {turn}"} for turn in range(number + 1))
+        call = Call(index, "policy", messages, "said", "", prompt, ANSWER, logprobs, logprobs, 1.0, "stop", 0)
+        current.record(call)
+        prompt = (*call.context_ids, *PROMPT)
+    return float(current.generation)
+
+
+def reward(item: EvalInputItem) -> float:
+    """Different within every group."""
+    return item.output_obj
+
+
+def ranking(items: list[EvalInputItem]) -> list[float]:
+    """A group evaluator."""
+    return [item.output_obj for item in items]
+
+
+def collector(
+    workflow: Callable[[dict[str, Any]], Awaitable[Any]], judge: Judge, concurrency: int, timeout: float | None = None
+) -> Callable[[list[EvalInputItem]], Awaitable[TrajectoryCollection]]:
+    """A function that collects the examples' episodes once and puts them through the curriculum."""
+    curriculum = CurriculumLearningConfig(enabled=True)
+
+    async def collect(items: list[EvalInputItem]) -> TrajectoryCollection:
+        builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=GENERATIONS))
+        evaluation = Evaluation(workflow, {"reward": judge}, "reward", concurrency, 0, timeout_seconds=timeout)
+        await builder.bind_evaluation(evaluation, items)
+        await builder.start_run("run")
+        collection = await builder.finalize("run")
+        choose_groups(collection.trajectories, curriculum, initial_state(curriculum), epoch=0, seed=0)
+        return collection
+
+    return collect
+
+
+async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, float]:
+    """Milliseconds per episode of each kind."""
+    items = [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n}) for n in range(episodes // GENERATIONS)]
+    kinds = {
+        "trivial": collector(trivial, Judge(reward), concurrency),
+        "recorded": collector(recorded, Judge(reward), concurrency),
+        "group": collector(trivial, Judge(ranking, is_group=True), concurrency),
+        "time-outs": collector(trivial, Judge(reward, timeout_seconds=None), concurrency, timeout=60.0),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "validated rows")}
+    for repeat in range(repeats + 1):
+        for name, collect in kinds.items():
+            started = time.perf_counter()
+            collection = await collect(items)
+            ended = time.perf_counter()
+            if repeat:  # the first round warms up
+                seconds[name].append(ended - started)
+            if name == "recorded":
+                started = time.perf_counter()
+                gathered = gather_rows(collection, llm="policy", mask_truncated=False)
+                gather_credit(gathered.groups, LossConfig(), "policy")
+                if repeat:
+                    seconds["validated rows"].append(time.perf_counter() - started)
+    count = len(items) * GENERATIONS
+    return {name: 1e3 * statistics.median(times) / count for name, times in seconds.items()}
+
+
+def main() -> None:
+    """Prints a line per kind, and writes them all when asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=4096)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments.episodes, arguments.concurrency, arguments.repeats))
+    for name, milliseconds in found.items():
+        print(f"{name:<16} {milliseconds:.3f} ms per episode")
+    if arguments.out is not None:
+        about = {"episodes": arguments.episodes, "concurrency": arguments.concurrency, "repeats": arguments.repeats}
+        result = {"milliseconds_per_episode": found, **about, "environment": environment()}
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
