@@ -11,7 +11,7 @@ and becomes a trajectory of its group; the collection is figured and put through
 * `time-outs`: trivial, with time-outs on workflow and evaluator.
 * `validated rows`: what the adapter does on the host with recorded episodes before a job is queued.
 
-Milliseconds per episode, the median over the repeats; kinds are measured in turn.
+Milliseconds per episode, median, least and most of the repeats; kinds are measured in turn.
 """
 
 import argparse
@@ -85,14 +85,14 @@ def collector(
     return collect
 
 
-async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, float]:
-    """Milliseconds per episode of each kind."""
+async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds per episode of each kind, repeat by repeat."""
     items = [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n}) for n in range(episodes // GENERATIONS)]
     kinds = {
         "trivial": collector(trivial, Judge(reward), concurrency),
         "recorded": collector(recorded, Judge(reward), concurrency),
         "group": collector(trivial, Judge(ranking, is_group=True), concurrency),
-        "time-outs": collector(trivial, Judge(reward, timeout_seconds=None), concurrency, timeout=60.0),
+        "time-outs": collector(trivial, Judge(reward, timeout_seconds=60.0), concurrency, timeout=60.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "validated rows")}
     for repeat in range(repeats + 1):
@@ -109,7 +109,7 @@ async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, fl
                 if repeat:
                     seconds["validated rows"].append(time.perf_counter() - started)
     count = len(items) * GENERATIONS
-    return {name: 1e3 * statistics.median(times) / count for name, times in seconds.items()}
+    return {name: [1e3 * duration / count for duration in times] for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -121,11 +121,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found = asyncio.run(measure(arguments.episodes, arguments.concurrency, arguments.repeats))
-    for name, milliseconds in found.items():
-        print(f"{name:<16} {milliseconds:.3f} ms per episode")
+    medians = {name: statistics.median(repeats) for name, repeats in found.items()}
+    for name, repeats in found.items():
+        print(f"{name:<16} {medians[name]:.3f} ms per episode ({min(repeats):.3f} to {max(repeats):.3f})")
     if arguments.out is not None:
         about = {"episodes": arguments.episodes, "concurrency": arguments.concurrency, "repeats": arguments.repeats}
-        result = {"milliseconds_per_episode": found, **about, "environment": environment()}
+        result = {"milliseconds_per_episode": medians, "of_each_repeat": found, **about, "environment": environment()}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

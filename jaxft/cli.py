@@ -1,6 +1,7 @@
 """The command line: `jaxft finetune --config_file run.yml`. Nothing here, nor what it imports, imports jax."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -66,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     judging.add_argument(
         "--temperature", type=_temperature, default=0.0, help="of all calls; 'own': of each its own (default: greedy)"
     )
-    judging.add_argument("--num_generations", type=int, default=1, help="episodes per example (default %(default)s)")
+    judging.add_argument("--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)")
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
@@ -81,10 +82,17 @@ def make_parser() -> argparse.ArgumentParser:
 def _temperature(text: str) -> float | None:
     if text == "own":
         return None
-    value = float(text)
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError("wants a number that is not below 0, or 'own'")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0.0 <= value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError("wants a number that is not below 0, or 'own'")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError("wants a whole number, at least 1")
 
 
 def _version() -> str:

@@ -123,7 +123,7 @@ def test_finetune_from_a_file(project):
     done = jaxft("finetune", "--config_file", "conf/run.yml", "--set", "finetuning.num_epochs=3", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads((project / "out" / "result.json").read_text())
-    assert (result["epochs"], result["jobs_completed"], result["model"]) == (3, 3, "model")
+    assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (3, 3, "model")
     assert "jobs_completed  3" in done.stdout
 
     again = jaxft("finetune", "--config_file", "out/config.yml", "-o", "finetuning.output_dir", "out2", cwd=project)

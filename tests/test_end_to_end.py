@@ -282,7 +282,7 @@ def test_the_command_line_trains(finetune, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "epoch 1/1  reward" in done.stdout and "jobs_completed  1" in done.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert (result["epochs"], result["jobs_completed"], result["model"]) == (1, 1, "model")
+    assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (1, 1, "model")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 

@@ -151,7 +151,7 @@ def test_every_part_of_a_run_can_be_ones_own(runs):
     worths = json.loads((folder / "model" / "table.json").read_text())
     assert worths.keys() <= {"France?", "Germany?", "Italy?", "Portugal?", "Norway?", "Greece?", "Peru?", "Japan?"}
     result = json.loads((folder / "result.json").read_text())
-    assert (result["epochs"], result["jobs_completed"], result["model"]) == (6, 6, "model")
+    assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (6, 6, "model")
 
     resolved = yaml.safe_load((folder / "config.yml").read_text())
     assert resolved["imports"] == []  # so the entry point it was

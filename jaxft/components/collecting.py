@@ -1,6 +1,7 @@
 """Running the episodes of a collection: what the shipped trajectory builders have in common."""
 
 import asyncio
+import difflib
 import time
 from typing import Any
 
@@ -71,7 +72,8 @@ class EpisodeCollector(TrajectoryBuilder):
 
         Raises:
             ValueError: no collection of this name is in progress.
-            ConfigError: the episodes asked their language models, but never where training is aimed at.
+            ConfigError: the episodes asked their language models, but never where training is aimed at, or never in a
+                function aimed at while they did in one that is called almost so.
         """
         if run_id not in self.evaluation_runs:
             known = ", ".join(self.evaluation_runs) or "none"
@@ -86,8 +88,8 @@ class EpisodeCollector(TrajectoryBuilder):
         finished = [outcome for outcome in outcomes if outcome.error is None]
         calls = [call for outcome in finished for call in outcome.episode.calls]
         targeted = sum(map(self.is_target, calls))
-        if calls and not targeted:
-            raise ConfigError([_nothing_targeted(calls, self._targets())])
+        if calls:
+            _check_targets(calls, targeted, self._targets())
         return finished, {
             "metrics": {
                 "episodes": len(outcomes),
@@ -131,11 +133,17 @@ def episode_items(outcome: EpisodeOutcome) -> list[EpisodeItem]:
     return items
 
 
-def _nothing_targeted(calls: list[Call], config: FinetuneConfig) -> str:
+def _check_targets(calls: list[Call], targeted: int, config: FinetuneConfig) -> None:
     functions = sorted({name for call in calls for name in call.functions})
-    unknown = [name for name in config.target_functions if name not in (WORKFLOW, *functions)]
-    if unknown:
-        hint = did_you_mean(unknown[0], functions, what="functions that made calls")
-        return f"finetuning.target_functions: no call was made in '{unknown[0]}'{hint}"
-    models = ", ".join(sorted({call.llm for call in calls}))
-    return f"finetuning.target_model: '{config.target_model}' was not asked in the functions aimed at; asked: {models}"
+    for name in config.target_functions:
+        if name in (WORKFLOW, *functions):
+            continue
+        # One that is not called yet may be later; one that is nearly another's name is misspelt.
+        others = [function for function in functions if function not in config.target_functions]
+        if not targeted or difflib.get_close_matches(name, others):
+            hint = did_you_mean(name, others, what="functions that made calls")
+            raise ConfigError([f"finetuning.target_functions: no call was made in '{name}'{hint}"])
+    if not targeted:
+        models = ", ".join(sorted({call.llm for call in calls}))
+        fault = f"'{config.target_model}' was not asked in the functions aimed at; asked: {models}"
+        raise ConfigError([f"finetuning.target_model: {fault}"])

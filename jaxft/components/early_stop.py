@@ -21,6 +21,9 @@ class EarlyStopConfig(ConfigModel):
 class EarlyStop:
     """Watches the rewards of one run.
 
+    Attributes:
+        is_target_reached: whether the last reason was the target, and not a plateau.
+
     >>> stop = EarlyStop(EarlyStopConfig(patience=2, min_gain=0.01))
     >>> [stop.reason(reward) for reward in (0.1, 0.5, 0.505)]
     [None, None, None]
@@ -32,12 +35,14 @@ class EarlyStop:
         self._config = config
         self._best: float | None = None
         self._without_gain = 0
+        self.is_target_reached = False
 
     def reason(self, reward: float | None) -> str | None:
         """Why the run ends after this reward, in words; None when it goes on. A reward of None (nothing usable) is no
         gain."""
         target, patience, gain = self._config.target_reward, self._config.patience, self._config.min_gain
         if reward is not None and target is not None and reward >= target:
+            self.is_target_reached = True
             return f"the mean reward {reward:.4g} has reached {target:g}"
         if reward is not None and (self._best is None or reward > self._best + gain):
             self._best, self._without_gain = reward, 0

@@ -36,20 +36,24 @@ class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
 
 
 class GRPOTrainer(Trainer):
-    """Runs the epochs of one run; all it writes goes to the run directory. Of a trajectory it reads the reward."""
+    """Runs the epochs of one run; all it writes goes to the run directory.
+
+    Of a trajectory it reads the reward and whether that is usable, and shows some to the user.
+    """
 
     trainer_config: GRPOTrainerConfig
 
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config)
         self._log = RunLog(directory, console)
+        self._why_nothing_was_learned = ""
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """All epochs; the last status of each job. Stops at the first job that fails, or when `early_stop` says so.
 
         Raises:
             TooManyFailures: too many episodes of an epoch failed.
-            NoLearningSignal: not one epoch had anything to learn from.
+            NoLearningSignal: not one epoch had anything to learn from, and no target was reached.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
         assert self.trajectory_builder is not None and self.trainer_adapter is not None
@@ -90,10 +94,10 @@ class GRPOTrainer(Trainer):
                 break
         if reason is not None:
             self._log.console.message(f"stopped early after {len(self._log.metrics)} epochs: {reason}")
-        elif not learned_epochs:
+        if not learned_epochs and not early_stop.is_target_reached:
             raise NoLearningSignal(
-                f"nothing could be learned in {num_epochs} epochs: the rewards of every group were equal or not "
-                "usable; make the task easier, raise num_generations, or give partial rewards"
+                f"nothing could be learned in {len(self._log.metrics)} epochs; of the last: "
+                f"{self._why_nothing_was_learned}; make the task easier, raise num_generations, or give partial rewards"
             )
         return statuses
 
@@ -117,12 +121,12 @@ class GRPOTrainer(Trainer):
         self._log.rewards(epoch, metrics)
         if not _rewards(chosen):
             why = "no group's rewards differ by min_reward_diff" if _rewards(collection) else None
-            self._message(f"{run_id}: {why or 'no trajectory has a usable reward'}; nothing was trained")
+            self._nothing_was_learned(run_id, f"{why or 'no trajectory has a usable reward'}; nothing was trained")
             return None
         try:
             return await self.trainer_adapter.submit(chosen)
         except NothingToTrain as error:
-            self._message(f"{run_id}: {error}; nothing was trained")
+            self._nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
 
     def _choice_of_examples(self, epoch: int) -> dict[str, Any] | None:
@@ -163,7 +167,7 @@ class GRPOTrainer(Trainer):
         self._log.metrics[run_id] |= metadata.get("metrics", {})
         self._log.timings[run_id] |= metadata.get("timings", {})
         if self._log.metrics[run_id].get("applied_updates", 1) == 0:
-            self._message(f"{run_id}: {status.message}")
+            self._nothing_was_learned(run_id, str(status.message))
 
     def _check_failures(self, collection: TrajectoryCollection) -> None:
         failed = len(collection.failures)
@@ -192,6 +196,10 @@ class GRPOTrainer(Trainer):
         every = self.trainer_config.show_episodes_every
         if every and epoch % every == 0 and collection.trajectories:
             self._log.sample(epoch, collection.trajectories[0][0])
+
+    def _nothing_was_learned(self, run_id: str, why: str) -> None:
+        self._why_nothing_was_learned = why
+        self._message(f"{run_id}: {why}")
 
     def _message(self, text: str) -> None:
         self._log.console.message(text)

@@ -316,7 +316,9 @@ def _outcome(metrics: dict[str, float], stay: str) -> str:
         what = stay if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
         return f"loss or gradient were not finite; {what}"
     if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
-        return f"nothing to learn: the gradient is exactly zero; {stay}"
+        is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
+        why = ", as the rewards of every group are equal" if is_without_signal else ""
+        return f"nothing to learn: the gradient is exactly zero{why}; {stay}"
     return "updated"
 
 

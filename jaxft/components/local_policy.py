@@ -48,10 +48,9 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
 
     seed = builder.config.finetuning.seed
     dtype = jnp.dtype(config.dtype)
+    folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
-    folder = None
-    if config.path is not None:
-        folder = local_folder(config.path)
+    if folder is not None:
         model, params = load_model(folder, dtype=dtype)
     else:
         assert config.preset is not None

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxft.core.arrays import check_shapes
 from jaxft.core.types import Model, Params, Scored
 
-CHUNK_LOGITS = 2**26
-"""Logits held at once when no chunk size is given: 256 MiB of float32."""
+CHUNK_LOGITS = 2**27
+"""Logits held at once when no chunk size is given: 512 MiB of float32."""
 
 SUMMED_IN_A_ROW = 512
 """Sums over the vocabulary are made of sums over this many: of 150,000 terms in a row float32 loses three digits."""
@@ -138,7 +138,7 @@ def token_logprobs(
         segment_ids: which of several packed sequences a token belongs to; tokens attend within their own only.
         value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); with it the values are computed too.
         entropy_gradient: let gradients flow into the entropy (an entropy bonus needs it); costs nothing when off.
-        chunk_tokens: at most so many tokens per chunk; by default as many as hold 2**26 logits.
+        chunk_tokens: at most so many tokens per chunk; by default as many as hold 2**27 logits.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens, `positions` or `segment_ids` have

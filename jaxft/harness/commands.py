@@ -11,6 +11,7 @@ from jaxft.harness.config import Config
 from jaxft.harness.errors import ConfigError
 from jaxft.harness.runtime import MODEL_FOLDER, UNHEALTHY, CheckFailed, Session, open_session
 from jaxft.runs.console import Console
+from jaxft.runs.directory import holds_run
 from jaxft.runs.environment import environment
 
 EVALUATION_FILE = "evaluation.json"
@@ -23,7 +24,7 @@ async def finetune(config: Config, arguments: argparse.Namespace) -> None:
         model = await session.export_model()
         session.write_result(
             {
-                "epochs": config.finetuning.num_epochs,
+                "num_epochs": config.finetuning.num_epochs,
                 "jobs_completed": len(statuses),
                 "model": None if model is None else str(model.relative_to(session.directory.path)),
             }
@@ -59,6 +60,10 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
                 show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
+            if memory:
+                show("memory       of the policy that is trained; that of other models comes on top")
+            if holds_run(config.finetuning.output_dir):
+                show(f"output_dir   {config.finetuning.output_dir} holds a run: give another one, or --overwrite")
             show("the configuration can be trained; nothing was written")
 
 
@@ -97,7 +102,7 @@ def export(source: Path, folder: Path, dtype: str) -> None:
     """Loads a model (a run directory's, or any folder in Hugging Face's file format) and writes it in another dtype.
 
     Raises:
-        ConfigError: no model is there, it is not complete, or the folder is not empty.
+        ConfigError: no model is there, it is not complete, the folder is not empty, or it cannot be written.
     """
     import jax
     import jax.numpy as jnp
@@ -108,14 +113,17 @@ def export(source: Path, folder: Path, dtype: str) -> None:
     model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
     if not (model_folder / "config.json").is_file():
         raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError([f"{folder}: is not empty: choose another folder"])
+    if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
+        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
     try:
         model, params = load_model(model_folder, dtype=jnp.dtype(dtype))
         tokenizer = load_tokenizer(model_folder)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{model_folder}: {error}"]) from error
-    save_model(folder, model, params, tokenizer=tokenizer)
+    try:
+        save_model(folder, model, params, tokenizer=tokenizer)
+    except OSError as error:
+        raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     Console().message(f"{count:,} parameters in {dtype} written to {folder}")
 
@@ -137,7 +145,7 @@ def doctor(config: Config | None) -> None:
     entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     show(f"{'packages':<14} {', '.join(sorted(entries))}")
     for kind in KINDS:
-        show(f"{kind.kind:<14} {', '.join(registry.names(kind)) or 'none'}")
+        show(f"{kind.component_kind:<14} {', '.join(registry.names(kind)) or 'none'}")
     _show_devices(show)
     folder = Path.cwd() if config is None else config.finetuning.output_dir
     _check_writable(folder)

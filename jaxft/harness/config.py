@@ -20,9 +20,10 @@ from pydantic import (
     SecretStr,
     SerializeAsAny,
     ValidationError,
+    field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails
 
 # These two register the dataset loaders that every configuration may choose.
 import jaxft.harness.datasets
@@ -47,7 +48,7 @@ from jaxft.harness.registry import (
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.user_modules import import_installed, import_module, locate_module
-from jaxft.harness.weighted_sum import check_weighted_sums
+from jaxft.harness.weighted_sum import weighted_sum_faults
 from jaxft.runs.environment import is_secret_name
 from jaxft.runs.redaction import redacted
 
@@ -60,9 +61,8 @@ def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
             raise fault(f"must be a mapping with '_type' (holds {kind_of(value)})")
         type_name = value.get("_type")
         if not isinstance(type_name, str):
-            raise fault(
-                f"needs '_type', which chooses the {base.kind}; registered: {', '.join(registry.names(base)) or 'none'}"
-            )
+            names = ", ".join(registry.names(base)) or "none"
+            raise fault(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
         try:
             config_type = registry.find(base, type_name).config_type
         except ConfigError as error:
@@ -104,7 +104,8 @@ class EvalGeneralConfig(ConfigModel):
         default=None,
         gt=0.0,
         allow_inf_nan=False,
-        description="An episode fails when the workflow takes longer; null: it may take for ever.",
+        description="An episode fails when the workflow takes longer, waiting for the policy and the compiling of "
+        "its first answers included; null: it may take for ever.",
     )
     dataset: AnyDataset = Field(description="The examples.")
     result_json_path: JSONPath | None = Field(
@@ -145,6 +146,17 @@ class EvalConfig(ConfigModel):
     validation: ValidationConfig | None = Field(default=None, description="Validation while training; null: none.")
     evaluators: dict[str, AnyEvaluator] = Field(default={}, description="What scores an output, by name.")
 
+    @field_validator("evaluators")
+    @classmethod
+    def _sums_add_up_scores(cls, evaluators: dict[str, AnyEvaluator]) -> dict[str, AnyEvaluator]:
+        faults = [
+            InitErrorDetails(type=fault(message), loc=(name, "weights"), input=None)
+            for name, message in weighted_sum_faults(evaluators)
+        ]
+        if faults:
+            raise ValidationError.from_exception_data("evaluators", faults)
+        return evaluators
+
 
 class Config(ConfigModel):
     """The whole tree."""
@@ -181,14 +193,15 @@ def load_config(
     Raises:
         ConfigError: with all faults, each with its path.
     """
-    mapping = read_layers(Path(path))
+    mapping, faults = read_layers(Path(path)), Faults()
     general = _section(mapping, "eval", "general")
     if validation_dataset is not None:
         validation = _section(mapping, "eval", "validation")
-        validation["dataset"] = _dataset(validation_dataset, validation.get("dataset") or general.get("dataset"))
+        fields = validation.get("dataset") or general.get("dataset")
+        validation["dataset"] = _dataset(validation_dataset, fields, "eval.validation", faults)
     if dataset is not None:
-        general["dataset"] = _dataset(dataset, general.get("dataset"))
-    return _config(mapping, overrides, str(path))
+        general["dataset"] = _dataset(dataset, general.get("dataset"), "eval.general", faults)
+    return _config(mapping, overrides, str(path), faults)
 
 
 def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
@@ -201,11 +214,12 @@ def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
     return mapping
 
 
-def _dataset(path: Path, before: Any) -> dict[str, Any]:
+def _dataset(path: Path, before: Any, section: str, faults: Faults) -> dict[str, Any]:
     try:
         named = dataset_for_file(path)
     except ValueError as error:
-        raise ConfigError([f"eval.general.dataset: {error}"]) from None
+        faults.add(f"{section}.dataset", str(error))
+        return {}
     fields = before if isinstance(before, dict) else {}
     kept = {name: fields[name] for name in ("id_key", "structure") if name in fields}
     return located({name: literal(value) for name, value in named.items()}, Path.cwd()) | kept
@@ -215,7 +229,7 @@ def config_from_mapping(
     mapping: Mapping[str, Any], *, base_dir: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
     """The same from a mapping made by a program; its paths are relative to `base_dir`."""
-    return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration")
+    return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", Faults())
 
 
 def validation_config(config: Config) -> Config:
@@ -228,7 +242,7 @@ def validation_config(config: Config) -> Config:
     if section is None or section.config_file is None:
         return config
     path = section.config_file
-    other = _config(read_layers(path), (), str(path), is_validation=True)
+    other = _config(read_layers(path), (), str(path), Faults(), is_validation=True)
     if other.finetuning.reward_function is None and reward is not None and reward.name not in other.eval.evaluators:
         hint = did_you_mean(reward.name, other.eval.evaluators, what="there")
         raise ConfigError([f"eval.evaluators: has no '{reward.name}', which gives the reward{hint}"], str(path))
@@ -268,9 +282,13 @@ def help_text() -> str:
 
 
 def _config(
-    mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str, *, is_validation: bool = False
+    mapping: dict[str, Any],
+    overrides: Sequence[tuple[str, str]],
+    source: str,
+    faults: Faults,
+    *,
+    is_validation: bool = False,
 ) -> Config:
-    faults = Faults()
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
     import_installed()
@@ -285,7 +303,6 @@ def _config(
                 faults.add(path, _message(details, values))
     if faults:
         raise ConfigError(faults.lines(), source)
-    check_weighted_sums(config.eval.evaluators)
     if config.eval.validation is not None and not is_validation:
         validation_config(config)
     return config

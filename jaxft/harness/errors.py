@@ -87,7 +87,7 @@ class UserCodeError(JaxftError):
         tail: its last three frames.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
         self.summary = one_line(error)
         self.traceback, self.tail = _text(error), _text(error, limit=-3)
@@ -96,10 +96,11 @@ class UserCodeError(JaxftError):
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Turns whatever the body raises, except cancellation, into a `UserCodeError` that keeps the traceback."""
+    """Turns whatever the body raises into a `UserCodeError` that keeps the traceback; `sys.exit()`, too, but not
+    cancellation and Ctrl-C."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(error) from error
 
 
@@ -127,7 +128,7 @@ def did_you_mean(name: str, known: Collection[str], *, what: str) -> str:
     return f"; {what}: {', '.join(sorted(known)) or 'none'}"
 
 
-def _text(error: Exception, limit: int | None = None) -> str:
+def _text(error: BaseException, limit: int | None = None) -> str:
     # The first frame is `user_code` itself.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return redacted("".join(traceback.format_exception(type(error), error, frames, limit=limit))).rstrip()

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
-from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.harness.errors import ConfigError, UserCodeError, user_code
 from jaxft.harness.group import Group
 from jaxft.harness.json_path import at_json_path
 from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable, within
-from jaxft.harness.weighted_sum import WeightedSum, check_weighted_sums
+from jaxft.harness.weighted_sum import SECTION, WeightedSum, weighted_sum_faults
 from jaxft.policy.recorder import VALIDATION, Episode, recording
 
 Workflow = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -105,7 +105,9 @@ class Evaluation:
         self._workflow = workflow
         self._names = list(evaluators)
         self._sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum)}
-        check_weighted_sums(evaluators)
+        faults = weighted_sum_faults(evaluators)
+        if faults:
+            raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
         judges = {
             name: each if isinstance(each, Judge) else Judge(each)
             for name, each in evaluators.items()

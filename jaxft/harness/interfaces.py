@@ -219,7 +219,10 @@ class Trainer(ABC):
         if self.trajectory_builder is None:
             raise RuntimeError(f"{type(self).__name__} has no components: call bind_components first")
         output = await self.trajectory_builder.run_eval()
+        validation = self.trajectory_builder.validation
         name = None if self.reward is None else self.reward.name
+        if validation is not None:  # a configuration of its own may have a reward of its own
+            name = validation.evaluation.reward_name
         items = [
             item
             for evaluator, result in output.evaluation_results

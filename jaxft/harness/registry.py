@@ -26,11 +26,11 @@ class ComponentConfig(ConfigModel):
     """The base of the seven kinds of config below.
 
     Attributes:
-        kind: what it configures, in words.
+        component_kind: what it configures, in words.
         type_name: what `_type` says to choose it; None for a class that was not given a name.
     """
 
-    kind: ClassVar[str] = "component"
+    component_kind: ClassVar[str] = "component"
     type_name: ClassVar[str | None] = None
 
     def __init_subclass__(cls, *, name: str | None = None, **options: Any) -> None:
@@ -45,19 +45,19 @@ class ComponentConfig(ConfigModel):
 class LLMConfig(ComponentConfig):
     """A language model."""
 
-    kind = "llm"
+    component_kind = "llm"
 
 
 class WorkflowConfig(ComponentConfig):
     """An agent: `async def f(example: dict) -> Any`."""
 
-    kind = "workflow"
+    component_kind = "workflow"
 
 
 class EvaluatorConfig(ComponentConfig):
     """A function from an `EvalInputItem` to a number, named numbers or None; sync or async."""
 
-    kind = "evaluator"
+    component_kind = "evaluator"
     timeout_seconds: float | None = Field(
         default=None,
         gt=0.0,
@@ -77,14 +77,14 @@ class GroupEvaluatorConfig(EvaluatorConfig):
 class DatasetConfig(ComponentConfig):
     """A list of `EvalInputItem`."""
 
-    kind = "dataset loader"
+    component_kind = "dataset loader"
 
 
 class TrajectoryBuilderConfig(ComponentConfig):
     """A `TrajectoryBuilder`."""
 
     model_config = ConfigDict(frozen=False)
-    kind = "trajectory builder"
+    component_kind = "trajectory builder"
     reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
@@ -92,7 +92,7 @@ class TrainerAdapterConfig(ComponentConfig):
     """A `TrainerAdapter`."""
 
     model_config = ConfigDict(frozen=False)
-    kind = "trainer adapter"
+    component_kind = "trainer adapter"
     reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
@@ -100,7 +100,7 @@ class TrainerConfig(ComponentConfig):
     """A `Trainer`."""
 
     model_config = ConfigDict(frozen=False)
-    kind = "trainer"
+    component_kind = "trainer"
     reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
@@ -143,7 +143,7 @@ class Registry:
     def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory) -> None:
         """Registers a factory for a config class of the kind `base`.
 
-        The same function of the same file may come again (a module that is reloaded, or imported under a second name);
+        The same function of the same line may come again (a module that is reloaded, or imported under a second name);
         the newer one then counts.
 
         Raises:
@@ -162,10 +162,12 @@ class Registry:
             )
         code = factory.__code__
         new = Component(config_type, factory, code.co_filename, factory.__qualname__, code.co_firstlineno)
-        key = (base.kind, config_type.type_name)
+        key = (base.component_kind, config_type.type_name)
         old = self._components.get(key)
-        if old is not None and (old.file, old.qualname) != (new.file, new.qualname):
-            raise ConfigError([f"two {base.kind}s are named '{key[1]}': {old.place} and {new.place}: rename one"])
+        if old is not None and old.place != new.place:
+            raise ConfigError(
+                [f"two {base.component_kind}s are named '{key[1]}': {old.place} and {new.place}: rename one"]
+            )
         self._components[key] = new
 
     def find(self, base: type[ComponentConfig], name: str) -> Component:
@@ -174,16 +176,16 @@ class Registry:
         Raises:
             ConfigError: there is none; the message names those there are.
         """
-        if (base.kind, name) not in self._components:
+        if (base.component_kind, name) not in self._components:
             names = self.names(base)
             listed = f"; registered: {', '.join(names) or 'none'}"
             near = did_you_mean(name, names, what="registered")
-            raise ConfigError([f"no {base.kind} is named '{name}'{near}{'' if near == listed else listed}"])
-        return self._components[base.kind, name]
+            raise ConfigError([f"no {base.component_kind} is named '{name}'{near}{'' if near == listed else listed}"])
+        return self._components[base.component_kind, name]
 
     def names(self, base: type[ComponentConfig]) -> list[str]:
         """The registered names of a kind, sorted."""
-        return sorted(name for kind, name in self._components if kind == base.kind)
+        return sorted(name for kind, name in self._components if kind == base.component_kind)
 
 
 registry = Registry()

@@ -231,7 +231,8 @@ def run_arguments(
     parser.add_argument(
         "--validation_config_file", type=Path, metavar="FILE", help="whose workflow and evaluators validate"
     )
-    parser.add_argument("--endpoint", type=_endpoint, help=argparse.SUPPRESS)
+    for name in ("--endpoint", "--endpoint_timeout"):
+        parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
     parser.add_argument(
         "--overwrite", action="store_true", help="remove the run that the output directory holds instead of refusing"
     )

@@ -53,7 +53,7 @@ def describe(root: type[ConfigModel]) -> str:
     for base in KINDS:
         for name in registry.names(base):
             config_type = registry.find(base, name).config_type
-            lines += ["", f"{SECTIONS[base.kind]}  _type: {name}", *_knobs(config_type, "")]
+            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_knobs(config_type, "")]
     return "\n".join(lines)
 
 
@@ -117,5 +117,5 @@ def _words(annotation: Any) -> str:
         return f"mapping of {_words(typing.get_args(annotation)[1])}"
     model = _model(annotation)
     if model is not None:
-        return model.kind if issubclass(model, ComponentConfig) else "mapping"
+        return model.component_kind if issubclass(model, ComponentConfig) else "mapping"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxft.harness.errors import ConfigError, UserCodeError, user_code
 from jaxft.harness.fields import ConfigText
@@ -29,9 +30,11 @@ def import_installed() -> None:
             ) from failure.error
 
 
-def locate_module(name: str) -> str:
+def locate_module(name: Any) -> Any:
     """Where an entry of `imports:` is: the path of a module that stands next to the YAML file, or in the working
-    directory; else the name as it is, for an installed module or one inside a package."""
+    directory; else the name as it is, for an installed module or one inside a package. What is no text stays."""
+    if not isinstance(name, str):
+        return name
     folders = [name.folder] if isinstance(name, ConfigText) else []
     for folder in (*folders, Path.cwd()):
         for path in (folder / f"{name}.py", folder / name):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from jaxft.harness.errors import ConfigError, did_you_mean
+from jaxft.harness.errors import did_you_mean
 from jaxft.harness.fields import check_reference, fault
 from jaxft.harness.judging import Score, usable
 from jaxft.harness.registry import EvaluatorConfig, register_evaluator
@@ -70,14 +70,11 @@ class WeightedSum:
         return {name: math.nan if number is None else self.weights[name] * number for name, number in numbers.items()}
 
 
-def check_weighted_sums(evaluators: Mapping[str, object]) -> None:
-    """Refuses sums of what is not there, and of sums.
+def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Sums of what is not there, and of sums: the name of the sum, and what is wrong with its weights.
 
     Args:
         evaluators: all of them, or all of their configurations.
-
-    Raises:
-        ConfigError: with all faults.
     """
     sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum | WeightedSumConfig)}
     faults = []
@@ -85,12 +82,11 @@ def check_weighted_sums(evaluators: Mapping[str, object]) -> None:
         for name in weighted.weights:
             if name not in evaluators:
                 hint = did_you_mean(name, [known for known in evaluators if known not in sums], what="there")
-                faults.append(f"{SECTION}.{own}.weights: '{name}' is not in '{SECTION}'{hint}")
+                faults.append((own, f"'{name}' is not in '{SECTION}'{hint}"))
             elif name in sums:
                 what = "this weighted sum itself" if name == own else "a weighted sum, too"
-                faults.append(f"{SECTION}.{own}.weights: '{name}' is {what}: name the evaluators that it is made of")
-    if faults:
-        raise ConfigError(faults)
+                faults.append((own, f"'{name}' is {what}: name the evaluators that it is made of"))
+    return faults
 
 
 @register_evaluator(config_type=WeightedSumConfig)

@@ -41,6 +41,15 @@ MAX_NAME_CHARACTERS = 100
 _SUFFIX = re.compile(r"-[0-9a-f]{12}$")
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a run has written here, so that another one would be refused."""
+    return bool(_run_files(path))
+
+
+def _run_files(path: Path) -> list[str]:
+    return [name for name in RUN_FILES if os.path.lexists(path / name)]
+
+
 class RunDirectoryError(ValueError):
     """A run directory cannot be used; the message names it, the reason and the way out."""
 
@@ -115,14 +124,13 @@ class RunDirectory:
         return cls(path.resolve(), lock)
 
     def _make_room(self, overwrite: bool) -> None:
-        present = [name for name in RUN_FILES if os.path.lexists(self.path / name)]
+        present = _run_files(self.path)
         if not present:
             return
         shown = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         if not overwrite:
             raise RunDirectoryError(
-                f"run directory '{self.path}' already holds a run ({shown}): choose another directory, resume "
-                "that run, or overwrite it"
+                f"run directory '{self.path}' already holds a run ({shown}): give another output_dir, or --overwrite"
             )
         if not (self.path / HOLDER_FILE).is_file():
             raise RunDirectoryError(

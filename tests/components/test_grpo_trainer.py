@@ -137,7 +137,9 @@ def test_a_backend_that_counts_no_updates_is_believed(train):
 
 
 def test_no_signal_in_any_epoch_is_an_error(train):
-    with pytest.raises(NoLearningSignal, match="nothing could be learned in 2 epochs") as caught:
+    with pytest.raises(
+        NoLearningSignal, match="nothing could be learned in 2 epochs; of the last: so it went"
+    ) as caught:
         train(generation, NotingAdapter(applied_updates=0.0))
     assert caught.value.exit_code == 3
     assert "epoch_00001: so it went" in train.shown.getvalue()  # the epoch says so, too
@@ -305,6 +307,17 @@ def test_a_run_ends_on_a_plateau(train):
     assert (
         "stopped early after 4 epochs: the mean reward has not risen by more than 0.01 above 0.5 for 3 times" in shown
     )
+
+
+def test_a_plateau_of_nothing_learned_is_still_an_error(train):
+    """Only a reached target ends a run well that has made no update."""
+    early_stop = {"patience": 2, "target_reward": 0.9}
+    with pytest.raises(NoLearningSignal, match="nothing could be learned in 3 epochs; of the last: so it went"):
+        train(generation, NotingAdapter(applied_updates=0.0), epochs=9, early_stop=early_stop)
+    statuses, *_ = train(
+        generation, NotingAdapter(applied_updates=0.0), epochs=9, early_stop={"patience": 2, "target_reward": 0.5}
+    )
+    assert len(statuses) == 1
 
 
 def test_the_curriculum_chooses_what_is_submitted(train, tmp_path):

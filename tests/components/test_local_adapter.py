@@ -170,7 +170,7 @@ def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection)
     assert second.metadata["metrics"]["kl"] > 1e-7
     assert (metrics["trained_tokens"], metrics["foreign_sequences"]) == (16, 1)
     assert metrics["sequences_per_trajectory"] == 5 / 4  # of this language model, the truncated one among them
-    assert metrics["truncated_share"] == pytest.approx(1 / 6)
+    assert metrics["truncated_share"] == pytest.approx(1 / 5)
     assert len(warnings) == 1 and "kept 90.2% of the mass on average" in warnings[0]  # 3/4 + exp(-0.5) / 4
 
 

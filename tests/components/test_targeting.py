@@ -117,6 +117,14 @@ def test_an_unknown_function_is_said_at_once(collect, plan_and_write):
         collect(plan_and_write, target_functions=["x"])
 
 
+def test_one_misspelt_among_several_is_said_too(collect, plan_and_write):
+    """But one that is just not called in a collection may be called in the next."""
+    with pytest.raises(ConfigError, match=r"no call was made in 'wirter'; did you mean 'writer'\?"):
+        collect(plan_and_write, target_functions=["planner", "wirter"])
+    assert trained(collect(plan_and_write, target_functions=["planner", "summary"])) == [[10, 11]]
+    assert trained(collect(plan_and_write, target_functions=["planner", "planner_2"])) == [[10, 11]]
+
+
 def test_workflows_without_calls_are_left_alone(collect):
     async def silent(example):
         return "done"

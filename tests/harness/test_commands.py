@@ -49,6 +49,52 @@ def test_eval_shows_what_every_evaluator_says(run_file, tmp_path, capsys):
     assert main(["eval", "--config_file", "run.yml", "--overwrite", "-o", "eval.general.output_dir", "judged"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--num_generations", "0"), "wants a whole number, at least 1"),
+        (("--num_generations", "two"), "wants a whole number, at least 1"),
+        (("--temperature", "-1"), "wants a number that is not below 0, or 'own'"),
+        (("--temperature", "warm"), "wants a number that is not below 0, or 'own'"),
+    ],
+)
+def test_options_of_eval_say_what_they_want(run_file, capsys, option, message):
+    with pytest.raises(SystemExit):
+        main(["eval", "--config_file", run_file(), *option])
+    assert message in capsys.readouterr().err
+
+
+def test_faults_of_the_command_line_and_of_the_file_are_shown_together(run_file, capsys):
+    def also_wrong(run):
+        run["finetuning"]["sed"] = 1
+        run["eval"]["evaluators"] |= {
+            "one": {"_type": "weighted_sum", "weights": {"match": 1.0}},
+            "two": {"_type": "weighted_sum", "weights": {"one": 1.0}},
+        }
+
+    options = ["--dataset", "x.txt", "--validation_dataset", "y.txt"]
+    assert main(["finetune", "--config_file", run_file(also_wrong), *options]) == 2
+    shown = capsys.readouterr().err
+    assert "has 4 faults" in shown
+    assert "eval.general.dataset: x.txt: the name of a dataset must end in one of" in shown
+    assert "eval.validation.dataset: y.txt: the name of a dataset must end in one of" in shown
+    assert "eval.evaluators.two.weights: 'one' is a weighted sum, too" in shown
+    assert "finetuning.sed: no such field; did you mean 'seed'?" in shown
+
+
+def test_a_validation_file_may_have_a_reward_of_its_own(run_file, toy_run, tmp_path, capsys):
+    def of_its_own(run):
+        run["eval"]["evaluators"]["strict"] = {"_type": "toy_match"}
+        run["finetuning"]["reward_function"] = {"name": "strict"}
+
+    run_file(of_its_own, "validation.yml")
+    toy_run["eval"]["evaluators"].pop("strict")
+    toy_run["finetuning"]["reward_function"] = {"name": "match"}
+    options = ["--validation_config_file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
+    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    assert "validated: 1.0 of 3, 0 failed" in capsys.readouterr().out
+
+
 def test_eval_in_which_everything_fails_is_not_a_success(run_file, capsys):
     def all_fail(run):
         run["workflow"]["fail_on"] = ["a", "b", "c"]
@@ -93,9 +139,10 @@ def test_the_result_may_be_a_part_of_the_output(run_file, capsys):
     assert "eval.general.result_json_path: is no JSON path" in capsys.readouterr().err
 
 
-def test_endpoints_are_refused_in_a_sentence(run_file, capsys):
+@pytest.mark.parametrize("option", [("--endpoint", "http://localhost:8000"), ("--endpoint_timeout", "300")])
+def test_endpoints_are_refused_in_a_sentence(run_file, capsys, option):
     with pytest.raises(SystemExit) as caught:
-        main(["finetune", "--config_file", run_file(), "--endpoint", "http://localhost:8000"])
+        main(["finetune", "--config_file", run_file(), *option])
     assert caught.value.code == 2
     assert "episodes must run where their tokens are recorded, in this process" in capsys.readouterr().err
 
@@ -147,8 +194,14 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert "components   ToyTrainer, ToyBuilder, LocalTrainerAdapter" in shown
     for purpose in ("parameters", "optimizer", "reference", "update", "sampling", "in all"):
         assert f"MiB  {purpose}" in shown
+    assert "of the policy that is trained" in shown and "holds a run" not in shown
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text("{}")
+    assert main(["finetune", "--config_file", "run.yml", "--dry-run"]) == 0
+    assert "output_dir   run holds a run: give another one, or --overwrite" in capsys.readouterr().out
 
     def disabled(run):
         run["finetuning"]["enabled"] = False
@@ -165,7 +218,12 @@ def test_export_writes_a_model_in_another_dtype(tmp_path, policy, capsys):
     _, half = load_model(tmp_path / "half", dtype=jax.numpy.bfloat16)
     assert all(leaf.dtype == jax.numpy.bfloat16 for leaf in jax.tree.leaves(half))
     assert main(["export", str(tmp_path / "run" / "model"), str(tmp_path / "half")]) == 2
-    assert "is not empty: choose another folder" in capsys.readouterr().err
+    assert "is not an empty folder: choose another one" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "file")]) == 2
+    assert "is not an empty folder: choose another one" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "file" / "under")]) == 2
+    assert "under: the model cannot be written" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "new")]) == 2
     assert "holds no model" in capsys.readouterr().err
     (tmp_path / "run" / "model" / "model.safetensors").write_bytes(b"broken")

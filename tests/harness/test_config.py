@@ -289,6 +289,18 @@ def test_a_module_that_fails_is_one_fault_with_its_traceback(toy_run, tmp_path):
     assert seed.startswith("finetuning.seed: ")
 
 
+def test_a_module_that_exits_is_a_fault_and_no_end(toy_run, tmp_path):
+    (tmp_path / "my_parts_d.py").write_text("import sys\nsys.exit(3)\n")
+    toy_run["imports"] = ["my_parts_d"]
+    (fault,) = faults_of(toy_run, tmp_path)
+    assert fault.startswith("imports.0: the module 'my_parts_d' cannot be imported:") and "SystemExit: 3" in fault
+
+
+def test_imports_that_are_no_names_are_faults(toy_run, tmp_path):
+    toy_run["imports"] = [3, None]
+    assert [fault.split(":")[0] for fault in faults_of(toy_run, tmp_path)] == ["imports.0", "imports.1"]
+
+
 def test_two_modules_of_one_name_are_told_apart(toy_run, tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

@@ -47,6 +47,23 @@ def test_a_name_is_given_once_but_a_module_may_come_again():
     assert "other_factory (" in str(caught.value) and f"{__file__}:" in str(caught.value)
 
 
+def test_a_copy_that_was_not_renamed_is_told_from_a_module_that_comes_again():
+    """Both are functions of one name in one file; the second would take the place of the first without a word."""
+
+    async def again(config, builder):
+        yield
+
+    first = again
+
+    async def again(config, builder):
+        yield
+
+    registry = Registry()
+    registry.add(WorkflowConfig, MyConfig, first)
+    with pytest.raises(ConfigError, match=r"two workflows are named 'mine': .*again \(.*:\d+\) and .*again \(.*:\d+\)"):
+        registry.add(WorkflowConfig, MyConfig, again)
+
+
 def test_what_is_no_component_is_refused():
     registry = Registry()
 

@@ -95,7 +95,7 @@ def test_a_script_takes_its_own_arguments_and_overrides(toy_run, tmp_path):
 def test_finetune_ends_with_a_result(toy_run, tmp_path, capsys):
     assert script(tmp_path, toy_run, finetune) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["epochs"], result["jobs_completed"], result["model"]) == (2, 2, None)
+    assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (2, 2, None)
     assert "jobs_completed  2" in capsys.readouterr().out
 
     assert script(tmp_path, toy_run, finetune) == 2
