@@ -16,6 +16,7 @@ import asyncio
 import functools
 import random
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,12 @@ def score(board: Board, move: str) -> float:
 
 async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
     """Warm start, evaluation, training, evaluation."""
-    async with jaxft.open_session(config, overwrite=arguments.overwrite) as session:
-        llm = await session.builder.get_llm(config.workflow.llm)
-        if arguments.warm_start_steps:
-            draw = random.Random(config.finetuning.seed)
-            games = [random_conversation(draw) for _ in range(4000)]
-            moves = [game[turn : turn + 2] for game in games for turn in range(0, len(game), 2)]
-            await warm_start(session, llm, moves, steps=arguments.warm_start_steps, batch_rows=192, learning_rate=2e-3)
-
-        before = await held_out_outcomes(session, arguments.eval_games)
-        session.console.message(f"before training: {shares(before)}")
+    async with jaxft.open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
+        if not session.is_resumed:
+            await learn_the_rules(session, arguments.warm_start_steps)
+            session.notes["before"] = await held_out_outcomes(session, arguments.eval_games)
+            session.console.message(f"before training: {shares(session.notes['before'])}")
+        before = Counter(session.notes["before"])
         await session.train()
         after = await held_out_outcomes(session, arguments.eval_games)
         session.console.message(f"after training: {shares(after)}")
@@ -117,6 +114,16 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
                 "loss_rate_after": (after[LOSS] + after[ILLEGAL]) / after.total(),
             }
         )
+
+
+async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
+    """The supervised warm start, a conversation per move; none with 0 steps."""
+    llm = await session.builder.get_llm(session.config.workflow.llm)
+    if steps:
+        draw = random.Random(session.config.finetuning.seed)
+        games = [random_conversation(draw) for _ in range(4000)]
+        moves = [game[turn : turn + 2] for game in games for turn in range(0, len(game), 2)]
+        await warm_start(session, llm, moves, steps=steps, batch_rows=192, learning_rate=2e-3)
 
 
 if __name__ == "__main__":

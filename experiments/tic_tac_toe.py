@@ -141,19 +141,12 @@ def random_conversation(draw: random.Random) -> list[dict[str, str]]:
 
 async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
     """Warm start, evaluation, training, evaluation."""
-    from warm_start import warm_start
-
-    async with jaxft.open_session(config, overwrite=arguments.overwrite) as session:
-        llm = await session.builder.get_llm(config.workflow.llm)
-        if arguments.warm_start_steps:
-            draw = random.Random(config.finetuning.seed)
-            conversations = [random_conversation(draw) for _ in range(4000)]
-            await warm_start(
-                session, llm, conversations, steps=arguments.warm_start_steps, batch_rows=64, learning_rate=2e-3
-            )
-
-        before = await held_out_outcomes(session, arguments.eval_games)
-        session.console.message(f"before training: {shares(before)}")
+    async with jaxft.open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
+        if not session.is_resumed:
+            await learn_the_rules(session, arguments.warm_start_steps)
+            session.notes["before"] = await held_out_outcomes(session, arguments.eval_games)
+            session.console.message(f"before training: {shares(session.notes['before'])}")
+        before = Counter(session.notes["before"])
         await session.train()
         after = await held_out_outcomes(session, arguments.eval_games)
         session.console.message(f"after training: {shares(after)}")
@@ -166,6 +159,17 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
                 "draw_rate_after": after[DRAW] / after.total(),
             }
         )
+
+
+async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
+    """The supervised warm start; none with 0 steps."""
+    from warm_start import warm_start
+
+    llm = await session.builder.get_llm(session.config.workflow.llm)
+    if steps:
+        draw = random.Random(session.config.finetuning.seed)
+        conversations = [random_conversation(draw) for _ in range(4000)]
+        await warm_start(session, llm, conversations, steps=steps, batch_rows=64, learning_rate=2e-3)
 
 
 async def held_out_outcomes(session: jaxft.Session, count: int) -> Counter[str]:

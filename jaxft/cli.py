@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune
+from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune, resume
 from jaxft.harness.config import help_text, load_config
-from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
+from jaxft.harness.runtime import exit_code_of, override_arguments, run_arguments, run_script
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
 FINETUNE = "Trains as the configuration says, and leaves a run directory with the model, the metrics and a plot."
+RESUME = "Goes on with a run from its newest good checkpoint, as if nothing had happened."
 EVAL = "Runs the agent over the dataset, greedily, and shows what every evaluator says of it. Trains nothing."
 EXPORT = "Writes the model of a run, or any other, in Hugging Face's file format and in the dtype that is wanted."
 DOCTOR = "Shows versions, components and devices, and tries what a run needs of this machine."
@@ -41,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(evaluate, parser, arguments)
 
     async def run() -> None:
-        if parsed.verb == "export":
+        if parsed.verb == "resume":
+            await resume(parsed.folder, parsed.override, parsed)
+        elif parsed.verb == "export":
             export(parsed.source, parsed.folder, parsed.dtype)
         else:
             doctor(None if parsed.config_file is None else load_config(parsed.config_file))
@@ -60,6 +63,11 @@ def make_parser() -> argparse.ArgumentParser:
     run_arguments(FINETUNE, parser=training).add_argument(
         "--dry-run", action="store_true", help="make every part, compile the largest update, show its memory; no run"
     )
+
+    continuing = verbs.add_parser("resume", help="go on with a run", description=RESUME)
+    continuing.add_argument("folder", type=Path, help="the run directory")
+    override_arguments(continuing)
+    continuing.set_defaults(resume=True, overwrite=False)
 
     judging = verbs.add_parser("eval", help="run the agent over a dataset and judge it")
     judging.reads_configuration = True

@@ -111,6 +111,14 @@ class EpisodeCollector(TrajectoryBuilder):
     def _targets(self) -> FinetuneConfig:
         return FinetuneConfig() if self.run_config is None else self.run_config
 
+    def state(self) -> dict[str, Any]:
+        """How many collections there were: the rollout index of the next."""
+        return {"collections": self._collections}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self._collections = state["collections"]
+
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Keeps the figures of a collection in `progress`."""
         self.progress[run_id] = dict(metrics)

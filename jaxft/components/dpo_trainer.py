@@ -1,23 +1,21 @@
 """`_type: dpo_trainer`: collect pairs first, then train on them, a job per epoch."""
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import Field
 
-from jaxft.components.run_log import RunLog, mean
+from jaxft.components.logged_trainer import LoggedTrainer
+from jaxft.components.run_log import mean
 from jaxft.harness.data_models import (
     DPOItem,
     FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
-    TrainingStatusEnum,
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures, UserCodeError, user_code
-from jaxft.harness.interfaces import Trainer
+from jaxft.harness.errors import ConfigError, NoLearningSignal, TooManyFailures, UserCodeError, user_code
 from jaxft.harness.registry import TrainerConfig, register_trainer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -42,16 +40,17 @@ class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
     )
 
 
-class DPOTrainer(Trainer):
+class DPOTrainer(LoggedTrainer):
     """Collects on the policy as it is, then trains; all it writes goes to the run directory."""
 
     trainer_config: DPOTrainerConfig
 
     def __init__(self, trainer_config: DPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
-        super().__init__(trainer_config)
-        self._log = RunLog(directory, console)
+        super().__init__(trainer_config, trainer_config.max_bad_updates, directory, console)
+        self._collections: list[dict[str, Any]] = []  # the metrics of each, or its error
+        self._collected: list[Trajectory] = []
         self._pairs: list[list[Trajectory]] = []
-        self._collected: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """As every trainer's.
@@ -73,74 +72,67 @@ class DPOTrainer(Trainer):
             NoLearningSignal: no decision had two candidates of different scores, or no epoch made an update.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        assert self.trainer_adapter is not None
-        self._log.start(num_epochs)
-        await self._validate(0, num_epochs)
-        await self._collect()
-        statuses: list[TrainingJobStatus] = []
-        bad_updates = learned_epochs = 0
-        for epoch in range(num_epochs):
-            started = time.perf_counter()
-            run_id = f"epoch_{epoch:05d}"
-            ref = await self.run_epoch(epoch, run_id)
-            statuses.append(await self.trainer_adapter.wait_until_complete(ref))
-            metadata = statuses[-1].metadata or {}
-            self._log.metrics[run_id] |= metadata.get("metrics", {})
-            self._log.timings[run_id] |= {**metadata.get("timings", {}), "seconds": time.perf_counter() - started}
-            self.trainer_adapter.log_progress(ref, self._log.metrics[run_id])
-            figures = await self.get_metrics(run_id)
-            self.log_progress(epoch, figures)
-            if statuses[-1].status is not TrainingStatusEnum.COMPLETED:
-                return statuses
-            is_bad = figures.get("nonfinite_updates", 0) > 0
-            bad_updates = figures.get("nonfinite_updates_in_a_row", bad_updates + 1 if is_bad else 0)
-            if bad_updates >= self.trainer_config.max_bad_updates:
-                raise JobFailed(
-                    f"loss or gradient were not finite in {bad_updates:.0f} updates in a row, the last in {run_id}"
-                )
-            learned_epochs += figures.get("applied_updates", 1) > 0
-            await self._validate(epoch + 1, num_epochs)
-        if not learned_epochs:
-            raise NoLearningSignal(f"nothing could be learned in {num_epochs} epochs; the last: {statuses[-1].message}")
-        return statuses
+        self.log.start(num_epochs, self.progress.epoch)
+        await self._collect(num_epochs)
+        while not self.is_stopping:
+            is_last = self.progress.epoch >= num_epochs
+            await self._save(await self.validate(num_epochs), is_last=is_last)
+            if self.is_stopping:
+                break
+            if is_last:
+                self.check_learned()
+                break
+            if await self.train_epoch() is None:
+                break
+        return self.progress.statuses
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Submits all pairs that were collected."""
         assert self.trainer_adapter is not None
         # The figures of the collections belong to no epoch; the first one carries them.
-        self._log.metrics[run_id] = dict(self._collected) if epoch == 0 else {}
-        self._log.timings[run_id] = {}
+        self.log.metrics[run_id] = dict(self._figures) if epoch == 0 else {}
+        self.log.timings[run_id] = {}
         return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
-    async def _collect(self) -> None:
-        collections = []
-        error: UserCodeError | None = None
-        for number in range(self.trainer_config.num_runs):
-            run_id = f"collection_{number:05d}"
+    async def _collect(self, num_epochs: int) -> None:
+        """All collections, with a checkpoint before each: they may take longer than the training."""
+        while len(self._collections) < self.trainer_config.num_runs and not self.is_stopping:
+            await self._save(await self.validate(num_epochs), is_last=False)
+            if self.is_stopping:
+                return
+            run_id = f"collection_{len(self._collections):05d}"
             try:
                 with user_code():
-                    collections.append(await self._collection(run_id))
+                    collection = await self._collection(run_id)
             except UserCodeError as failure:
                 is_hopeless = isinstance(failure.error, ConfigError)  # the next collection would fail likewise
                 if is_hopeless or not self.trainer_config.continue_on_collection_error:
                     raise failure.error from None
-                self._log.console.message(f"{run_id} failed and is left out: {failure.summary}")
-                error = failure
-        if not collections:
-            assert error is not None
-            raise TooManyFailures(f"every collection failed; the last:\n{error.traceback}")
-        found = [group for collection in collections for group in collection.trajectories]
-        self._pairs = self._unique_pairs(found)
-        pairs = sum(map(len, self._pairs))
-        self._collected = _added(collections) | {"pairs_trained": pairs}
-        self._log.rewards(0, self._collected)
-        if not pairs:
+                self.log.console.message(f"{run_id} failed and is left out: {failure.summary}")
+                self._collections.append({"error": failure.traceback})
+            else:
+                self.log.pairs(collection)
+                self._collected += [pair for group in collection.trajectories for pair in group]
+                self._collections.append({"metrics": collection.metrics})
+        if self.is_stopping or self._pairs:
+            return
+        metrics = [collection["metrics"] for collection in self._collections if "metrics" in collection]
+        if not metrics:
+            raise TooManyFailures(f"every collection failed; the last:\n{self._collections[-1]['error']}")
+        self._pairs = self._unique_pairs(self._collected)
+        self._figures = _added(metrics) | {"pairs_trained": len(self._pairs)}
+        if not self._pairs:
             raise NoLearningSignal(
                 "no pairs were found: record at least two candidates of different scores for a decision "
                 "(jaxft.episode().record_candidates), or lower min_score_diff"
             )
-        episodes = sum(collection.metrics.get("episodes", 0) for collection in collections)
-        self._log.console.message(f"{pairs} pairs from {episodes:.0f} episodes")
+        if not self.log.state()["rewards"]:  # or they were logged before the run was resumed
+            self.log.rewards(0, self._figures)
+            episodes = sum(figures.get("episodes", 0) for figures in metrics)
+            self.log.console.message(f"{len(self._pairs)} pairs from {episodes:.0f} episodes")
+
+    async def _save(self, score: float | None, *, is_last: bool) -> None:
+        await self.save(len(self._collections) + self.progress.epoch, score, is_last=is_last)
 
     async def _collection(self, run_id: str) -> TrajectoryCollection:
         assert self.trajectory_builder is not None
@@ -152,13 +144,12 @@ class DPOTrainer(Trainer):
             raise TooManyFailures(f"{failed} of {episodes:.0f} episodes failed; the last: {collection.failures[-1]}")
         if failed:
             first = collection.failures[0].splitlines()[0]
-            self._log.console.message(f"{run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
+            self.log.console.message(f"{run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
         self.trajectory_builder.log_progress(run_id, collection.metrics)
         return collection
 
-    def _unique_pairs(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    def _unique_pairs(self, pairs: list[Trajectory]) -> list[list[Trajectory]]:
         """One group per pair: pairs are not compared with each other."""
-        pairs = [pair for group in groups for pair in group]
         if self.trainer_config.deduplicate_pairs:
             unique: dict[str, Trajectory] = {}
             for pair in pairs:
@@ -168,36 +159,25 @@ class DPOTrainer(Trainer):
             pairs = sorted(pairs, key=lambda pair: -pair.reward)[: self.trainer_config.max_pairs]
         return [[pair] for pair in pairs]
 
-    async def _validate(self, epoch: int, num_epochs: int) -> None:
-        row = await self.validate_if_due(epoch, num_epochs)
-        if row is not None:
-            self._log.validation(row)
+    def state(self) -> dict[str, Any]:
+        """Counters and histories; the pairs are in a log of their own."""
+        return {**super().state(), "collections": self._collections}
 
-    async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The figures of one epoch: those that another run would repeat, then those of the clock.
-
-        Raises:
-            ValueError: no such epoch has been run.
-        """
-        return self._log.figures(run_id)
-
-    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Writes one step of the logs and the progress line."""
-        self._log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
-
-    async def cleanup(self) -> None:
-        """Closes the logs."""
-        self._log.close()
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on between two collections or epochs."""
+        super().restore_state(state)
+        self._collections = list(state["collections"])
+        self._collected = self.log.read_pairs()
 
 
 def _identity(pair: Trajectory) -> str:
     return "".join(item.model_dump_json() for item in pair.episode if isinstance(item, DPOItem))
 
 
-def _added(collections: list[TrajectoryCollection]) -> dict[str, float]:
+def _added(collections: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of all collections in one: means of the means, extremes of the extremes, sums of the counts."""
-    names = {name: None for collection in collections for name in collection.metrics}
-    return {name: _joined(name, [c.metrics[name] for c in collections if name in c.metrics]) for name in names}
+    names = {name: None for metrics in collections for name in metrics}
+    return {name: _joined(name, [metrics[name] for metrics in collections if name in metrics]) for name in names}
 
 
 def _joined(name: str, values: list[float]) -> float:

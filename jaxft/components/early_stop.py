@@ -1,5 +1,7 @@
 """When a run has learned what it can: a target is reached, or the reward stays on a plateau."""
 
+from typing import Any
+
 from pydantic import Field
 
 from jaxft.harness.fields import ConfigModel
@@ -36,6 +38,15 @@ class EarlyStop:
         self._best: float | None = None
         self._without_gain = 0
         self.is_target_reached = False
+
+    def state(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"best": self._best, "without_gain": self._without_gain, "is_target_reached": self.is_target_reached}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._best, self._without_gain = state["best"], state["without_gain"]
+        self.is_target_reached = state["is_target_reached"]
 
     def reason(self, reward: float | None) -> str | None:
         """Why the run ends after this reward, in words; None when it goes on. A reward of None (nothing usable) is no

@@ -1,17 +1,16 @@
 """`_type: grpo_trainer`: the loop. Collect episodes, choose, train on them, log; once per epoch."""
 
 import random
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import Field
 
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
-from jaxft.components.run_log import RunLog, mean, reward_figures
-from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
-from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures
-from jaxft.harness.interfaces import Trainer
+from jaxft.components.logged_trainer import LoggedTrainer
+from jaxft.components.run_log import mean, reward_figures
+from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from jaxft.harness.errors import NothingToTrain, TooManyFailures
 from jaxft.harness.registry import TrainerConfig, register_trainer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -35,7 +34,7 @@ class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
     )
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(LoggedTrainer):
     """Runs the epochs of one run; all it writes goes to the run directory.
 
     Of a trajectory it reads the reward and whether that is usable, and shows some to the user.
@@ -44,9 +43,9 @@ class GRPOTrainer(Trainer):
     trainer_config: GRPOTrainerConfig
 
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
-        super().__init__(trainer_config)
-        self._log = RunLog(directory, console)
-        self._why_nothing_was_learned = ""
+        super().__init__(trainer_config, trainer_config.max_bad_updates, directory, console)
+        self._early_stop = EarlyStop(trainer_config.early_stop)
+        self._stop_reason: str | None = None
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """All epochs; the last status of each job. Stops at the first job that fails, or when `early_stop` says so.
@@ -56,50 +55,41 @@ class GRPOTrainer(Trainer):
             NoLearningSignal: not one epoch had anything to learn from, and no target was reached.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        assert self.trajectory_builder is not None and self.trainer_adapter is not None
-        self._log.start(num_epochs)
-        statuses: list[TrainingJobStatus] = []
-        bad_updates = learned_epochs = 0
-        early_stop, is_validated = EarlyStop(self.trainer_config.early_stop), self.trajectory_builder.validation
-        for epoch in range(num_epochs + 1):
-            validated = await self.validate_if_due(epoch, num_epochs)
-            if validated is not None:
-                self._log.validation(validated)
-            reason = early_stop.reason(validated["avg_reward"]) if validated is not None else None
-            if reason is not None or epoch == num_epochs:
+        assert self.trajectory_builder is not None
+        is_validated = self.trajectory_builder.validation is not None
+        progress = self.progress
+        self.log.start(num_epochs, progress.epoch)
+        while True:
+            validations = len(self.log.validations)
+            score = await self.validate(num_epochs)
+            if len(self.log.validations) > validations:
+                self._stop_reason = self._early_stop.reason(score)
+            is_last = self._stop_reason is not None or progress.epoch >= num_epochs
+            await self.save(progress.epoch, score, is_last=is_last)
+            if is_last or self.is_stopping:
                 break
-            started = time.perf_counter()
-            run_id = f"epoch_{epoch:05d}"
-            ref = await self.run_epoch(epoch, run_id)
-            if ref is not None:
-                statuses.append(await self.trainer_adapter.wait_until_complete(ref))
-                self._add_job_figures(run_id, statuses[-1])
-                self.trainer_adapter.log_progress(ref, self._log.metrics[run_id])
-            self._log.timings[run_id]["seconds"] = time.perf_counter() - started
-            figures = await self.get_metrics(run_id)
-            self.log_progress(epoch, figures)
-            if ref is not None and statuses[-1].status is not TrainingStatusEnum.COMPLETED:
-                return statuses
-            # A backend that does not count its updates is believed to have made one.
-            learned_epochs += ref is not None and figures.get("applied_updates", 1) > 0
-            if ref is not None:
-                is_bad = figures.get("nonfinite_updates", 0) > 0
-                bad_updates = figures.get("nonfinite_updates_in_a_row", bad_updates + 1 if is_bad else 0)
-            if bad_updates >= self.trainer_config.max_bad_updates:
-                raise JobFailed(
-                    f"loss or gradient were not finite in {bad_updates:.0f} updates in a row, the last in {run_id}"
-                )
-            reason = early_stop.reason(figures.get("reward_mean")) if is_validated is None else None
-            if reason is not None:
-                break
-        if reason is not None:
-            self._log.console.message(f"stopped early after {len(self._log.metrics)} epochs: {reason}")
-        if not learned_epochs and not early_stop.is_target_reached:
-            raise NoLearningSignal(
-                f"nothing could be learned in {len(self._log.metrics)} epochs; of the last: "
-                f"{self._why_nothing_was_learned}; make the task easier, raise num_generations, or give partial rewards"
-            )
-        return statuses
+            figures = await self.train_epoch()
+            if figures is None:
+                return progress.statuses
+            if not is_validated:
+                self._stop_reason = self._early_stop.reason(figures.get("reward_mean"))
+        if self.is_stopping:
+            return progress.statuses
+        if self._stop_reason is not None:
+            self.log.console.message(f"stopped early after {progress.epoch} epochs: {self._stop_reason}")
+        if not self._early_stop.is_target_reached:
+            self.check_learned("; make the task easier, raise num_generations, or give partial rewards")
+        return progress.statuses
+
+    def state(self) -> dict[str, Any]:
+        """Counters, histories, and what early stopping has seen."""
+        return {**super().state(), "stop_reason": self._stop_reason, "early_stop": self._early_stop.state()}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on between two epochs."""
+        super().restore_state(state)
+        self._stop_reason = state["stop_reason"]
+        self._early_stop.restore(state["early_stop"])
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects episodes and submits those that the curriculum keeps; None when nothing in them can be trained."""
@@ -108,7 +98,7 @@ class GRPOTrainer(Trainer):
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
         metrics = {**collection.metrics, **reward_figures(_rewards(collection))}
-        self._log.metrics[run_id], self._log.timings[run_id] = metrics, dict(collection.timings)
+        self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
         unscorable = metrics.get("unscorable_trajectories")
         if unscorable:
             self._message(
@@ -118,15 +108,15 @@ class GRPOTrainer(Trainer):
         chosen = self.apply_curriculum_learning(collection, epoch)
         metrics |= self._curriculum_figures(collection, chosen)
         self.trajectory_builder.log_progress(run_id, metrics)
-        self._log.rewards(epoch, metrics)
+        self.log.rewards(epoch, metrics)
         if not _rewards(chosen):
             why = "no group's rewards differ by min_reward_diff" if _rewards(collection) else None
-            self._nothing_was_learned(run_id, f"{why or 'no trajectory has a usable reward'}; nothing was trained")
+            self.nothing_was_learned(run_id, f"{why or 'no trajectory has a usable reward'}; nothing was trained")
             return None
         try:
             return await self.trainer_adapter.submit(chosen)
         except NothingToTrain as error:
-            self._nothing_was_learned(run_id, f"{error}; nothing was trained")
+            self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
 
     def _choice_of_examples(self, epoch: int) -> dict[str, Any] | None:
@@ -146,29 +136,6 @@ class GRPOTrainer(Trainer):
             place += len(taken)
         return {"example_ids": chosen}
 
-    async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The figures of one epoch: those that another run would repeat, then those of the clock.
-
-        Raises:
-            ValueError: no such epoch has been run.
-        """
-        return self._log.figures(run_id)
-
-    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Writes one step of the logs and the progress line; the reward plot every tenth epoch."""
-        self._log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
-
-    async def cleanup(self) -> None:
-        """Closes the logs."""
-        self._log.close()
-
-    def _add_job_figures(self, run_id: str, status: TrainingJobStatus) -> None:
-        metadata = status.metadata or {}
-        self._log.metrics[run_id] |= metadata.get("metrics", {})
-        self._log.timings[run_id] |= metadata.get("timings", {})
-        if self._log.metrics[run_id].get("applied_updates", 1) == 0:
-            self._nothing_was_learned(run_id, str(status.message))
-
     def _check_failures(self, collection: TrajectoryCollection) -> None:
         failed = len(collection.failures)
         episodes = collection.metrics.get("episodes", failed + sum(map(len, collection.trajectories)))
@@ -183,7 +150,7 @@ class GRPOTrainer(Trainer):
         if self.curriculum_config is None or not self.curriculum_config.enabled:
             return {}
         state = self.get_curriculum_state()
-        self._log.curriculum(state)
+        self.log.curriculum(state)
         rewards = _rewards(chosen)
         return {
             "curriculum_percentile": state["current_percentile"],
@@ -195,14 +162,10 @@ class GRPOTrainer(Trainer):
     def _show_episode(self, epoch: int, collection: TrajectoryCollection) -> None:
         every = self.trainer_config.show_episodes_every
         if every and epoch % every == 0 and collection.trajectories:
-            self._log.sample(epoch, collection.trajectories[0][0])
-
-    def _nothing_was_learned(self, run_id: str, why: str) -> None:
-        self._why_nothing_was_learned = why
-        self._message(f"{run_id}: {why}")
+            self.log.sample(epoch, collection.trajectories[0][0])
 
     def _message(self, text: str) -> None:
-        self._log.console.message(text)
+        self.log.console.message(text)
 
 
 def _rewards(collection: TrajectoryCollection) -> list[float]:

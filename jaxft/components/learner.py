@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxft.components.bad_batches import BadUpdate
 from jaxft.components.batching import PlacedBatch, Row, make_batch, padded_width
 from jaxft.components.credit import Credit, assign_advantages
 from jaxft.components.losses import LossConfig, make_loss
@@ -91,7 +92,12 @@ class Learner:
         self._applied_jobs = 0
 
     def learn(
-        self, rows: list[Row], credit: Credit | None, params: Params, goes_on: GoesOn = always
+        self,
+        rows: list[Row],
+        credit: Credit | None,
+        params: Params,
+        goes_on: GoesOn = always,
+        keep_bad: Callable[[BadUpdate], object] = lambda update: None,
     ) -> tuple[Params, dict[str, float]]:
         """The parameters after this job's updates, and its metrics; `params` are donated once there is an update.
 
@@ -100,6 +106,7 @@ class Learner:
             credit: what the trajectories earned; None for losses that are no policy losses.
             params: the policy's.
             goes_on: told before each update how many have been made, and of how many; when it says no, the job ends.
+            keep_bad: told afterwards of each update that was not finite.
         """
         self._prepare(params)
         self._score(rows, params)
@@ -126,13 +133,37 @@ class Learner:
         self.jobs += 1
         history = jax.device_get(history)
         figures |= merge_metrics(history) if history else {"applied_updates": 0.0}
-        for metrics in history:
+        for number, (metrics, part) in enumerate(zip(history, parts, strict=False), 1):
             self.bad_updates = self.bad_updates + 1 if metrics["nonfinite_updates"] else 0
+            if metrics["nonfinite_updates"]:
+                keep_bad(BadUpdate(number, metrics, part, partial(self._batch, part)))
         if figures["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
         counts = {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates}
         return params, {**figures, **counts, "learning_rate": rate}
+
+    def state(self) -> dict[str, int]:
+        """The counters that decide the next jobs, for JSON."""
+        return {"jobs": self.jobs, "applied_jobs": self._applied_jobs, "bad_updates": self.bad_updates}
+
+    def arrays(self, params: Params) -> dict[str, Any]:
+        """All arrays that decide the next jobs, those of the policy among them."""
+        self._prepare(params)
+        return {
+            "params": params,
+            "opt_state": self.opt_state,
+            "step": self.step,
+            "ref_params": self.ref_params,
+            "value_head": self.value_head,
+        }
+
+    def restore(self, state: dict[str, int], arrays: dict[str, Any]) -> Params:
+        """Goes on from a `state` and its `arrays`; the policy's parameters."""
+        self.jobs, self._applied_jobs, self.bad_updates = state["jobs"], state["applied_jobs"], state["bad_updates"]
+        self.opt_state, self.step = arrays["opt_state"], arrays["step"]
+        self.ref_params, self.value_head = arrays["ref_params"], arrays["value_head"]
+        return arrays["params"]
 
     def memory(self, params: Params, longest: int) -> dict[str, float]:
         """What a job on rows of `longest` tokens needs, in MiB by purpose; compiles its update and changes nothing.

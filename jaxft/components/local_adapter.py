@@ -2,14 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field, model_validator
 
+from jaxft.components.bad_batches import BadBatches, BadUpdate
+from jaxft.components.job_endings import ending, why_failed
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import (
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from jaxft.policy.policy import Policy
 
 BACKEND = "local"
+
+T = TypeVar("T")
 
 
 class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
@@ -67,6 +71,7 @@ class _Job:
     is_cancelled: bool = False
     canceled_after: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    bad_updates: list[BadUpdate] = field(default_factory=list)
 
     def report(self, **changes: Any) -> None:
         """Replaces fields of the status, which is never changed itself: others may hold it."""
@@ -79,9 +84,15 @@ class LocalTrainerAdapter(TrainerAdapter):
     adapter_config: LocalTrainerAdapterConfig
 
     def __init__(
-        self, adapter_config: LocalTrainerAdapterConfig, policy: "Policy", warn: Any = print, seed: int = 0
+        self,
+        adapter_config: LocalTrainerAdapterConfig,
+        policy: "Policy",
+        warn: Any = print,
+        seed: int = 0,
+        bad_batches: BadBatches | None = None,
     ) -> None:
-        """`warn` is called with a sentence the first time something deserves one; `seed` shuffles minibatches.
+        """`warn` is called with a sentence the first time something deserves one; `seed` shuffles minibatches;
+        `bad_batches` keeps those of updates that were not finite.
 
         Raises:
             ValueError: the loss cannot be made of its knobs.
@@ -93,6 +104,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._has_warned = False
         self.learner = make_learner(adapter_config, policy, seed)
         self._jobs: dict[str, _Job] = {}
+        self._bad_batches = bad_batches
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """As every adapter's.
@@ -110,11 +122,19 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
 
     async def is_healthy(self) -> bool:
-        """Whether there are parameters, all finite, and a token can be sampled from them; a warning says why not."""
+        """Whether there are parameters, all finite, and a token can be sampled from them; a warning says why not.
+
+        Raises:
+            DeviceMemoryError: the device is too small to sample as it was configured.
+        """
+        from jaxft.policy.faults import DeviceMemoryError
+
         try:
             with user_code():  # whatever stops it is the answer
                 return await self.policy.is_sound()
         except UserCodeError as failure:
+            if isinstance(failure.error, DeviceMemoryError):
+                raise failure.error from None
             self._warn(f"warning: the policy is not healthy: {failure.summary}")
             return False
 
@@ -182,6 +202,28 @@ class LocalTrainerAdapter(TrainerAdapter):
         figures = await self.policy.read(lambda params: self.learner.memory(params, longest))
         return {**figures, "sampling": self.policy.engine.cache_bytes() / 2**20}
 
+    async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
+        """Counters, and the arrays of policy, optimiser, reference and value head, on the device thread."""
+        return await self.policy.read(lambda params: save(self._values(), self.learner.arrays(params)))
+
+    def _values(self) -> dict[str, Any]:
+        return {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
+
+    async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            RestoreError: it is of another model, another optimiser, another dtype.
+        """
+        self._has_warned = values["has_warned"]
+        await self.policy.restore(
+            lambda params: self.learner.restore(values, read(self.learner.arrays(params))), values["policy_version"]
+        )
+
+    def is_busy(self) -> bool:
+        """Whether a job has not ended."""
+        return any(job.task is not None and not job.task.done() for job in self._jobs.values())
+
     async def export_model(self, folder: Path) -> Path:
         """Writes model and tokenizer in Hugging Face's file format."""
         return await self.policy.save(folder)
@@ -231,13 +273,24 @@ class LocalTrainerAdapter(TrainerAdapter):
                     partial(self._learn, job, gathered, credit),
                     has_changed=lambda figures: figures["applied_updates"] > 0,
                 )
+                kept = self._keep_bad(job, gathered)
         except UserCodeError as failure:
             traceback = {"traceback": failure.traceback}
-            job.report(status=TrainingStatusEnum.FAILED, message=failure.summary, metadata=traceback)
+            message = why_failed(self.adapter_config, self.policy.engine, failure)
+            job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=traceback)
             return
         metrics |= gathered.metrics | ({} if credit is None else credit.metrics)
         timings = {"seconds_update": time.perf_counter() - started, "compiles": self.policy.compiles.count}
-        job.report(**self._end(job, metrics), metadata={"metrics": metrics, "timings": timings})
+        end: dict[str, Any] = {"status": TrainingStatusEnum.CANCELED, "message": job.canceled_after}
+        if job.canceled_after is None:
+            end = ending(self.adapter_config, metrics, kept)
+        job.report(**end, metadata={"metrics": metrics, "timings": timings})
+
+    def _keep_bad(self, job: _Job, gathered: "Gathered") -> list[str]:
+        updates, job.bad_updates = job.bad_updates, []
+        if self._bad_batches is None:
+            return []
+        return self._bad_batches.keep(job.status.run_id, updates, gathered.groups)
 
     def _learn(
         self, job: _Job, gathered: "Gathered", credit: "Credit | None", params: Any
@@ -258,27 +311,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             return not job.is_cancelled
 
         job.report(status=TrainingStatusEnum.RUNNING)
-        params, learned = self.learner.learn(gathered.rows, credit, params, goes_on)
+        params, learned = self.learner.learn(gathered.rows, credit, params, goes_on, job.bad_updates.append)
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**figures, **learned, "policy_version": version}
-
-    def _end(self, job: _Job, metrics: dict[str, float]) -> dict[str, Any]:
-        """The last status of a job that raised nothing."""
-        config, stay = self.adapter_config, "parameters and optimiser state stay as they were"
-        if job.canceled_after is not None:
-            return {"status": TrainingStatusEnum.CANCELED, "message": job.canceled_after}
-        stale, disagreeing = metrics.get("stale_trajectory_share", 0.0), metrics.get("sampler_disagreement_share", 0.0)
-        if stale > config.max_stale_share:
-            message = f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {stay}"
-            return {"status": TrainingStatusEnum.FAILED, "message": message}
-        if metrics.get("refused_updates"):
-            message = (
-                f"refused: the log-probabilities recorded with {disagreeing:.0%} of the sequences are more than "
-                f"{config.max_logprob_diff:g} nats (on average) from the policy's own: another policy sampled them, or "
-                f"they were recorded wrongly; {metrics['refused_updates']:.0f} updates were not made"
-            )
-            return {"status": TrainingStatusEnum.FAILED, "message": message}
-        return {"status": TrainingStatusEnum.COMPLETED, "progress": 100.0, "message": _outcome(metrics, stay)}
 
 
 def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int) -> "Learner":
@@ -310,18 +345,6 @@ def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int)
     )
 
 
-def _outcome(metrics: dict[str, float], stay: str) -> str:
-    if metrics["nonfinite_updates"]:
-        count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
-        what = stay if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
-        return f"loss or gradient were not finite; {what}"
-    if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
-        is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
-        why = ", as the rewards of every group are equal" if is_without_signal else ""
-        return f"nothing to learn: the gradient is exactly zero{why}; {stay}"
-    return "updated"
-
-
 @register_trainer_adapter(config_type=LocalTrainerAdapterConfig)
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:
     """An adapter for the policy behind `llm`."""
@@ -330,4 +353,6 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")
-    yield LocalTrainerAdapter(config, llm.policy, builder.console.message, builder.config.finetuning.seed)
+    say = builder.console.message
+    bad_batches = BadBatches(builder.directory, say)
+    yield LocalTrainerAdapter(config, llm.policy, say, builder.config.finetuning.seed, bad_batches)

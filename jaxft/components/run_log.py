@@ -1,9 +1,10 @@
 """What a trainer leaves behind of a run, and shows of it: metrics, histories, curriculum, plot, progress line."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxft.harness.data_models import EpisodeItem, Trajectory
+from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import MetricsLog
@@ -13,6 +14,7 @@ REWARD_HISTORY_FILE = "reward_history.json"
 VALIDATION_HISTORY_FILE = "validation_history.json"
 CURRICULUM_FILE = "curriculum_state.json"
 SAMPLES_FILE = "trajectories/samples.jsonl"
+PAIRS_FILE = "trajectories/pairs.jsonl"
 SAVE_EVERY = 10
 
 SHOWN = {
@@ -48,10 +50,19 @@ class RunLog:
         self._directory = directory
         self._log: MetricsLog | None = None
 
-    def start(self, num_epochs: int) -> None:
-        """Opens the files and shows the progress bar."""
-        self._log = MetricsLog(self._directory)
+    def start(self, num_epochs: int, done: int = 0) -> None:
+        """Opens the files and shows the progress bar; so many epochs are logged already."""
+        self._log = MetricsLog(self._directory, first_step=done)
         self.console.start(num_epochs)
+
+    def state(self) -> dict[str, Any]:
+        """The histories, for JSON."""
+        return {"rewards": self._rewards, "validations": self.validations}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._rewards, self.validations = list(state["rewards"]), list(state["validations"])
+        self.save()
 
     def figures(self, run_id: str) -> dict[str, Any]:
         """All figures of an epoch.
@@ -102,6 +113,18 @@ class RunLog:
         title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
         self.console.episode(title, messages)
         self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+
+    def pairs(self, collection: TrajectoryCollection) -> None:
+        """Keeps the pairs of a collection."""
+        for group in collection.trajectories:
+            for pair in group:
+                self._directory.append_jsonl(PAIRS_FILE, pair.model_dump(mode="json"))
+
+    def read_pairs(self) -> list[Trajectory]:
+        """The pairs of all collections of the run."""
+        path = self._directory.file(PAIRS_FILE)
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []
+        return [Trajectory.model_validate(json.loads(line)) for line in lines if line]
 
     def save(self) -> None:
         """Writes the histories and the plot as they stand."""

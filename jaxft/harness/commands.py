@@ -1,15 +1,32 @@
-"""What the verbs of the command line do: `finetune`, `eval`, `export` and `doctor`."""
+"""What the verbs of the command line do: `finetune`, `resume`, `eval`, `export` and `doctor`."""
 
 import argparse
+import contextlib
 import importlib.metadata
+import json
 import os
+import shlex
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxft.harness.config import Config
+from jaxft.harness.config import Config, load_config
 from jaxft.harness.errors import ConfigError
-from jaxft.harness.runtime import MODEL_FOLDER, UNHEALTHY, CheckFailed, Session, open_session
+from jaxft.harness.layers import literal
+from jaxft.harness.resuming import missing_secrets
+from jaxft.harness.runtime import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    MODEL_FOLDER,
+    RESUME_COMMAND,
+    UNHEALTHY,
+    CheckFailed,
+    Session,
+    open_session,
+    resume_command,
+)
+from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.console import Console
 from jaxft.runs.directory import holds_run
 from jaxft.runs.environment import environment
@@ -19,7 +36,8 @@ EVALUATION_FILE = "evaluation.json"
 
 async def finetune(config: Config, arguments: argparse.Namespace) -> None:
     """Trains, exports the model and writes the result."""
-    async with open_session(config, overwrite=arguments.overwrite) as session:
+    resume_command.set(shlex.join(["jaxft", "resume", str(config.finetuning.output_dir)]))
+    async with open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
         statuses = await session.train()
         model = await session.export_model()
         session.write_result(
@@ -29,6 +47,30 @@ async def finetune(config: Config, arguments: argparse.Namespace) -> None:
                 "model": None if model is None else str(model.relative_to(session.directory.path)),
             }
         )
+
+
+async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: argparse.Namespace) -> None:
+    """Goes on with the run in a folder, with the configuration it was begun with.
+
+    Raises:
+        ConfigError: no run is there, a script made it, or secrets that it did not keep are missing.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError([f"{folder}: holds no run to go on with: it has no {CONFIG_FILE}"])
+    command = None
+    with contextlib.suppress(OSError, ValueError):
+        command = json.loads((folder / ENVIRONMENT_FILE).read_bytes()).get(RESUME_COMMAND)
+    if command is not None and not command.startswith("jaxft resume "):
+        raise ConfigError(
+            [f"{folder}: a script made this run, which does more than training: go on with:\n  {command}"]
+        )
+    given = [path for path, _ in overrides]
+    masked = [path for path in missing_secrets(parse_yaml(file.read_text("utf-8"), str(file))) if path not in given]
+    if masked:
+        raise ConfigError([f"{path}: is a secret, which a run does not keep: give it with --set" for path in masked])
+    where = json.dumps(literal(str(folder.absolute())))
+    await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 
 
 async def dry_run(config: Config, arguments: argparse.Namespace) -> None:

@@ -218,12 +218,26 @@ class CurriculumLearningConfig(ConfigModel):
     )
 
 
+class CheckpointConfig(ConfigModel):
+    """When a run is saved, and what is kept."""
+
+    every: int | None = Field(
+        default=1,
+        ge=1,
+        description="Epochs between checkpoints; there is one before the first and after the last. "
+        "null: none, and the run cannot be continued.",
+    )
+    max_to_keep: int = Field(default=2, ge=1, description="The newest so many checkpoints are kept.")
+    keep_best: bool = Field(default=True, description="That of the best validation reward is kept, too.")
+
+
 class FinetuneRunConfig(ConfigModel):
     """What the command line of a run said."""
 
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()
     overwrite: bool = False
+    resume: bool = False
     dataset: Path | None = None
     result_json_path: str | None = None
     validation_dataset: Path | None = None
@@ -255,6 +269,10 @@ class FinetuneConfig(ConfigModel):
     )
     curriculum_learning: CurriculumLearningConfig = Field(
         default=CurriculumLearningConfig(), description="Which examples take part in an epoch."
+    )
+    checkpoints: CheckpointConfig = Field(default=CheckpointConfig(), description="How the run is saved.")
+    grace_seconds: float = Field(
+        default=30.0, ge=0.0, allow_inf_nan=False, description="How long an update may go on after SIGINT or SIGTERM."
     )
 
     @field_validator("target_functions")

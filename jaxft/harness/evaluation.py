@@ -18,6 +18,7 @@ from jaxft.harness.group import Group
 from jaxft.harness.json_path import at_json_path
 from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable, within
 from jaxft.harness.weighted_sum import SECTION, WeightedSum, weighted_sum_faults
+from jaxft.policy.faults import PolicyError
 from jaxft.policy.recorder import VALIDATION, Episode, recording
 
 Workflow = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -138,7 +139,7 @@ class Evaluation:
         """Starts an episode per (example, generation) and returns their tasks in that order.
 
         The caller awaits them; those that nobody awaited are cancelled by `close`. A task raises nothing but
-        cancellation.
+        cancellation, and the `PolicyError` of a policy that cannot go on.
 
         Args:
             items: the examples.
@@ -238,6 +239,8 @@ class Evaluation:
                     output = at_json_path(output, self._result_json_path)
             item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
+            if isinstance(failure.error, PolicyError):
+                raise failure.error from None  # no episode is to blame, and the next would end likewise
             error, traceback = failure.summary, failure.traceback
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)

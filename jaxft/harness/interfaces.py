@@ -6,8 +6,9 @@ trainer (which initialises the other two), and calls `Trainer.run`.
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxft.harness.curriculum import choose_groups, initial_state
 from jaxft.harness.data_models import (
@@ -24,6 +25,11 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.harness.validation import Validation
+
+if TYPE_CHECKING:
+    from jaxft.harness.checkpointing import Checkpointing
+
+T = TypeVar("T")
 
 
 class TrajectoryBuilder(ABC):
@@ -92,6 +98,14 @@ class TrajectoryBuilder(ABC):
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Records how a collection went."""
 
+    def state(self) -> dict[str, Any]:
+        """What decides the next collections beside the configuration, for JSON; saved with every checkpoint."""
+        return {}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave, of this builder or of one before it; whoever has a state overrides both."""
+        _check_empty(self, state)
+
 
 class TrainerAdapter(ABC):
     """Stands between trajectories and whatever updates the weights.
@@ -137,6 +151,22 @@ class TrainerAdapter(ABC):
         """
         return {}
 
+    async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
+        """The result of `save(values, arrays)`, called while no job runs: all that decides the next jobs.
+
+        `values` are for JSON and change with every job; `arrays` is a tree of arrays, none where a remote backend holds
+        the weights.
+        """
+        return save({}, {})
+
+    async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
+        """Goes on from what was saved; `read(like)` gives the arrays, placed like those of a tree of their layout."""
+        _check_empty(self, values)
+
+    def is_busy(self) -> bool:
+        """Whether a job runs that a signal had better wait for."""
+        return False
+
     async def export_model(self, folder: Path) -> Path | None:
         """Writes the trained model into a folder and returns it; None where weights stay with a remote backend."""
         return None
@@ -149,6 +179,8 @@ class Trainer(ABC):
         trainer_config: its own configuration.
         trajectory_builder, trainer_adapter: None until `bind_components`.
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
+        checkpointing: saves the run; None where nobody wants it saved.
+        is_stopping: set by a signal: `run` returns at its next boundary.
     """
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
@@ -158,6 +190,8 @@ class Trainer(ABC):
         self.run_config: FinetuneConfig | None = None
         self.curriculum_config: CurriculumLearningConfig | None = None
         self.reward: RewardFunctionConfig | None = None
+        self.checkpointing: Checkpointing | None = None
+        self.is_stopping = False
         self._curriculum_state: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
@@ -200,6 +234,25 @@ class Trainer(ABC):
     @abstractmethod
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Records how an epoch went."""
+
+    async def checkpoint(self, step: int, *, score: float | None = None, is_last: bool = False) -> None:
+        """Saves the run, if that is due; called by `run` between epochs, when no job is open and the logs are written.
+
+        Args:
+            step: larger than before; how much has been done.
+            score: the validation reward of the policy as it is; the best one is kept.
+            is_last: whether nothing comes after.
+        """
+        if self.checkpointing is not None:
+            await self.checkpointing.boundary(self, step, score=score, is_last=is_last)
+
+    def state(self) -> dict[str, Any]:
+        """What decides the next epochs beside the configuration, for JSON; saved with every checkpoint."""
+        return {}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave; called after `initialize` and before `run`."""
+        _check_empty(self, state)
 
     async def validate_if_due(self, epoch: int, num_epochs: int) -> dict[str, Any] | None:
         """`run_validation_evaluation` when `eval.validation` wants one after so many epochs; else None."""
@@ -270,3 +323,8 @@ class Trainer(ABC):
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
         """Goes on from a state that `get_curriculum_state` gave, of this trainer or of one before it."""
         self._curriculum_state = copy.deepcopy(state)
+
+
+def _check_empty(part: object, state: dict[str, Any]) -> None:
+    if state:
+        raise NotImplementedError(f"{type(part).__name__} saves a state, but cannot restore it: override restore_state")

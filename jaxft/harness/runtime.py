@@ -14,16 +14,20 @@ Here alone errors become exit codes.
 
 import argparse
 import asyncio
+import contextlib
 import json
+import shlex
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxft.harness.checkpointing import Checkpointing
 from jaxft.harness.config import Config, load_config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.data_models import (
     EvalInputItem,
@@ -35,20 +39,23 @@ from jaxft.harness.data_models import (
 from jaxft.harness.errors import CheckFailed, ConfigError, JaxftError, JobFailed, TooManyFailures
 from jaxft.harness.interfaces import Trainer, TrainerAdapter
 from jaxft.harness.layers import literal
+from jaxft.harness.resuming import check_changes, record
+from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
+from jaxft.policy.faults import PolicyError
 from jaxft.runs.console import Console
-from jaxft.runs.directory import RunDirectory, RunDirectoryError
-from jaxft.runs.environment import environment, secrets_of_environment
+from jaxft.runs.directory import CheckpointError, RunDirectory, RunDirectoryError
+from jaxft.runs.disk import DiskFull, disk_errors
+from jaxft.runs.environment import environment, masked_command, secrets_of_environment
 from jaxft.runs.redaction import ErrorWithSecrets, hiding, without_secrets
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
 RESULT_FILE = "result.json"
+RESUME_COMMAND = "resume_command"
 MODEL_FOLDER = "model"
 
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
-
-INTERRUPTED, TERMINATED = 130, 143
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 """What a script does with its configuration and its arguments."""
@@ -64,6 +71,7 @@ class Session:
         console: where it shows itself.
         builder: gives the components.
         started: when it was opened, by `time.perf_counter`.
+        checkpointing: saves the run, and knows whether it is continued.
     """
 
     config: Config
@@ -71,6 +79,17 @@ class Session:
     console: Console
     builder: ComponentBuilder
     started: float
+    checkpointing: Checkpointing
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether `train` goes on from a checkpoint, so that what stands before it in a script is done already."""
+        return self.checkpointing.found is not None
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a script wants to know again when the run is resumed, for JSON: `train` saves it."""
+        return self.checkpointing.notes
 
     async def train(self) -> list[TrainingJobStatus]:
         """Trains for `finetuning.num_epochs` and returns the last status of each job.
@@ -79,19 +98,59 @@ class Session:
             ConfigError: finetuning is not enabled.
             CheckFailed: the adapter's backend is not healthy.
             JobFailed: a job ended as failed or canceled; the message holds its own.
+            RestoreError: the run is continued, and its checkpoint does not fit.
+            Stopped: a signal came; the run is saved.
         """
         trainer = await self.trainer()
         try:
             await trainer.initialize(self.config.finetuning)
+            trainer.checkpointing = self.checkpointing
+            await self.checkpointing.restore(trainer)
             if not await (await self.adapter()).is_healthy():
                 raise CheckFailed(UNHEALTHY)
-            statuses = await trainer.run(self.config.finetuning.num_epochs)
+            statuses = await self._run(trainer)
+            await self.checkpointing.wait()
         finally:
             await trainer.cleanup()
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
         return statuses
+
+    async def _run(self, trainer: Trainer) -> list[TrainingJobStatus]:
+        """`trainer.run`, which a signal ends at a boundary."""
+        shutdown, num_epochs = current_shutdown(), self.config.finetuning.num_epochs
+        if shutdown is None:
+            return await trainer.run(num_epochs)
+        with shutdown.listening() as signalled:
+            running = asyncio.create_task(trainer.run(num_epochs), name="trainer")
+            listening = asyncio.create_task(signalled.wait())
+            try:
+                await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    await self._stop(trainer, running)
+                return await running
+            finally:
+                for task in (running, listening):
+                    task.cancel()
+                await asyncio.wait({running, listening})
+
+    async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]") -> None:
+        """Finishes the update that runs, if it can be done in time, and gives up whatever else is going on."""
+        trainer.is_stopping = True
+        grace = self.config.finetuning.grace_seconds
+        if (await self.adapter()).is_busy():
+            self.console.message(f"finishing the update, in at most {grace:g} seconds")
+            await asyncio.wait({running}, timeout=grace)
+        if running.done() and running.exception() is not None:
+            return
+        running.cancel()
+        await asyncio.wait({running})
+        step = None
+        with contextlib.suppress(TimeoutError):
+            step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
+        await self.checkpointing.wait()
+        raise Stopped("not saved: the checkpoint before counts" if step is None else f"saved as checkpoint {step}")
 
     async def trainer(self) -> Trainer:
         """The trainer with its parts, not yet initialised.
@@ -136,8 +195,9 @@ class Session:
 
     async def export_model(self) -> Path | None:
         """The folder the adapter wrote the trained model into; None where weights stay with a remote backend."""
-        adapter = await self.adapter()
-        return await adapter.export_model(self.directory.file(MODEL_FOLDER))
+        adapter, folder = await self.adapter(), self.directory.file(MODEL_FOLDER)
+        with disk_errors(folder):
+            return await adapter.export_model(folder)
 
     async def adapter(self) -> TrainerAdapter:
         """The adapter that `finetuning.trainer_adapter` names."""
@@ -163,31 +223,62 @@ class Session:
 
 @asynccontextmanager
 async def open_session(
-    config: Config, *, overwrite: bool = False, console: Console | None = None, output_dir: Path | None = None
+    config: Config,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    output_dir: Path | None = None,
 ) -> AsyncIterator[Session]:
     """A run in `finetuning.output_dir`, which gets `config.yml` and `environment.json` at once.
 
     Args:
         config: the whole tree.
         overwrite: whether the directory may hold an earlier run; it is then removed.
+        resume: go on with the run that the directory holds, from its newest good checkpoint.
         console: by default one that prints to standard output.
         output_dir: the directory, when it is another one.
 
     Raises:
-        RunDirectoryError: the directory is in use, holds a run, or cannot be written.
+        RunDirectoryError: the directory is in use, cannot be written, holds a run or, to resume, holds none.
+        ConfigError: the run was begun with another model, optimiser or seed.
+        RestoreError: no checkpoint of it is good.
     """
     started = time.perf_counter()
     shown_on = Console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
-    with hiding(secrets), without_secrets(), RunDirectory.create(path, overwrite=overwrite) as directory:
-        directory.write_text(CONFIG_FILE, resolved_yaml(config))
-        directory.write_json(ENVIRONMENT_FILE, environment())
+    command, shutdown = resume_command.get(), current_shutdown()
+    if shutdown is not None and output_dir is None:
+        shutdown.resume_command = command
+    directory = RunDirectory.open(path) if resume else RunDirectory.create(path, overwrite=overwrite)
+    with hiding(secrets), without_secrets(), directory:
+        checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
         try:
+            # A run that was killed before it wrote down its configuration has nothing to go on with.
+            if resume and (directory.path / CONFIG_FILE).exists():
+                _go_on(directory, config, checkpointing)
+            else:
+                directory.write_json(ENVIRONMENT_FILE, environment() | {RESUME_COMMAND: command})
+            directory.write_text(CONFIG_FILE, resolved_yaml(config))
             async with ComponentBuilder(config, directory, shown_on) as builder:
-                yield Session(config, directory, shown_on, builder, started)
+                yield Session(config, directory, shown_on, builder, started, checkpointing)
         finally:
+            checkpointing.close()
             shown_on.close()
+
+
+def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpointing) -> None:
+    """Checks that this is the same run, finds its checkpoint, and takes away what was made after it."""
+    say = checkpointing.say
+    changes = check_changes(directory, config, CONFIG_FILE)
+    checkpointing.find()
+    for path, (old, new) in changes.items():
+        say(f"changed: {path}: {old!r} -> {new!r}")
+    for warning in record(directory, None if checkpointing.found is None else checkpointing.found.step, changes):
+        say(f"warning: {warning}")
+    directory.remove([RESULT_FILE, MODEL_FOLDER])
+    directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
 
 
 def run_arguments(
@@ -212,14 +303,7 @@ def run_arguments(
         default=config_file,
         help="the YAML file of the run" + ("" if config_file is None else f" (default {config_file})"),
     )
-    set_option = parser.add_argument(
-        "--set", type=_pair, action="append", dest="override", default=[], metavar="PATH=VALUE",
-        help="set a field, as in --set finetuning.num_epochs=5 (the value is YAML); may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "-o", "--override", nargs=2, action="append", dest=set_option.dest, metavar=("PATH", "VALUE"),
-        help="the same, as in -o finetuning.num_epochs 5",
-    )  # fmt: skip
+    override_arguments(parser)
     parser.add_argument("--dataset", type=Path, metavar="FILE", help="examples, instead of eval.general.dataset")
     parser.add_argument(
         "--result_json_path", metavar="PATH", help="where in the workflow's output the result is, as in $.answer"
@@ -233,10 +317,24 @@ def run_arguments(
     )
     for name in ("--endpoint", "--endpoint_timeout"):
         parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
-    parser.add_argument(
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
         "--overwrite", action="store_true", help="remove the run that the output directory holds instead of refusing"
     )
+    existing.add_argument("--resume", action="store_true", help="go on with the run that the output directory holds")
     return parser
+
+
+def override_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--set` and `-o`, which set fields of the configuration."""
+    set_option = parser.add_argument(
+        "--set", type=_pair, action="append", dest="override", default=[], metavar="PATH=VALUE",
+        help="set a field, as in --set finetuning.num_epochs=5 (the value is YAML); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--override", nargs=2, action="append", dest=set_option.dest, metavar=("PATH", "VALUE"),
+        help="the same, as in -o finetuning.num_epochs 5",
+    )  # fmt: skip
 
 
 def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
@@ -252,6 +350,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         config_file=parsed.config_file,
         override=tuple((path, value) for path, value in parsed.override),
         overwrite=parsed.overwrite,
+        resume=parsed.resume,
         dataset=parsed.dataset,
         result_json_path=parsed.result_json_path,
         validation_dataset=parsed.validation_dataset,
@@ -260,9 +359,26 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
     )
 
     async def load_and_run() -> None:
-        await main(config_of(run), parsed)
+        config = config_of(run)
+        if resume_command.get() is None:
+            resume_command.set(command_to_resume(sys.argv if arguments is None else [sys.argv[0], *arguments]))
+        await main(config, parsed)
 
     return exit_code_of(load_and_run)
+
+
+resume_command: ContextVar[str | None] = ContextVar("jaxft_resume_command", default=None)
+"""What a user types to go on with the run of this program."""
+
+
+def command_to_resume(arguments: Sequence[str]) -> str:
+    """The command line of a script, so that it goes on with its run.
+
+    >>> command_to_resume(["experiments/arithmetic.py", "--overwrite", "--set", "finetuning.seed=1"])
+    'python experiments/arithmetic.py --set finetuning.seed=1 --resume'
+    """
+    kept = [argument for argument in masked_command(arguments) if argument not in ("--overwrite", "--resume")]
+    return shlex.join(["python", *kept, "--resume"])
 
 
 def config_of(run: FinetuneRunConfig) -> Config:
@@ -290,35 +406,32 @@ def config_of(run: FinetuneRunConfig) -> Config:
 def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
     """Runs an asynchronous main to its end and says how it went: 0, or a message on standard error and its code.
 
-    1 a failed job, 2 bad configuration or input, or a run directory that is taken, 3 no learning signal or too many
-    failures, 130 and 143 when SIGINT and SIGTERM ended it (everything open is closed first). Errors that nobody
-    foresaw pass through with their traceback.
+    1 a failed job, a full disk or a policy that cannot go on, 2 bad configuration or input, or a run directory that is
+    taken, 3 no learning signal or too many failures, 130 and 143 when SIGINT and SIGTERM ended it (everything open is
+    closed first). Errors that nobody foresaw pass through with their traceback.
     """
-    signals: list[int] = []
+    shutdown = Shutdown()
 
-    async def until_terminated() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def terminate() -> None:
-            signals.append(signal.SIGTERM)
-            task.cancel()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        await main()
+    async def until_signalled() -> None:
+        with shutdown.installed():
+            await main()
 
     try:
-        asyncio.run(until_terminated())
+        asyncio.run(until_signalled())
+    except Stopped as error:
+        return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+        return _complain("interrupted", 128 + signal.SIGINT)
     except asyncio.CancelledError:
-        if not signals:
+        if shutdown.signal is None:
             raise
-        return _complain("terminated", TERMINATED)
+        return _complain(shutdown.message, shutdown.exit_code)
     except ErrorWithSecrets as error:
         return _complain(f"error: {error}", JaxftError.exit_code)
     except RunDirectoryError as error:
         return _complain(f"error: {error}", ConfigError.exit_code)
+    except (CheckpointError, DiskFull, PolicyError) as error:
+        return _complain(f"error: {error}", error.exit_code)
     except JaxftError as error:
         return _complain(f"error: {error}", error.exit_code)
     return 0

@@ -28,11 +28,13 @@ from jaxft.models.hf_files import (
     WEIGHTS,
     ModelFileError,
     StoredTensor,
+    check_manifest,
     local_folder,
     read_tensor,
     stored_tensors,
     write_json,
 )
+from jaxft.models.manifest import sync_folder, write_manifest
 
 
 class Tensor(NamedTuple):
@@ -86,7 +88,7 @@ def load_model(path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float
     """A Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
 
     Weights are read one tensor at a time and cast to `dtype`. Of `model.safetensors` and an index of shards, the single
-    file wins, as in transformers.
+    file wins, as in transformers. Where `save_model` left a manifest, the files it lists are checked first.
 
     Raises:
         ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for.
@@ -94,6 +96,7 @@ def load_model(path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float
     """
     dtype = _weights_dtype(dtype)
     folder = local_folder(path_or_hub_id)
+    check_manifest(folder)
     model = decoder(load_config(folder / "config.json"))
     stored = stored_tensors(folder)
     shapes = _parameter_shapes(model)
@@ -195,7 +198,8 @@ def save_model(
 ) -> None:
     """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
-    Weights keep their dtype. All is written beside the folder and moved in one step: a folder is whole or absent.
+    Weights keep their dtype. All is written beside the folder and moved in one step: a folder is whole or absent. A
+    manifest says what was written; equal models give equal bytes.
 
     Args:
         folder: made, with its parents; may exist when empty.
@@ -232,7 +236,9 @@ def save_model(
         _write_weights(unfinished, model, flat, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
+        write_manifest(unfinished)
         unfinished.rename(folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

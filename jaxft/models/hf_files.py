@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxft.models.manifest import MANIFEST, ManifestError, verify_manifest
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES = {
@@ -17,6 +19,12 @@ DTYPES = {
     for name, kind in [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16"), ("F64", "float64")]
 }
 """The dtypes that weights may have, by their names in a safetensors header."""
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+CONVERT = (
+    "convert them to safetensors: load them with transformers in an environment with PyTorch, then "
+    "save_pretrained(folder, safe_serialization=True)"
+)
 
 
 class ModelFileError(ValueError):
@@ -43,6 +51,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return folder
     name = os.fspath(path_or_hub_id)
     if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        _refuse_pickle(folder)
         raise ModelFileError(f"{name} is not a folder; wanted one with config.json and {WEIGHTS}, or the id of a model")
     # Imported here: a model on disk needs no network client.
     from huggingface_hub import snapshot_download
@@ -58,6 +67,20 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         ) from error
 
 
+def check_manifest(folder: Path) -> None:
+    """Checks every file that the manifest of a model folder lists; a folder without a manifest is taken as it is.
+
+    Raises:
+        ModelFileError: the manifest is damaged, or a file is absent or not the one that was exported.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    try:
+        verify_manifest(folder, only_listed=True)
+    except ManifestError as error:
+        raise ModelFileError(f"{error}; export it again, or remove {MANIFEST} to load it as it is") from error
+
+
 def load_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -68,7 +91,7 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ModelFileError(f"{file} does not exist; a model folder needs one")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelFileError(f"{file} holds a {type(values).__name__}; wanted a JSON object")
@@ -89,9 +112,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / WEIGHTS).is_file():
         return _read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
-        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".pkl"))
-        hint = f"; {pickled[0]} is a pickle, which can run code: convert it to safetensors" if pickled else ""
-        raise ModelFileError(f"{folder} holds neither {WEIGHTS} nor {INDEX}{hint}")
+        for file in sorted(folder.iterdir()):
+            _refuse_pickle(file)
+        raise ModelFileError(
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}; if its weights are in other files, {CONVERT}"
+        )
     index = folder / INDEX
     weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -102,6 +127,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         # Judged by name alone: in the hub's cache an honest shard is a link to a place outside the folder.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise ModelFileError(f"{index} names the file {shard!r}, which is outside of {folder}")
+        _refuse_pickle(folder / shard)
         if not (folder / shard).is_file():
             raise ModelFileError(f"{index} names the file {shard!r}, which is not in {folder}")
         held = _read_header(folder / shard)
@@ -114,6 +140,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if name not in stored:
             raise ModelFileError(f"{index} puts the tensor {name!r} in {shard!r}, which does not hold it")
     return stored
+
+
+def _refuse_pickle(file: Path) -> None:
+    if file.suffix.lower() in PICKLES:
+        raise ModelFileError(
+            f"{file}: weights in {file.suffix} files are pickles, which can run code while they are read, and are "
+            f"never loaded; {CONVERT}"
+        )
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

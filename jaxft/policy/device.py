@@ -5,43 +5,120 @@ needs a lock, while the event loop stays free.
 """
 
 import asyncio
+import atexit
+import concurrent.futures
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
 
+from jaxft.policy.faults import DeviceThreadError
+
 T = TypeVar("T")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CLOSED = "the policy has been closed; its device thread takes no more work"
 
 
 class DeviceThread:
-    """A thread that runs jobs in the order in which they were given; use it from any thread or event loop."""
+    """A thread that runs jobs in the order in which they were given; use it from any thread or event loop.
+
+    Whatever happens to the thread, a job that was given ends: with its result, its error, or a `DeviceThreadError`. An
+    executor of the standard library lets those wait for ever whose jobs a thread left behind when it ended.
+    """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxft-device")
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows
+        self._open: set[Future[Any]] = set()
+        self._end: str | None = None  # why there is no more work
+        # A daemon that is ended in order at the exit: a policy that nobody closed keeps no process alive.
+        self._thread = threading.Thread(target=self._work, name="jaxft-device", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
         """Queues a job and returns at once.
 
         Raises:
-            RuntimeError: the thread has been closed.
+            DeviceThreadError: the thread has been closed, or has ended.
         """
-        try:
-            return self._executor.submit(job)
-        except RuntimeError as error:
-            raise RuntimeError("the policy has been closed; its device thread takes no more work") from error
+        future: Future[T] = Future()
+        with self._lock:
+            if self._end is not None:
+                raise DeviceThreadError(self._end)
+            self._open.add(future)
+            self._jobs.put((job, future))
+        return future
 
     async def run(self, job: Callable[[], T]) -> T:
         """Waits for a job without blocking the event loop; its exception is raised here."""
         return await asyncio.wrap_future(self.submit(job))
 
     def close(self) -> None:
-        """Finishes what is queued and ends the thread."""
-        self._executor.shutdown(wait=True)
+        """Finishes what is queued and ends the thread; again does nothing."""
+        atexit.unregister(self.close)
+        with self._lock:
+            if self._end is None:
+                self._end = _CLOSED
+                self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while (given := self._jobs.get()) is not None:
+                self._do(*given)
+                del given  # or it would live until the next job comes
+        except BaseException as error:  # the thread ends, and those who wait must hear of it
+            self._give_up(error)
+
+    def _do(self, job: Callable[[], T], future: "Future[T]") -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                result = job()
+            except BaseException as error:  # it belongs to whoever waits
+                future.set_exception(presentable(error))
+            else:
+                future.set_result(result)
+        with self._lock:
+            self._open.discard(future)
+
+    def _give_up(self, error: BaseException) -> None:
+        reason = f"the device thread has ended ({type(error).__name__}: {error}); the policy can do no more work"
+        with self._lock:
+            self._end = reason
+            left, self._open = self._open, set()
+        for future in left:
+            if not future.done():
+                future.set_exception(DeviceThreadError(reason))
+
+
+def presentable(error: BaseException) -> Exception:
+    """The error, or a `DeviceThreadError` for one that would do more in an event loop than tell what went wrong.
+
+    `SystemExit` would end the loop, a cancellation would look like the waiter's own, and a future refuses
+    `StopIteration`.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | concurrent.futures.CancelledError):
+        return error
+    said = DeviceThreadError(f"work on the device thread was ended by {type(error).__name__}: {error}")
+    said.__cause__ = error
+    return said
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had too little memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says before its details, which may be pages of buffers."""
+    return str(error).partition("\n")[0]
 
 
 class CompileCounter:

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 
 from jaxft.core.sampling import SamplingParams
 from jaxft.core.types import Model, Params
-from jaxft.policy.device import DeviceThread
+from jaxft.policy.device import DeviceThread, first_line, is_out_of_memory, presentable
+from jaxft.policy.faults import DeviceMemoryError, DeviceThreadError
 from jaxft.policy.slots import MAX_STOP_IDS, Admission, Slots, admit, advance, compute_dtype, empty_slots
 
 PREFILL_ROWS = 8
@@ -119,7 +121,8 @@ class Engine:
 
         Raises:
             RequestError: the prompt leaves no room in the context, or has no tokens, or parameters are impossible.
-            Exception: whatever stopped the device work that the request was part of.
+            PolicyError: the policy is lost, its device has too little memory, or its device thread has ended.
+            Exception: whatever else stopped the device work that the request was part of.
         """
         self._check(request)
         loop = asyncio.get_running_loop()
@@ -150,11 +153,19 @@ class Engine:
 
     def _schedule(self) -> None:
         try:
-            self._device.submit(self._pump)
-        except RuntimeError as error:  # the device thread has been closed
-            with self._lock:
-                self._is_scheduled = False
-            self._fail(error)
+            self._device.submit(self._pump).add_done_callback(self._check_pumped)
+        except DeviceThreadError as error:
+            self._stop(error)
+
+    def _check_pumped(self, pumped: "Future[None]") -> None:
+        error = pumped.exception()
+        if error is not None:  # the thread ended before the round, or in the middle of it
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        with self._lock:
+            self._is_scheduled = False
+        self._fail(error)
 
     def _pump(self) -> None:
         """One round: admit, decode a little, deliver; then queues itself behind other device jobs if work is left."""
@@ -162,7 +173,7 @@ class Engine:
         try:
             self._admit()
             finished = self._advance()
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # whatever it is, those who wait must hear of it
             self._fail(error)
         with self._lock:
             self._is_scheduled = is_needed = bool(self._running or self._waiting)
@@ -170,20 +181,25 @@ class Engine:
             self._schedule()
         _deliver(finished)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
+        if is_out_of_memory(error):
+            error = DeviceMemoryError(
+                f"the device has too little memory to sample: lower llms.<name>.slots (now {self.slots}) or "
+                f"llms.<name>.max_context_tokens (now {self.max_context_tokens}); it said: {first_line(error)}"
+            )
         with self._lock:
             failed = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()
         self._device_slots = None  # it may have been donated to the call that failed
-        _deliver(failed, error)
+        _deliver(failed, presentable(error))
 
     def finish_running(self) -> None:
         """Decodes what has been admitted to its end, admitting nothing: afterwards the weights may change."""
         try:
             while self._running:
                 _deliver(self._advance())
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             raise
 

@@ -12,15 +12,12 @@ from jaxft.core.types import Model, Params, same_params
 from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.device import CompileCounter, DeviceThread
 from jaxft.policy.engine import Engine, Request
+from jaxft.policy.faults import PolicyLostError
 
 HEALTH = 3
 """Stream of random numbers of the health check."""
 
 T = TypeVar("T")
-
-
-class PolicyLostError(RuntimeError):
-    """The parameters were given up to an update that failed; they have to be restored from a checkpoint."""
 
 
 class Policy:
@@ -99,6 +96,16 @@ class Policy:
             return result
 
         return await self._device.run(run)
+
+    async def restore(self, job: Callable[[Params], Params], version: int) -> None:
+        """Replaces the parameters by those of a checkpoint, `job(params)`, which may also make good what was lost."""
+
+        def run() -> None:
+            self.engine.finish_running()
+            self._params, self._decode_params = job(self._params), None
+            self._lost, self.version = None, version
+
+        await self._device.run(run)
 
     async def read(self, job: Callable[[Params], T]) -> T:
         """The result of `job(params)`, which must not donate them."""

@@ -1,26 +1,30 @@
 """The directory of one run: one writer at a time, whole files or none, and no way out of it."""
 
 import contextlib
-import hashlib
 import json
-import math
 import os
-import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jaxft.runs.redaction import redacted_values
+from jaxft.runs.disk import disk_errors
+from jaxft.runs.json_text import json_bytes, with_non_finite_named
+
+RESUMES_FILE = "resumes.jsonl"
+"""A line for every time that the run was continued."""
+NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
+"""Where files that grow are no part of what a checkpoint remembers."""
 
 # What a run writes, and so what `overwrite` removes. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
     "config.yml",
     "environment.json",
+    RESUMES_FILE,
     "result.json",
     "training_metrics.jsonl",
     "timings.jsonl",
@@ -30,15 +34,13 @@ RUN_FILES = (
     "reward_plot.png",
     "tensorboard",
     "trajectories",
+    "bad_batches",
     "checkpoints",
     "model",
     "extra",  # for files that components name themselves
 )
 LOCK_FILE = "LOCK"
 HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also the mark that a run made this directory
-
-MAX_NAME_CHARACTERS = 100
-_SUFFIX = re.compile(r"-[0-9a-f]{12}$")
 
 
 def holds_run(path: Path) -> bool:
@@ -52,6 +54,18 @@ def _run_files(path: Path) -> list[str]:
 
 class RunDirectoryError(ValueError):
     """A run directory cannot be used; the message names it, the reason and the way out."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; names the folder and the reason."""
+
+    exit_code = 1
+
+
+class RestoreError(CheckpointError):
+    """No checkpoint of a run can be restored, or not into this run; names each fault and the way out."""
+
+    exit_code = 2
 
 
 class RunDirectory:
@@ -110,9 +124,10 @@ class RunDirectory:
         # One lock object for all threads: a run may be closed by another thread than the one that made it.
         lock = FileLock(path / LOCK_FILE, timeout=0, thread_local=False)
         try:
-            if make:
-                path.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+            with disk_errors(path):
+                if make:
+                    path.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
         except Timeout:
             raise RunDirectoryError(
                 f"run directory '{path}' is in use by {_holder(path)}: wait for that run, or choose another directory"
@@ -138,12 +153,7 @@ class RunDirectory:
                 "choose another directory, or remove them yourself"
             )
         try:
-            for name in present:
-                entry = self.path / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+            self.remove(present)
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
@@ -164,17 +174,25 @@ class RunDirectory:
             name: relative to the run directory. Names made from foreign text go through `safe_name` first.
 
         Raises:
-            ValueError: an absolute or empty name, or one that leads out of the directory, be it by `..` or by a
-                symbolic link.
+            ValueError: an absolute or empty name, one with `..`, or one that no file can have.
+            RunDirectoryError: a symbolic link leads out of the directory.
+            DiskFull: there is no room for the folders.
         """
         path = self._resolve(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def _resolve(self, name: str) -> Path:
-        path = (self.path / name).resolve()
-        if Path(name).is_absolute() or path == self.path or not path.is_relative_to(self.path):
-            raise ValueError(f"'{name}' is not the name of a file under '{self.path}': give a relative name inside it")
+        wrong = f"{name!r} is not the name of a file under '{self.path}'"
+        try:
+            path = (self.path / name).resolve()
+        except (ValueError, RuntimeError) as error:  # NUL, a lone surrogate; links that lead to themselves
+            raise ValueError(f"{wrong} ({error}): give a relative name inside it") from error
+        if Path(name).is_absolute() or path == self.path or ".." in Path(name).parts:
+            raise ValueError(f"{wrong}: give a relative name inside it")
+        if not path.is_relative_to(self.path):
+            raise RunDirectoryError(f"{wrong}: a symbolic link leads from there to '{path}': remove that link")
         return path
 
     @contextlib.contextmanager
@@ -185,12 +203,17 @@ class RunDirectory:
             yield
 
     def write_bytes(self, name: str, content: bytes) -> Path:
-        """Replaces a file in one step and returns its path: a reader, or a crash, sees the old content or the new."""
+        """Replaces a file in one step and returns its path: a reader, or a crash, sees the old content or the new.
+
+        Raises:
+            DiskFull: there is no room for it; the old file stays.
+        """
         path = self.file(name)
         temporary = path.with_name(f".{path.name}.tmp")
-        with self._writable():
+        with self._writable(), disk_errors(path):
+            temporary.unlink(missing_ok=True)  # of a process that was killed; or a link to somewhere else
             try:
-                with temporary.open("wb") as stream:
+                with temporary.open("xb") as stream:
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -211,12 +234,12 @@ class RunDirectory:
             ValueError: a value JSON has no word for, NaN and infinities among them; the old file stays.
         """
         try:
-            text = json.dumps(redacted_values(value), indent=2, allow_nan=False, ensure_ascii=False)
+            content = json_bytes(value, indent=2)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"'{name}' cannot be written as JSON ({error}): give finite plain Python values"
             ) from error
-        return self.write_bytes(name, _encoded(text))
+        return self.write_bytes(name, content)
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file of this run.
@@ -240,19 +263,62 @@ class RunDirectory:
 
         Raises:
             ValueError: a value JSON has no word for, or a row with a key `non_finite` of its own.
+            DiskFull: there is no room for the line, and nothing of it is left behind.
         """
-        found: dict[str, str] = {}
-        finite = redacted_values(_without_non_finite(dict(row), "", found))
-        if "non_finite" in row:
-            raise ValueError(f"a row of '{name}' has the key 'non_finite', which marks NaN and infinities: rename it")
         try:
-            line = json.dumps(finite | ({"non_finite": found} if found else {}), allow_nan=False, ensure_ascii=False)
+            line = json_bytes(with_non_finite_named(row))
         except (TypeError, ValueError) as error:
             raise ValueError(f"a row of '{name}' cannot be written as JSON ({error}): give plain values") from error
         path = self.file(name)
-        with self._writable(), path.open("ab") as stream:
-            stream.write(_encoded(line))
+        with self._writable(), disk_errors(path):
+            _append(path, line)
         return path
+
+    def log_sizes(self) -> dict[str, int]:
+        """Bytes of every log of the run, by name, all of them on the disk when this returns."""
+        sizes = {}
+        for path in self._logs():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                sizes[path.relative_to(self.path).as_posix()] = os.fstat(stream.fileno()).st_size
+        return sizes
+
+    def cut_logs(self, sizes: Mapping[str, int]) -> None:
+        """Takes away what was appended after `sizes` were found; logs that were not there then are removed.
+
+        Raises:
+            RestoreError: a log is shorter than it was.
+        """
+        present = {path.relative_to(self.path).as_posix(): path for path in self._logs()}
+        for name, size in sizes.items():
+            found = present[name].stat().st_size if name in present else 0
+            if found < size:
+                raise RestoreError(
+                    f"{self.path / name} has {found} bytes, but had {size} when the checkpoint was made: put it back"
+                )
+        with self._writable():
+            for name, path in present.items():
+                if name in sizes:
+                    os.truncate(path, sizes[name])
+                else:
+                    path.unlink()
+
+    def _logs(self) -> list[Path]:
+        """The files that grow line by line and are equal when a run is repeated, apart from what a clock said."""
+        names = [name for name in RUN_FILES if name not in NO_LOGS and not (self.path / name).is_symlink()]
+        places = [self.path / name for name in names]  # files of other origin are not ours
+        found = [path for place in places for path in (place, *place.rglob("*")) if path.suffix == ".jsonl"]
+        return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files and folders of this run; a symbolic link goes, what it leads to stays."""
+        with self._writable():
+            for name in names:
+                entry = self.path / name
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Gives the lock back; a second call does nothing. Writing afterwards is an error."""
@@ -266,27 +332,17 @@ class RunDirectory:
         self.close()
 
 
-def safe_name(text: str) -> str:
-    """A file name for any text: ASCII letters, digits, `_`, `-` and `.`, at most `MAX_NAME_CHARACTERS` long.
-
-    A text that is such a name already is kept. Any other gets a suffix made from the sha256 of the text, so that two
-    texts never share a name; so does one that looks as if it had been given a suffix.
-
-    >>> safe_name("game-7")
-    'game-7'
-    >>> safe_name("games/7")
-    'games_7-19063539c513'
-    """
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", text)
-    if name == text and 0 < len(text) <= MAX_NAME_CHARACTERS and text[0] not in ".-" and not _SUFFIX.search(text):
-        return text
-    suffix = "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return name.lstrip(".-")[: MAX_NAME_CHARACTERS - len(suffix)] + suffix
-
-
-def _encoded(json_text: str) -> bytes:
-    # A lone surrogate has no UTF-8; its backslash form is what JSON itself would write.
-    return (json_text + "\n").encode("utf-8", "backslashreplace")
+def _append(path: Path, line: bytes) -> None:
+    """Adds a line, or none of it. Unbuffered: what a buffer still holds would follow when it is closed."""
+    with path.open("ab", buffering=0) as stream:
+        length = stream.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[stream.write(left) :]
+        except BaseException:
+            stream.truncate(length)
+            raise
 
 
 def _holder(path: Path) -> str:
@@ -295,16 +351,3 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on host '{holder['host']}'"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process (which has not said its name yet)"
-
-
-def _without_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """`value` with None for every NaN and infinity, each recorded in `found` under its path."""
-    if isinstance(value, float) and not math.isfinite(value):
-        found[path] = str(value)
-        return None
-    prefix = f"{path}." if path else ""
-    if isinstance(value, Mapping):
-        return {key: _without_non_finite(inner, f"{prefix}{key}", found) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(inner, f"{prefix}{i}", found) for i, inner in enumerate(value)]
-    return value

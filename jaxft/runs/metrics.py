@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from jaxft.runs.directory import RunDirectory
+from jaxft.runs.tensorboard import EventFile
 
 METRICS_FILE = "training_metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsLog:
@@ -15,11 +15,10 @@ class MetricsLog:
     The metrics file of two equal runs is equal to the byte; everything that a clock measured goes to the timings.
     """
 
-    def __init__(self, directory: RunDirectory) -> None:
-        from tensorboardX import SummaryWriter
-
+    def __init__(self, directory: RunDirectory, *, first_step: int = 0) -> None:
+        """A run that is continued logs from `first_step` on; TensorBoard hides what earlier writers said of it."""
         self._directory = directory
-        self._tensorboard = SummaryWriter(str(directory.file(TENSORBOARD_FOLDER)))
+        self._tensorboard = EventFile(directory, first_step=first_step)
 
     def log(
         self,
@@ -37,19 +36,14 @@ class MetricsLog:
 
         Raises:
             ValueError: a name occurs twice, or is `step`; nothing was written.
+            DiskFull: there is no room for a row.
         """
         doubled = sorted((metrics.keys() & timings.keys()) | ({"step"} & (metrics.keys() | timings.keys())))
         if doubled:
             raise ValueError(f"step {step} has more than one figure called {', '.join(doubled)}: rename all but one")
-        figures = {**metrics, **timings}
         self._directory.append_jsonl(METRICS_FILE, {"step": step, **metrics})
         self._directory.append_jsonl(TIMINGS_FILE, {"step": step, **timings})
-        for name, value in figures.items():
-            if isinstance(value, str):
-                self._tensorboard.add_text(name, value, step)
-            else:
-                self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        self._tensorboard.add(step, {**metrics, **timings})
 
     def close(self) -> None:
         """Ends TensorBoard's writer; the run directory stays open."""

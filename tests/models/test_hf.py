@@ -18,6 +18,7 @@ from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
 from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
+from jaxft.models.manifest import MANIFEST
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -74,7 +75,8 @@ def test_export_and_reload_keep_every_bit(name, dtype, tmp_path):
     model, params = init_model(BIASED, jax.random.key(0)) if name == "biases" else load_model(DATA / name)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     save_model(tmp_path / "whole", model, params)
-    assert {file.name for file in (tmp_path / "whole").iterdir()} == {"config.json", "model.safetensors"}
+    written = {file.name for file in (tmp_path / "whole").iterdir()}
+    assert written == {"config.json", "model.safetensors", MANIFEST}
     save_model(tmp_path / "shards", model, params, max_shard_bytes=5_000)
     assert len(list((tmp_path / "shards").glob("model-0*.safetensors"))) > 1
     for folder in ("whole", "shards"):
@@ -190,10 +192,39 @@ def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
         load_model(folder)
 
 
+def header(shape, offsets):
+    text = json.dumps({NORM: {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x10", b"\xff" * 64, (8).to_bytes(8, "little") + b"{broken}"],
-    ids=["empty", "short", "huge header", "no json"],
+    [
+        b"",
+        b"\x10",
+        b"\xff" * 64,
+        (2**62).to_bytes(8, "little") + b"{}",
+        (10**8).to_bytes(8, "little") + b"{}",
+        (8).to_bytes(8, "little") + b"{broken}",
+        (10**5).to_bytes(8, "little") + b"[" * 10**5,
+        header(shape=[4], offsets=[0, 8]) + bytes(16),
+        header(shape=[2], offsets=[0, 2**62]) + bytes(16),
+        header(shape=[2], offsets=[-8, 0]) + bytes(8),
+        header(shape=[2**62, 2**62], offsets=[0, 8]) + bytes(8),
+    ],
+    ids=[
+        "empty",
+        "short",
+        "huge header",
+        "header of 2**62",
+        "header beyond the end",
+        "no json",
+        "deep json",
+        "shape and offsets differ",
+        "offsets beyond the end",
+        "offsets before the start",
+        "huge shape",
+    ],
 )
 def test_corrupt_headers_are_named(content, tmp_path):
     folder = copy_of("llama", tmp_path)
@@ -205,15 +236,18 @@ def test_corrupt_headers_are_named(content, tmp_path):
 def test_a_truncated_file_is_named(tmp_path):
     folder = copy_of("llama", tmp_path)
     content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1])
-    with pytest.raises(ModelFileError, match=r"model.safetensors is no readable safetensors file"):
-        load_model(folder)
+    for length in (4, 100, len(content) // 2, len(content) - 1):
+        (folder / "model.safetensors").write_bytes(content[:length])
+        with pytest.raises(ModelFileError, match=r"model.safetensors is no readable safetensors file"):
+            load_model(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({NORM: "../other.safetensors"}, r"index.json names the file '../other.safetensors', which is outside of"),
+        ({NORM: "../../x"}, r"index.json names the file '../../x', which is outside of"),
+        ({NORM: "a/../../x"}, r"index.json names the file 'a/../../x', which is outside of"),
         ({NORM: "/etc/passwd"}, "names the file '/etc/passwd', which is outside of"),
         ({"more": "model-0.safetensors"}, "names the file 'model-0.safetensors', which is not in"),
         ({NORM: "model-00001-of-0000N.safetensors"}, f"holds the tensor '{NORM}', but .*index.json puts it in"),
@@ -231,6 +265,7 @@ def test_an_index_that_lies_is_named(change, message, tmp_path):
     first = min(index["weight_map"].values())
     index["weight_map"] |= {key: first if shard and "0000N" in shard else shard for key, shard in change.items()}
     file.write_text(json.dumps(index))
+    (tmp_path / "m" / MANIFEST).unlink()
     with pytest.raises(ModelFileError, match=message):
         load_model(tmp_path / "m")
 
@@ -241,6 +276,7 @@ def test_a_missing_tensor_of_shards_is_named(tmp_path):
     index = json.loads(file.read_text())
     last = index["weight_map"].pop(NORM)
     file.write_text(json.dumps(index))
+    (tmp_path / "m" / MANIFEST).unlink()
     with pytest.raises(ModelFileError, match=f"{last} holds the tensor '{NORM}', but .* does not know it"):
         load_model(tmp_path / "m")
     save_file(drop(NORM)(load_file(tmp_path / "m" / last)), tmp_path / "m" / last)
@@ -251,10 +287,7 @@ def test_a_missing_tensor_of_shards_is_named(tmp_path):
 def test_folders_without_safetensors_are_refused(tmp_path):
     folder = copy_of("llama", tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelFileError, match=r"holds neither model.safetensors nor model.safetensors.index.json$"):
-        load_model(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelFileError, match=r"pytorch_model.bin is a pickle, .* convert it to safetensors"):
+    with pytest.raises(ModelFileError, match=r"holds neither model.safetensors nor .*index.json; .* convert them to"):
         load_model(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelFileError, match=r"config.json does not exist"):

@@ -10,6 +10,7 @@ from jaxft.core.logprobs import token_logprobs
 from jaxft.policy.client import ChatClient
 from jaxft.policy.device import counting_compiles
 from jaxft.policy.engine import Request, RequestError
+from jaxft.policy.faults import DeviceThreadError, PolicyError
 from jaxft.policy.policy import PolicyLostError
 from jaxft.policy.recorder import Episode, recording
 from jaxft.policy.sequences import token_sequences
@@ -313,3 +314,68 @@ def test_nothing_is_compiled_after_the_first_requests(policy, serve):
         serve(policy, *varied_requests(30))
         serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), max_tokens=17))
     assert compiles.count == 0
+
+
+def raising(error):
+    def job(*arguments):
+        raise error
+
+    return job
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
+def test_requests_hear_of_whatever_their_round_raised(policy, error):
+    async def main():
+        requests = [request(number, find_stop=raising(error) if number == 4 else None) for number in range(20)]
+        answers = await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+        return answers, await policy.engine.submit(request(0))
+
+    answers, later = run(main)
+    assert {str(answer) for answer in answers} == {str(answers[0])} and len(later.token_ids) == 11
+    assert all(isinstance(answer, PolicyError) for answer in answers) and type(error).__name__ in str(answers[0])
+
+
+def test_requests_hear_of_the_end_of_the_thread(make_policy):
+    policy = make_policy()
+
+    async def main():
+        running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
+        while not policy.engine.decoded_tokens:
+            await asyncio.sleep(0.001)
+        policy._device.submit(lambda: None).add_done_callback(raising(SystemExit(3)))  # it ends the thread
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        attempts = (policy.engine.submit(request(0)), policy.read(len), policy.update(lambda p: (p, None)))
+        return answers, await asyncio.gather(*attempts, return_exceptions=True)
+
+    answers, later = run(main)
+    assert len(answers) == 20 and all(isinstance(answer, DeviceThreadError) for answer in answers[8:])  # had no slot
+    assert all("the device thread has ended" in str(answer) for answer in later)
+
+
+def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
+    policy = make_policy()
+
+    async def main():
+        running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
+        while not policy.engine.decoded_tokens:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(policy.close)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    answers = run(main)
+    assert all("the policy has been closed" in str(answer) for answer in answers[8:])
+
+
+def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
+    """The cache asked for is larger than any address space: the allocation really fails."""
+    policy = make_policy(max_context_tokens=2**40)
+
+    async def main():
+        return await asyncio.gather(*(policy.engine.submit(request(n)) for n in range(20)), return_exceptions=True)
+
+    answers = run(main)
+    assert all(answer is answers[0] for answer in answers)
+    assert isinstance(answers[0], PolicyError) and str(answers[0]).startswith(
+        "the device has too little memory to sample: lower llms.<name>.slots (now 8) or llms.<name>.max_context_tokens "
+        f"(now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating"
+    )

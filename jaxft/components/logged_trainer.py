@@ -1,0 +1,117 @@
+"""What the shipped trainers have in common: one epoch with its job, figures in a run directory, and what is saved."""
+
+import time
+from typing import Any
+
+from jaxft.components.progress import Progress
+from jaxft.components.run_log import RunLog
+from jaxft.harness.errors import NoLearningSignal
+from jaxft.harness.interfaces import Trainer
+from jaxft.harness.registry import TrainerConfig
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+
+
+class LoggedTrainer(Trainer):
+    """A trainer without its loop: `run` of a class below calls `validate`, `save` and `train_epoch` by turns.
+
+    Attributes:
+        log: what it writes and shows.
+        progress: its counters.
+    """
+
+    def __init__(self, trainer_config: TrainerConfig, max_bad_updates: int, directory: RunDirectory, console: Console):
+        super().__init__(trainer_config)
+        self.log, self.progress = RunLog(directory, console), Progress()
+        self._max_bad_updates = max_bad_updates
+        self._seconds_checkpoint = 0.0
+        self._why_nothing_was_learned = ""
+
+    async def validate(self, num_epochs: int) -> float | None:
+        """The validation reward before this epoch; None when it is not due, known already, or not usable."""
+        if self.progress.has_validated:
+            return None
+        self.progress.has_validated = True
+        row = await self.validate_if_due(self.progress.epoch, num_epochs)
+        if row is None:
+            return None
+        self.log.validation(row)
+        return row["avg_reward"]
+
+    async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
+        """`checkpoint`, with the seconds that it held up the loop."""
+        started = time.perf_counter()
+        await self.checkpoint(step, score=score, is_last=is_last)
+        self._seconds_checkpoint = time.perf_counter() - started
+
+    async def train_epoch(self) -> dict[str, Any] | None:
+        """One `run_epoch` with its job and its logs; its figures, or None when the job did not complete.
+
+        Raises:
+            JobFailed: too many updates in a row were not finite.
+        """
+        assert self.trainer_adapter is not None
+        started, status = time.perf_counter(), None
+        epoch = self.progress.epoch
+        run_id = f"epoch_{epoch:05d}"
+        ref = await self.run_epoch(epoch, run_id)
+        metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
+        if ref is not None:
+            status = await self.trainer_adapter.wait_until_complete(ref)
+            metadata = status.metadata or {}
+            metrics |= metadata.get("metrics", {})
+            timings |= metadata.get("timings", {})
+            if metrics.get("applied_updates", 1) == 0:
+                self.nothing_was_learned(run_id, str(status.message))
+            self.trainer_adapter.log_progress(ref, metrics)
+        timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
+        figures = await self.get_metrics(run_id)
+        self.log_progress(epoch, figures)
+        return figures if self.progress.count(status, figures, self._max_bad_updates) else None
+
+    def nothing_was_learned(self, run_id: str, why: str) -> None:
+        """Says so, and remembers the reason."""
+        self._why_nothing_was_learned = why
+        self.log.console.message(f"{run_id}: {why}")
+
+    def check_learned(self, advice: str = "") -> None:
+        """Called at the end of a run.
+
+        Raises:
+            NoLearningSignal: not one epoch made an update.
+        """
+        if not self.progress.learned_epochs:
+            raise NoLearningSignal(
+                f"nothing could be learned in {self.progress.epoch} epochs; of the last: "
+                f"{self._why_nothing_was_learned}{advice}"
+            )
+
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        """The figures of one epoch: those that another run would repeat, then those of the clock.
+
+        Raises:
+            ValueError: no such epoch has been run since the process began.
+        """
+        return self.log.figures(run_id)
+
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Writes one step of the logs and the progress line; the reward plot every tenth epoch."""
+        self.log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
+
+    async def cleanup(self) -> None:
+        """Closes the logs."""
+        self.log.close()
+
+    def state(self) -> dict[str, Any]:
+        """Counters and histories."""
+        return {
+            "progress": self.progress.state(),
+            "log": self.log.state(),
+            "why_nothing_was_learned": self._why_nothing_was_learned,
+        }
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on between two epochs."""
+        self.progress.restore(state["progress"])
+        self.log.restore(state["log"])
+        self._why_nothing_was_learned = state["why_nothing_was_learned"]

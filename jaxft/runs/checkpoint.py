@@ -1,0 +1,229 @@
+"""Checkpoints of one run, each with a manifest: what does not verify does not count.
+
+    checkpoints/12/arrays/...       written by orbax, in the background
+                   state/...        JSON
+                   manifest.json    sha256 and size of every file, written last
+
+A step is there when its manifest is and verifies. Orbax alone would call an empty directory the newest step and restore
+flipped bits without a word. The steps before go only when the new one has been read back and is good.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxft.models.manifest import (
+    MANIFEST,
+    ManifestError,
+    NewerFormatError,
+    read_manifest,
+    sync_folder,
+    verify_manifest,
+    write_manifest,
+)
+from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.disk import disk_errors
+
+FOLDER = "checkpoints"
+FORMAT_VERSION = 1
+"""Of the state and the arrays; a newer program restores every older one."""
+DAMAGED = ".damaged"
+
+
+class Checkpoint(NamedTuple):
+    """A step that verifies, and its JSON."""
+
+    step: int
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """Saves and restores steps of one run; one save at a time runs in the background.
+
+    `save` and `arrays` are called where nothing changes the arrays meanwhile, the rest from any thread.
+    """
+
+    def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, keep_best: bool = True) -> None:
+        """`max_to_keep` are the newest steps kept; with `keep_best` that of the best score stays, too."""
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self._directory = directory
+        self.folder = directory.file(f"{FOLDER}/.").resolve()
+        self.folder.mkdir(exist_ok=True)
+        self._max_to_keep, self._keep_best = max_to_keep, keep_best
+        self._finishing: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
+        )
+
+    def steps(self) -> list[int]:
+        """The numbers of all step directories, good or not, ascending."""
+        names = [entry.name for entry in self.folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest step that verifies; None when no save was ever finished. What is passed over is said.
+
+        Raises:
+            RestoreError: steps were finished, and not one of them verifies; or the newest is of a newer format.
+        """
+        faults = []
+        for step in reversed(self.steps()):
+            folder = self.folder / str(step)
+            try:
+                manifest = verify_manifest(folder)
+                if manifest["checkpoint_format"] > FORMAT_VERSION:
+                    raise NewerFormatError(
+                        f"{folder} is of checkpoint_format {manifest['checkpoint_format']}, newer than this program "
+                        f"knows ({FORMAT_VERSION}): update jaxft"
+                    )
+                return Checkpoint(step, self._state(step))
+            except NewerFormatError as error:  # it is good: nothing may take its place
+                raise RestoreError(str(error)) from error
+            except ManifestError as error:
+                is_unfinished = not (folder / MANIFEST).exists()
+                say(f"checkpoint {step} is {'unfinished' if is_unfinished else 'damaged'} and is passed over: {error}")
+                faults += [] if is_unfinished else [str(error)]
+        if faults:
+            listed = "\n  ".join(faults)
+            raise RestoreError(
+                f"no checkpoint in {self.folder} verifies: put one back from a backup, or start anew with --overwrite\n"
+                f"  {listed}"
+            )
+        return None
+
+    def set_aside(self, after: int) -> None:
+        """Renames the steps after one, which a run that goes on from it will make again."""
+        for step in self.steps():
+            if step > after:
+                aside = self.folder / f"{step}{DAMAGED}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self.folder / str(step)).rename(aside)
+        self._manager.reload()
+
+    def _state(self, step: int) -> dict[str, Any]:
+        args = self._ocp.args.Composite(state=self._ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args).state
+
+    def arrays(self, checkpoint: Checkpoint, like: Any) -> Any:
+        """The arrays of a step, placed like those of `like`, a tree of arrays.
+
+        Raises:
+            RestoreError: names, shapes or dtypes are not the same.
+        """
+        differences = _differences(checkpoint.state["layout"], layout(like))
+        if differences:
+            listed = "\n  ".join(differences[:20])
+            raise RestoreError(
+                f"checkpoint {checkpoint.step} does not fit this run ({len(differences)} differences): continue it "
+                f"with the configuration it was made with\n  {listed}"
+            )
+        if not jax.tree.leaves(like):
+            return like
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        args = self._ocp.args.Composite(arrays=self._ocp.args.StandardRestore(target))
+        return self._manager.restore(checkpoint.step, args=args).arrays
+
+    def save(self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None) -> None:
+        """Begins to write a step and returns when the arrays may change again.
+
+        Args:
+            step: larger than all before.
+            state: for JSON.
+            arrays: a tree of arrays; none is fine.
+            score: for `keep_best`.
+
+        Raises:
+            CheckpointError, DiskFull: the save before did not come to its end.
+        """
+        self.wait()
+        args = self._ocp.args
+        items = {"state": args.JsonSave({**state, "layout": layout(arrays)})}
+        if jax.tree.leaves(arrays):
+            items["arrays"] = args.StandardSave(arrays)
+        with disk_errors(self.folder / str(step)):
+            # Forced: it would leave out a step below a name such as 20 that somebody put there.
+            self._manager.save(step, args=args.Composite(**items), force=True)
+        self._finishing = threading.Thread(target=self._finish, args=(step, score), name=f"checkpoint {step}")
+        self._finishing.start()
+
+    def _finish(self, step: int, score: float | None) -> None:
+        folder = self.folder / str(step)
+        try:
+            with disk_errors(folder):
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+                write_manifest(folder, {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score})
+                sync_folder(self.folder)
+                verify_manifest(folder)
+            self._drop_old(step)
+        except BaseException as error:  # it belongs to whoever waits
+            self._error = error
+
+    def _drop_old(self, newest: int) -> None:
+        kept = {newest}
+        scores = {}
+        for step in reversed(self.steps()):
+            try:
+                scores[step] = read_manifest(self.folder / str(step))["score"]
+            except ManifestError:
+                continue
+            if len(kept) < self._max_to_keep:
+                kept.add(step)
+        scored = {step: score for step, score in scores.items() if score is not None}
+        if self._keep_best and scored:
+            kept.add(max(scored, key=lambda step: (scored[step], step)))
+        for step in self.steps():
+            if step not in kept:
+                folder = self.folder / str(step)
+                (folder / MANIFEST).unlink(missing_ok=True)  # first: half of it is none
+                shutil.rmtree(folder)
+
+    def wait(self) -> None:
+        """Waits for the save in the background.
+
+        Raises:
+            CheckpointError, DiskFull: it did not come to its end.
+        """
+        if self._finishing is not None:
+            self._finishing.join()
+            self._finishing = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, Exception) and not hasattr(error, "exit_code"):
+                raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {error}") from error
+            raise error
+
+    def close(self) -> None:
+        """Waits for the save in the background and lets orbax go; errors of that save are raised by `wait` alone."""
+        if self._finishing is not None:
+            self._finishing.join()
+        self._manager.close()
+
+
+def layout(arrays: Any) -> dict[str, str]:
+    """Name, dtype and shape of every array of a tree.
+
+    >>> import numpy as np
+    >>> layout({"params": {"head": np.zeros((2, 3), np.float32)}, "ref": None})
+    {'params/head': 'float32[2,3]'}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in leaves
+    }
+
+
+def _differences(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    names = [*saved, *(name for name in wanted if name not in saved)]
+    return [
+        f"{name}: {saved.get(name, 'nothing')} in the checkpoint, {wanted.get(name, 'nothing')} here"
+        for name in names
+        if saved.get(name) != wanted.get(name)
+    ]

@@ -1,0 +1,41 @@
+"""A small agent for runs that are killed: two turns, a reward from the tokens alone, and randomness of its own."""
+
+import asyncio
+from typing import Any
+
+import jaxft
+
+
+class KilledAgentConfig(jaxft.WorkflowConfig, name="killed_agent"):
+    llm: jaxft.LLMRef
+    candidates: int = 1
+
+
+@jaxft.register_workflow(config_type=KilledAgentConfig)
+async def killed_agent(config: KilledAgentConfig, builder: Any) -> Any:
+    llm = await builder.get_llm(config.llm)
+
+    async def answer(example: dict) -> float:
+        episode, messages, points = jaxft.episode(), [], []
+        for _ in range(2):
+            question = f"{example['question']} {episode.random.randrange(10)}"
+            messages.append({"role": "user", "content": question})
+            count = config.candidates if episode.is_training else 1
+            replies = await asyncio.gather(*[llm.chat(messages, max_tokens=6) for _ in range(count)])
+            scores = [sum(token % 2 == 0 for token in reply.token_ids) / len(reply.token_ids) for reply in replies]
+            if count > 1:
+                episode.record_candidates(replies, scores)
+            messages.append({"role": "assistant", "content": replies[0].content})
+            points.append(scores[0])
+        return sum(points) / 2
+
+    yield answer
+
+
+class PointsConfig(jaxft.EvaluatorConfig, name="killed_points"):
+    pass
+
+
+@jaxft.register_evaluator(config_type=PointsConfig)
+async def killed_points(config: PointsConfig, builder: Any) -> Any:
+    yield lambda item: item.output_obj

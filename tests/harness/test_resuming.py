@@ -1,0 +1,338 @@
+"""A run that was ended goes on: what is refused, what is cut off, what a signal leaves behind."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxft.cli import main
+from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
+from jaxft.harness.resuming import changes_of, missing_secrets
+from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
+from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.runs.directory import RunDirectory
+from tests.harness.conftest import ToyAdapter, ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
+
+
+class SteadyTrainerConfig(TrainerConfig, name="steady_trainer"):
+    stop_in: int | None = None
+    signal: int = signal.SIGTERM
+    seconds: float = 60.0
+
+
+class SteadyTrainer(ToyTrainer):
+    """Logs a line per epoch and saves between them; sends itself a signal in the middle of one, when told to."""
+
+    def __init__(self, config, directory):
+        super().__init__(config)
+        self.directory, self.epoch = directory, 0
+
+    def state(self):
+        return {"epoch": self.epoch}
+
+    def restore_state(self, state):
+        self.epoch = state["epoch"]
+
+    async def run(self, num_epochs):
+        statuses = []
+        while True:
+            await self.checkpoint(self.epoch, is_last=self.epoch == num_epochs)
+            if self.epoch == num_epochs or self.is_stopping:
+                return statuses
+            if self.epoch == self.trainer_config.stop_in:
+                os.kill(os.getpid(), self.trainer_config.signal)
+                await asyncio.sleep(self.trainer_config.seconds)
+            ref = await self.run_epoch(self.epoch, f"epoch-{self.epoch}")
+            statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+            self.directory.append_jsonl("training_metrics.jsonl", {"step": self.epoch})
+            self.epoch += 1
+
+
+@register_trainer(config_type=SteadyTrainerConfig)
+async def steady_trainer(config, builder):
+    yield SteadyTrainer(config, builder.directory)
+
+
+class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
+    busy_seconds: float | None = None
+
+
+class SteadyAdapter(ToyAdapter):
+    """Counts jobs; may be busy when a signal comes."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.jobs = 0
+
+    async def submit(self, trajectories):
+        self.jobs += 1
+        return await super().submit(trajectories)
+
+    async def status(self, ref):
+        self.adapter_config.__dict__["status"] = "completed"
+        return await super().status(ref)
+
+    def is_busy(self):
+        return self.adapter_config.busy_seconds is not None
+
+    async def save_state(self, save):
+        return save({"jobs": self.jobs}, {})
+
+    async def restore_state(self, values, read):
+        assert read({}) == {}
+        self.jobs = values["jobs"]
+
+
+@register_trainer_adapter(config_type=SteadyAdapterConfig)
+async def steady_adapter(config, builder):
+    yield SteadyAdapter(config)
+
+
+@pytest.fixture
+def run_file(toy_run, tmp_path, monkeypatch):
+    """Writes a run of the steady trainer; fields of the trainer and of finetuning may be given."""
+    monkeypatch.chdir(tmp_path)
+    toy_run["trainers"]["loop"] = {"_type": "steady_trainer"}
+    toy_run["trainer_adapters"]["local"] = {"_type": "steady_adapter"}
+    toy_run["finetuning"] |= {"output_dir": "run", "num_epochs": 4, "grace_seconds": 1.0}
+
+    def write(**finetuning):
+        toy_run["finetuning"] |= finetuning
+        (tmp_path / "run.yml").write_text(dump_yaml(toy_run))
+        return ["finetune", "--config_file", "run.yml"]
+
+    return write
+
+
+def steps_logged(folder=Path("run")):
+    return [json.loads(line)["step"] for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
+
+
+def stopped(run_file, capsys, epoch=2, number=signal.SIGTERM, **finetuning):
+    """A run that a signal ended in the middle of an epoch; what it said."""
+    command = [*run_file(**finetuning), "--set", f"trainers.loop.stop_in={epoch}"]
+    assert main([*command, "--set", f"trainers.loop.signal={int(number)}"]) == 128 + number
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
+    shown = stopped(run_file, capsys, number=number, checkpoints={"every": 100}).err
+    assert f"jaxft: {number.name}: stopping; a second signal ends at once" in shown
+    word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; go on with:\n  jaxft resume run\n")
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "going on from checkpoint 2" in capsys.readouterr().out
+    assert steps_logged() == [0, 1, 2, 3]
+    result = json.loads(Path("run/result.json").read_text())
+    assert (result["num_epochs"], result["jobs_completed"]) == (4, 2)
+
+
+def test_an_update_that_runs_is_finished_within_the_grace_time(run_file, capsys):
+    command = [*run_file(), "--set", "trainer_adapters.local.busy_seconds=0.3", "--set", "trainers.loop.stop_in=1"]
+    assert main([*command, "--set", "trainers.loop.seconds=0.3"]) == 143
+    shown = capsys.readouterr()
+    assert "finishing the update, in at most 1 seconds" in shown.out and "saved as checkpoint 2" in shown.err
+    assert steps_logged() == [0, 1]
+
+
+def test_one_that_takes_longer_is_given_up(run_file, capsys):
+    command = [*run_file(grace_seconds=0.2), "--set", "trainer_adapters.local.busy_seconds=9"]
+    assert main([*command, "--set", "trainers.loop.stop_in=1"]) == 143
+    assert "saved as checkpoint 1" in capsys.readouterr().err  # no job was begun: the boundary is as it was
+    assert steps_logged() == [0]
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    """In a process of its own: nothing of this one would be left."""
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from jaxft.harness.runtime import exit_code_of\n"
+        "async def main():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    try:\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.sleep(60)\n"
+        "sys.exit(exit_code_of(main))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 143
+    assert ended.stderr.splitlines() == [
+        "jaxft: SIGINT: stopping; a second signal ends at once",
+        "jaxft: SIGTERM again: ended at once",
+    ]
+
+
+def test_a_run_that_is_done_may_be_resumed_and_prolonged(run_file, capsys):
+    assert main(run_file()) == 0
+    result = json.loads(Path("run/result.json").read_text())
+    assert main(["resume", "run"]) == 0
+    assert json.loads(Path("run/result.json").read_text()).keys() == result.keys()
+    assert steps_logged() == [0, 1, 2, 3]
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=6"]) == 0
+    assert steps_logged() == [0, 1, 2, 3, 4, 5]
+    assert "changed: finetuning.num_epochs: 4 -> 6" in capsys.readouterr().out
+    resumes = [json.loads(line) for line in Path("run/resumes.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["changes"]) for row in resumes] == [(4, {}), (4, {"finetuning.num_epochs": [4, 6]})]
+    assert "num_epochs: 6" in Path("run/config.yml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("finetuning.seed", "5", "finetuning.seed: was 0 and is 5: a run goes on with what it was begun with"),
+        ("trainers.loop._type", "toy_trainer", "trainers.loop._type: was 'steady_trainer' and is 'toy_trainer'"),
+        ("finetuning.trainer_adapter", "other", "finetuning.trainer_adapter: was 'local' and is 'other'"),
+    ],
+)
+def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, value, message):
+    toy_run["trainer_adapters"]["other"] = {"_type": "toy_adapter"}
+    stopped(run_file, capsys)
+    options = ["--set", "trainers.loop.stop_in=null"] if field != "trainers.loop._type" else []
+    before = Path("run/config.yml").read_bytes()
+    code = main(["finetune", "--config_file", "run.yml", "--resume", *options, "--set", f"{field}={value}"])
+    assert code == 2
+    shown = capsys.readouterr().err
+    assert "the resumed run" in shown and message in shown
+    assert Path("run/config.yml").read_bytes() == before and steps_logged() == [0, 1]
+
+
+@pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
+def test_a_model_is_what_a_run_is(field):
+    from fnmatch import fnmatchcase
+
+    from jaxft.harness.resuming import IMMUTABLE
+
+    assert any(fnmatchcase(f"llms.policy.{field}", pattern) for pattern in IMMUTABLE)
+    assert not any(fnmatchcase("trainer_adapters.local.optimizer.learning_rate", pattern) for pattern in IMMUTABLE)
+
+
+def test_what_was_logged_after_the_checkpoint_is_cut_off(run_file, capsys):
+    stopped(run_file, capsys)
+    folder = Path("run")
+    log, late = folder / "training_metrics.jsonl", folder / "extra" / "late.jsonl"
+    with log.open("a") as stream:
+        stream.write('{"step": 2}\n{"ste')
+    late.parent.mkdir()
+    late.write_text("{}\n")
+    (folder / "mine.jsonl").write_text("{}\n")
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert steps_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
+
+
+def test_a_log_that_lost_lines_is_an_error(run_file, capsys):
+    stopped(run_file, capsys)
+    os.truncate("run/training_metrics.jsonl", 3)
+    assert main(["resume", "run"]) == 2
+    assert "training_metrics.jsonl has 3 bytes, but had 24 when the checkpoint was made" in capsys.readouterr().err
+
+
+def test_without_a_finished_checkpoint_a_run_begins_anew(run_file, capsys):
+    stopped(run_file, capsys)
+    for step in Path("run/checkpoints").iterdir():
+        (step / "manifest.json").unlink()
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint 2 is unfinished" in shown
+    assert "no checkpoint was finished: the run starts from its beginning" in shown
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_a_run_that_wrote_nothing_yet_is_begun(run_file):
+    RunDirectory.create("run").close()
+    assert main([*run_file(), "--resume"]) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_path, capsys):
+    assert main(["resume", "nowhere"]) == 2
+    assert "nowhere: holds no run to go on with: it has no config.yml" in capsys.readouterr().err
+    assert main([*run_file(), "--resume"]) == 2
+    assert "no run to continue in 'run'" in capsys.readouterr().err
+
+    async def script(config, arguments):
+        from jaxft.harness.runtime import open_session
+
+        async with open_session(config, resume=arguments.resume, overwrite=arguments.overwrite) as session:
+            session.notes["before"] = 3
+            await session.train()
+
+    assert run_script(script, run_arguments("A script.", tmp_path / "run.yml"), []) == 0
+    assert main(["resume", "run"]) == 2
+    shown = capsys.readouterr().err
+    assert "a script made this run, which does more than training: go on with:\n  python " in shown
+    assert "--resume" in shown
+
+
+def test_notes_come_back(run_file, tmp_path, capsys):
+    run_file()
+    seen = []
+
+    async def script(config, arguments):
+        from jaxft.harness.runtime import open_session
+
+        async with open_session(config, resume=arguments.resume) as session:
+            seen.append(session.is_resumed)
+            if not session.is_resumed:
+                session.notes["before"] = {"wins": 3}
+            seen.append(dict(session.notes))
+            await session.train()
+
+    parser = run_arguments("A script.", tmp_path / "run.yml")
+    assert run_script(script, parser, ["--set", "trainers.loop.stop_in=1"]) == 143
+    assert "go on with:\n  python" in capsys.readouterr().err
+    assert run_script(script, parser, ["--resume"]) == 0
+    assert seen == [False, {"before": {"wins": 3}}, True, {"before": {"wins": 3}}]
+
+
+def test_fresh_starts_in_used_directories_are_refused(run_file, capsys):
+    assert main(run_file()) == 0
+    assert main(run_file()) == 2
+    assert "already holds a run" in capsys.readouterr().err and steps_logged() == [0, 1, 2, 3]
+    with pytest.raises(SystemExit):
+        main([*run_file(), "--resume", "--overwrite"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_taken_or_not_writable_is_found_before_any_model(run_file, toy_events, tmp_path, capsys):  # noqa: F811
+    with RunDirectory.create("run"):
+        assert main([*run_file(), "--overwrite"]) == 2
+        assert f"is in use by process {os.getpid()} on host" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(run_file(output_dir="file/run")) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert toy_events == []
+
+
+def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys):
+    toy_run["llms"]["policy"]["api_key"] = "sk-0123456789"
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
+    assert "llms.policy.api_key: is a secret, which a run does not keep: give it with --set" in capsys.readouterr().err
+    options = ["--set", "llms.policy.api_key=sk-0123456789", "--set", "trainers.loop.stop_in=null"]
+    assert main(["resume", "run", *options]) == 0
+    assert "sk-0123456789" not in "".join(p.read_text() for p in Path("run").glob("*.json*"))
+
+
+def test_other_versions_are_said(run_file, capsys):
+    stopped(run_file, capsys)
+    about = json.loads(Path("run/environment.json").read_text())
+    about["versions"]["optax"] = "0.0.1"
+    Path("run/environment.json").write_text(json.dumps(about))
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "warning: optax was 0.0.1 when the run was begun and is" in capsys.readouterr().out
+
+
+def test_changes_in_words():
+    assert changes_of({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2], "d": None}}) == {"b.c": ([1], [2])}
+    assert missing_secrets({"a": {"key": "***"}, "b": ["x", "***"]}) == ["a.key", "b.1"]
+    assert command_to_resume(["run.py", "--resume", "--set", "judge.api_key=sk-1"]) == (
+        "python run.py --set 'judge.api_key=***' --resume"
+    )
