@@ -43,7 +43,8 @@ def main() -> None:
     median = statistics.median(row["seconds"] for row in rows)
     print(f"a checkpoint has {size / 1e6:.1f} MB; {len(rows)} epochs of {median:.2f} s (median)")
     print(f"blocked {1e3 * statistics.median(blocked):.0f} ms (median; {1e3 * max(blocked):.0f} ms at most)")
-    print(f"share of the epoch {statistics.median(shares):.2%} (median; {max(shares):.2%} at most)")
+    total = sum(blocked) / sum(row["seconds_checkpoint"] + row["seconds"] for row in rows)
+    print(f"share of the epoch {statistics.median(shares):.2%} (median; {max(shares):.2%} at most), of all {total:.2%}")
     if arguments.out is not None:
         figures = {
             "checkpoint_bytes": size,
@@ -51,6 +52,7 @@ def main() -> None:
             "blocked_seconds": blocked,
             "median_share": statistics.median(shares),
             "largest_share": max(shares),
+            "share_of_all": total,
             "environment": environment(),
         }
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,8 +1,6 @@
-"""An agent that fails, or hangs, now and then still learns; what fails always ends the run with one message."""
+"""An agent that fails now and then still learns; one that always fails ends the run with its last traceback."""
 
-import asyncio
 import json
-import re
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from jaxft.harness.strict_yaml import dump_yaml
 class BrittleConfig(jaxft.WorkflowConfig, name="brittle_agent"):
     llm: jaxft.LLMRef
     failing_share: float = 0.3
-    hanging_share: float = 0.0
 
 
 @jaxft.register_workflow(config_type=BrittleConfig)
@@ -25,11 +22,8 @@ async def brittle_agent(config: BrittleConfig, builder: Any) -> Any:
 
     async def answer(example: dict) -> tuple[int, ...]:
         reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)
-        drawn = jaxft.episode().random.random()
-        if drawn < config.failing_share:
+        if jaxft.episode().random.random() < config.failing_share:
             raise ConnectionError("the tool is down")
-        if drawn > 1 - config.hanging_share:
-            await asyncio.Event().wait()  # for ever
         return reply.token_ids
 
     yield answer
@@ -99,16 +93,6 @@ def test_an_agent_that_always_fails_ends_the_run(finetune, capsys):
     error = capsys.readouterr().err
     assert "64 of 64 episodes failed; the last: example '7', generation 7: ConnectionError: the tool is down" in error
     assert 'raise ConnectionError("the tool is down")' in error
-
-
-def test_an_agent_that_sometimes_never_returns_costs_the_run_a_few_episodes(finetune, tmp_path, capsys):
-    options = ("--set", "eval.general.timeout_seconds=3", "--set", "finetuning.num_epochs=2")
-    assert finetune(*options, failing_share=0.0, hanging_share=0.1) == 0
-    rows = [json.loads(row) for row in (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()]
-    assert [row["episodes"] for row in rows] == [64, 64] and all(0 < row["failed_episodes"] < 20 for row in rows)
-    assert [row["applied_updates"] for row in rows] == [1.0, 1.0]
-    said = r"of 64 episodes failed and are left out; example '\d', generation \d: TimeoutError: the workflow gave no output"
-    assert re.search(said + " within 3 s", capsys.readouterr().out)
 
 
 def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):

@@ -17,6 +17,7 @@ from jaxft.harness.data_models import (
 )
 from jaxft.harness.errors import ConfigError, NoLearningSignal, TooManyFailures, UserCodeError, user_code
 from jaxft.harness.registry import TrainerConfig, register_trainer
+from jaxft.policy.faults import PolicyError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
@@ -105,7 +106,7 @@ class DPOTrainer(LoggedTrainer):
                 with user_code():
                     collection = await self._collection(run_id)
             except UserCodeError as failure:
-                is_hopeless = isinstance(failure.error, ConfigError)  # the next collection would fail likewise
+                is_hopeless = isinstance(failure.error, ConfigError | PolicyError)  # the next would fail likewise
                 if is_hopeless or not self.trainer_config.continue_on_collection_error:
                     raise failure.error from None
                 self.log.console.message(f"{run_id} failed and is left out: {failure.summary}")

@@ -17,7 +17,11 @@ Cache = Any
 
 
 def same_params(params: Params) -> Params:
-    """The layout of a model that decodes from the arrays as they are trained."""
+    """The layout of a model that decodes from the arrays as they are trained.
+
+    >>> same_params({"w": 1})
+    {'w': 1}
+    """
     return params
 
 

@@ -17,6 +17,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.interfaces import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
+from jaxft.policy.faults import PolicyLostError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
@@ -148,6 +149,8 @@ def test_a_collection_that_fails_ends_the_run_unless_it_may(train):
     with pytest.raises(TooManyFailures, match="every collection failed; the last:\n") as caught:
         train(Listed(OSError("gone")), Noted(), continue_on_collection_error=True)
     assert "OSError: gone" in str(caught.value) and caught.value.exit_code == 3
+    with pytest.raises(PolicyLostError):  # the next collection would fail likewise
+        train(Listed(PolicyLostError("gone")), Noted(), num_runs=3, continue_on_collection_error=True)
     with pytest.raises(TooManyFailures, match="8 of 10 episodes failed"):
         train(Listed([pair("a")] * 2), Noted())
 

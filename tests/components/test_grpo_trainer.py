@@ -74,11 +74,13 @@ def train(tmp_path, make_items):
         generations=2,
         validation=None,
         finetuning=None,
+        timeout_seconds=None,
         **config,
     ):
         async def main(directory, shown):
             builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=generations))
-            await builder.bind_evaluation(Evaluation(workflow, {"reward": reward}, "reward", 4, 0), make_items(names))
+            evaluation = Evaluation(workflow, {"reward": reward}, "reward", 4, 0, timeout_seconds=timeout_seconds)
+            await builder.bind_evaluation(evaluation, make_items(names))
             trainer = GRPOTrainer(GRPOTrainerConfig(**config), directory=directory, console=Console(shown))
             await trainer.bind_components(builder, adapter)
             if validation is not None:
@@ -203,6 +205,54 @@ def test_some_episodes_failing_are_counted_and_shown(train):
         in shown
     )
     assert [len(group) for group in adapter.submitted[0].trajectories] == [1, 2]
+
+
+async def sometimes_hanging(example):
+    """Never returns in the first episode of example `a`."""
+    if example["name"] == "a" and episode().generation == 0:
+        await asyncio.Event().wait()
+    return float(episode().generation)
+
+
+def test_a_workflow_that_never_returns_costs_its_episodes_and_not_the_run(train):
+    statuses, rows, shown, _ = train(sometimes_hanging, NotingAdapter(applied_updates=1.0), timeout_seconds=0.05)
+    assert len(statuses) == 2 and [row["failed_episodes"] for row in rows] == [1, 1]
+    said = (
+        "1 of 4 episodes failed and are left out; example 'a', generation 0: TimeoutError: the workflow gave no output "
+    )
+    assert all(f"{epoch}: {said}within 0.05 s" in shown for epoch in ("epoch_00000", "epoch_00001"))
+    with pytest.raises(TooManyFailures, match=r"1 of 4 episodes .*no output within 0\.05 s"):
+        train(sometimes_hanging, NotingAdapter(), timeout_seconds=0.05, max_failed_share=0.2)
+
+
+STRANGE_IDS = [
+    "../../escaped",
+    "/absolute",
+    "a\0b",
+    "x" * 300,
+    "caf\u00e9",
+    "cafe\u0301",
+    "lone \ud800",
+    "\N{GRINNING FACE}",
+    "NUL",
+]
+
+
+def test_examples_of_any_id_are_trained_and_nothing_is_written_outside(train, tmp_path):
+    adapter = NotingAdapter(applied_updates=1.0)
+    train(
+        generation,
+        adapter,
+        names=STRANGE_IDS,
+        epochs=20,
+        show_episodes_every=1,
+        examples_per_update=1,
+        finetuning={"curriculum_learning": {"enabled": True}},
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"run"} and len(adapter.submitted) == 20
+    samples = (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()
+    assert {json.loads(sample)["example_id"] for sample in samples} == set(STRANGE_IDS)
+    assert {group[0].example_id for job in adapter.submitted for group in job.trajectories} == set(STRANGE_IDS)
 
 
 def test_how_many_failures_are_too_many_can_be_set(train):

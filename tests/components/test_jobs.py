@@ -17,6 +17,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.errors import ConfigError, NothingToTrain, TrajectoryError
+from jaxft.policy.faults import DeviceMemoryError
 
 FOREIGN = {"max_stale_share": 1.0, "max_disagreeing_share": 1.0}
 
@@ -145,6 +146,48 @@ def test_a_job_can_be_cancelled_before_and_while_it_runs(make_policy, make_colle
     updates = part.metadata["metrics"]["updates"]
     assert part.message == f"canceled after {updates} of 8 updates"
     assert adapter.policy.version == 1 + (updates > 0)
+
+
+def hungry(policy):
+    """A model that wants more memory than any address space has: the allocation really fails."""
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        hidden, cache = policy.model.apply(params, tokens, positions, cache, segment_ids)
+        return hidden + jnp.cumsum(jnp.ones((2**16, 2**30)), axis=0)[tokens, :1], cache
+
+    return policy.model._replace(apply=apply)
+
+
+def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy, make_collection):
+    adapter = make_adapter(make_policy(model=hungry(policy)), **FOREIGN)
+    (status,) = run(adapter, make_collection("large"))
+    assert status.status is TrainingStatusEnum.FAILED
+    assert status.message.startswith(
+        "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now 64), "
+        "llms.policy.slots (now 8) or llms.policy.max_context_tokens (now 96); it said: RESOURCE_EXHAUSTED: Out of "
+    )
+    assert "\n" not in status.message and "JaxRuntimeError" in status.metadata["traceback"]
+
+
+def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
+    with pytest.raises(
+        DeviceMemoryError, match=r"lower llms\.<name>\.slots \(now 8\) or llms\.<name>\.max_context_tokens"
+    ):
+        asyncio.run(make_adapter(make_policy(max_context_tokens=2**40)).is_healthy())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_collection, error):
+    """A model may call `sys.exit`: the job is over, the process is not."""
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        raise error
+
+    adapter = make_adapter(make_policy(model=policy.model._replace(apply=apply)), **FOREIGN)
+    first, second = run(adapter, make_collection("first"), make_collection("second"))
+    assert first.status is second.status is TrainingStatusEnum.FAILED
+    assert f"DeviceThreadError: work on the device thread was ended by {type(error).__name__}" in first.message
+    assert "PolicyLostError: the policy's parameters were lost" in second.message
 
 
 def test_training_is_aimed_at_the_model_of_the_adapter(policy):

@@ -10,6 +10,7 @@ import pytest
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
 from jaxft.harness.judging import Judge
+from jaxft.policy.faults import PolicyLostError
 from jaxft.policy.recorder import TRAINING, episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
@@ -106,6 +107,32 @@ def test_a_failing_workflow_fails_alone():
     assert (output.num_episodes, output.num_failed, output.num_unscorable, output.average_reward) == (5, 1, 0, 1.0)
     assert output.first_error.startswith("example 'e1', generation 0: KeyError")
     assert output.evaluation_results[0][1].eval_output_items[1].error == outcomes[1].error
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_a_policy_that_cannot_go_on_is_no_fault_of_an_episode(is_group):
+    """It ends the run, as one error and not as one for each episode."""
+    error = PolicyLostError("the parameters were lost")
+
+    async def ask(example):
+        await asyncio.sleep(0.001 * example["n"])
+        if example["n"] == 2:
+            raise error
+        await asyncio.sleep(example["n"] // 3 * 60)  # the later ones are given up
+        return 1
+
+    async def main():
+        judge = Judge((lambda items: [1.0] * len(items)) if is_group else (lambda item: 1.0), is_group)
+        evaluation = evaluation_of(ask, max_concurrency=100, score=judge)
+        options = {"stream": TRAINING, "rollout_index": 0, "num_generations": 2}
+        with pytest.raises(PolicyLostError) as caught:
+            await asyncio.wait_for(evaluation.run(ITEMS, **options), timeout=20)
+        assert caught.value is error
+        with pytest.raises(PolicyLostError):
+            await asyncio.wait_for(asyncio.gather(*evaluation.start(ITEMS, **options)), timeout=20)
+        await asyncio.wait_for(evaluation.close(), timeout=20)
+
+    asyncio.run(main())
 
 
 def test_an_episode_cannot_spoil_the_row_of_another():
