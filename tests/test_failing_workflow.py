@@ -46,7 +46,7 @@ def finetune(tmp_path):
         rows = [json.dumps({"question": str(n), "answer": ""}) for n in range(8)]
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         run = {
-            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
+            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 32, "max_context_tokens": 96}},
             "workflow": {"_type": "brittle_agent", "llm": "policy", **agent},
             "eval": {
                 "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
@@ -69,6 +69,7 @@ def finetune(tmp_path):
                 "trainer_adapter": "local",
                 "reward_function": {"name": "even"},
                 "num_epochs": 12,
+                "checkpoints": {"every": None},
                 "output_dir": str(tmp_path / "run"),
             },
         }
@@ -97,7 +98,7 @@ def test_an_agent_that_always_fails_ends_the_run(finetune, capsys):
 
 def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
     """No address space holds the cache: the allocation really fails."""
-    assert finetune("--set", f"llms.policy.max_context_tokens={2**40}") == 1
+    assert finetune("--set", "llms.policy.slots=8", "--set", f"llms.policy.max_context_tokens={2**40}") == 1
     error = capsys.readouterr().err
     assert error.startswith(
         "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8) or "

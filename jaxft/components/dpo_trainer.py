@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxft.components.logged_trainer import LoggedTrainer
-from jaxft.components.run_log import mean
+from jaxft.components.run_log import PAIRS_FILE, mean
 from jaxft.harness.data_models import (
     DPOItem,
     FinetuneConfig,
@@ -19,7 +19,7 @@ from jaxft.harness.errors import ConfigError, NoLearningSignal, TooManyFailures,
 from jaxft.harness.registry import TrainerConfig, register_trainer
 from jaxft.policy.faults import PolicyError
 from jaxft.runs.console import Console
-from jaxft.runs.directory import RunDirectory
+from jaxft.runs.directory import RestoreError, RunDirectory
 
 
 class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
@@ -73,9 +73,9 @@ class DPOTrainer(LoggedTrainer):
             NoLearningSignal: no decision had two candidates of different scores, or no epoch made an update.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        self.log.start(num_epochs, self.progress.epoch)
+        self.start(num_epochs)
         await self._collect(num_epochs)
-        while not self.is_stopping:
+        while self._pairs:  # a signal may have come before there were any
             is_last = self.progress.epoch >= num_epochs
             await self._save(await self.validate(num_epochs), is_last=is_last)
             if self.is_stopping:
@@ -162,13 +162,18 @@ class DPOTrainer(LoggedTrainer):
 
     def state(self) -> dict[str, Any]:
         """Counters and histories; the pairs are in a log of their own."""
-        return {**super().state(), "collections": self._collections}
+        return {**super().state(), "collections": self._collections, "collected_pairs": len(self._collected)}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Goes on between two collections or epochs."""
         super().restore_state(state)
         self._collections = list(state["collections"])
         self._collected = self.log.read_pairs()
+        if len(self._collected) != state["collected_pairs"]:
+            raise RestoreError(
+                f"{PAIRS_FILE} holds {len(self._collected)} pairs, but held {state['collected_pairs']} when the "
+                "checkpoint was made: put it back, or start anew with --overwrite"
+            )
 
 
 def _identity(pair: Trajectory) -> str:

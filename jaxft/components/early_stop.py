@@ -36,29 +36,38 @@ class EarlyStop:
     def __init__(self, config: EarlyStopConfig) -> None:
         self._config = config
         self._best: float | None = None
+        self._last: float | None = None
         self._without_gain = 0
+        self._is_fresh = True  # no reward yet
         self.is_target_reached = False
 
     def state(self) -> dict[str, Any]:
         """For JSON."""
-        return {"best": self._best, "without_gain": self._without_gain, "is_target_reached": self.is_target_reached}
+        return {"best": self._best, "without_gain": self._without_gain, "last": self._last, "is_fresh": self._is_fresh}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a `state`."""
         self._best, self._without_gain = state["best"], state["without_gain"]
-        self.is_target_reached = state["is_target_reached"]
+        self._last, self._is_fresh = state["last"], state["is_fresh"]
 
     def reason(self, reward: float | None) -> str | None:
         """Why the run ends after this reward, in words; None when it goes on. A reward of None (nothing usable) is no
         gain."""
-        target, patience, gain = self._config.target_reward, self._config.patience, self._config.min_gain
-        if reward is not None and target is not None and reward >= target:
-            self.is_target_reached = True
-            return f"the mean reward {reward:.4g} has reached {target:g}"
-        if reward is not None and (self._best is None or reward > self._best + gain):
+        self._last, self._is_fresh = reward, False
+        if reward is not None and (self._best is None or reward > self._best + self._config.min_gain):
             self._best, self._without_gain = reward, 0
         else:
             self._without_gain += 1
+        return self.verdict()
+
+    def verdict(self) -> str | None:
+        """The same for the last reward, when it has been heard already."""
+        target, patience, gain = self._config.target_reward, self._config.patience, self._config.min_gain
+        if self._is_fresh:
+            return None
+        self.is_target_reached = self._last is not None and target is not None and self._last >= target
+        if self.is_target_reached:
+            return f"the mean reward {self._last:.4g} has reached {target:g}"
         if patience is not None and self._without_gain >= patience:
             best = "nothing" if self._best is None else f"{self._best:.4g}"
             return f"the mean reward has not risen by more than {gain:g} above {best} for {patience} times"

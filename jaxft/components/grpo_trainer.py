@@ -58,7 +58,7 @@ class GRPOTrainer(LoggedTrainer):
         assert self.trajectory_builder is not None
         is_validated = self.trajectory_builder.validation is not None
         progress = self.progress
-        self.log.start(num_epochs, progress.epoch)
+        self.start(num_epochs)
         while True:
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
@@ -83,13 +83,13 @@ class GRPOTrainer(LoggedTrainer):
 
     def state(self) -> dict[str, Any]:
         """Counters, histories, and what early stopping has seen."""
-        return {**super().state(), "stop_reason": self._stop_reason, "early_stop": self._early_stop.state()}
+        return {**super().state(), "early_stop": self._early_stop.state()}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Goes on between two epochs."""
         super().restore_state(state)
-        self._stop_reason = state["stop_reason"]
         self._early_stop.restore(state["early_stop"])
+        self._stop_reason = self._early_stop.verdict()  # by what the configuration says now
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects episodes and submits those that the curriculum keeps; None when nothing in them can be trained."""

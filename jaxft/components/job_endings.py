@@ -1,5 +1,7 @@
 """What the local adapter says of a job at its end."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxft.harness.data_models import TrainingStatusEnum
@@ -23,14 +25,33 @@ def ending(config: "LocalTrainerAdapterConfig", metrics: dict[str, float], kept:
 
 def why_failed(config: "LocalTrainerAdapterConfig", engine: "Engine", failure: UserCodeError) -> str:
     """What stopped a job, in one line, and what to lower when the device was too small for it."""
-    from jaxft.policy.device import first_line, is_out_of_memory
+    from jaxft.policy.device import is_out_of_memory
 
-    if not is_out_of_memory(failure.error):
-        return failure.summary
+    return what_to_lower(config, engine, failure.error) if is_out_of_memory(failure.error) else failure.summary
+
+
+@contextlib.contextmanager
+def memory_errors(config: "LocalTrainerAdapterConfig", engine: "Engine") -> Iterator[None]:
+    """Turns what says that the device has too little memory into a `DeviceMemoryError` that says what to lower."""
+    from jaxft.policy.device import is_out_of_memory
+    from jaxft.policy.faults import DeviceMemoryError
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(what_to_lower(config, engine, error)) from error
+
+
+def what_to_lower(config: "LocalTrainerAdapterConfig", engine: "Engine", error: BaseException) -> str:
+    """A sentence for a device that has too little memory."""
+    from jaxft.policy.device import first_line
+
     return (
         "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now "
         f"{config.microbatch_tokens}), llms.{config.llm}.slots (now {engine.slots}) or llms.{config.llm}."
-        f"max_context_tokens (now {engine.max_context_tokens}); it said: {first_line(failure.error)}"
+        f"max_context_tokens (now {engine.max_context_tokens}); it said: {first_line(error)}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import Field, model_validator
 
 from jaxft.components.bad_batches import BadBatches, BadUpdate
-from jaxft.components.job_endings import ending, why_failed
+from jaxft.components.job_endings import ending, memory_errors, why_failed
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import (
@@ -204,7 +204,8 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Counters, and the arrays of policy, optimiser, reference and value head, on the device thread."""
-        return await self.policy.read(lambda params: save(self._values(), self.learner.arrays(params)))
+        with memory_errors(self.adapter_config, self.policy.engine):
+            return await self.policy.read(lambda params: save(self._values(), self.learner.arrays(params)))
 
     def _values(self) -> dict[str, Any]:
         return {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
@@ -216,9 +217,10 @@ class LocalTrainerAdapter(TrainerAdapter):
             RestoreError: it is of another model, another optimiser, another dtype.
         """
         self._has_warned = values["has_warned"]
-        await self.policy.restore(
-            lambda params: self.learner.restore(values, read(self.learner.arrays(params))), values["policy_version"]
-        )
+        with memory_errors(self.adapter_config, self.policy.engine):
+            await self.policy.restore(
+                lambda params: self.learner.restore(values, read(self.learner.arrays(params))), values["policy_version"]
+            )
 
     def is_busy(self) -> bool:
         """Whether a job has not ended."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxft.components.progress import Progress
 from jaxft.components.run_log import RunLog
-from jaxft.harness.errors import NoLearningSignal
+from jaxft.harness.errors import ConfigError, NoLearningSignal
 from jaxft.harness.interfaces import Trainer
 from jaxft.harness.registry import TrainerConfig
 from jaxft.runs.console import Console
@@ -27,14 +27,27 @@ class LoggedTrainer(Trainer):
         self._seconds_checkpoint = 0.0
         self._why_nothing_was_learned = ""
 
+    def start(self, num_epochs: int) -> None:
+        """Opens the logs.
+
+        Raises:
+            ConfigError: more epochs are trained already.
+        """
+        if self.progress.epoch > num_epochs:
+            raise ConfigError(
+                [f"finetuning.num_epochs: is {num_epochs}, but {self.progress.epoch} epochs are trained already"]
+            )
+        self.log.start(num_epochs, self.progress.epoch)
+
     async def validate(self, num_epochs: int) -> float | None:
         """The validation reward before this epoch; None when it is not due, known already, or not usable."""
-        if self.progress.has_validated:
+        epoch = self.progress.epoch
+        if self.is_stopping or self.progress.validated_epoch == epoch:
             return None
-        self.progress.has_validated = True
-        row = await self.validate_if_due(self.progress.epoch, num_epochs)
+        row = await self.validate_if_due(epoch, num_epochs)
         if row is None:
             return None
+        self.progress.validated_epoch = epoch
         self.log.validation(row)
         return row["avg_reward"]
 

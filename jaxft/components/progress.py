@@ -14,13 +14,13 @@ class Progress:
         epoch: the next one, from 0 on.
         learned_epochs: with an update that was applied.
         bad_updates: that were not finite, in a row, up to now.
-        has_validated: whether there was a validation before this epoch, or none was due.
+        validated_epoch: before which there was a validation last.
         statuses: the last status of each job.
     """
 
     def __init__(self) -> None:
         self.epoch = self.learned_epochs = self.bad_updates = 0
-        self.has_validated = False
+        self.validated_epoch: int | None = None
         self.statuses: list[TrainingJobStatus] = []
 
     def count(self, status: TrainingJobStatus | None, figures: Mapping[str, Any], max_bad_updates: int) -> bool:
@@ -44,7 +44,7 @@ class Progress:
                 f"loss or gradient were not finite in {self.bad_updates} updates in a row, the last in "
                 f"epoch_{self.epoch:05d}{said}"
             )
-        self.epoch, self.has_validated = self.epoch + 1, False
+        self.epoch += 1
         return True
 
     def state(self) -> dict[str, Any]:

@@ -5,17 +5,21 @@ builder's state, the curriculum, how often was validated, the notes of a script,
 at the boundaries between epochs only; an epoch that was cut off is repeated, from the same random numbers.
 """
 
+import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxft.harness.data_models import CheckpointConfig
-from jaxft.runs.directory import RestoreError, RunDirectory
+from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     from jaxft.harness.interfaces import Trainer
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
+
+TRAINED = ("result.json", "model")
+"""What only a run leaves behind that has trained."""
 
 
 class Checkpointing:
@@ -24,43 +28,50 @@ class Checkpointing:
     Attributes:
         notes: what a script wants to know again after a resume; for JSON, saved with every checkpoint.
         found: the step that the run goes on from; None for a run from its beginning.
+        when_restored: called once the run goes on from what was found.
         say: shows a sentence.
     """
 
     def __init__(self, directory: RunDirectory, config: CheckpointConfig, say: Callable[[str], None]) -> None:
         self.notes: dict[str, Any] = {}
         self.found: Checkpoint | None = None
-        self._directory, self._config, self.say = directory, config, say
+        self.when_restored: Callable[[], None] = lambda: None
+        self.say = say
+        self._directory, self._config = directory, config
         self._checkpoints: Checkpoints | None = None
         self._boundary: dict[str, Any] | None = None
         self._score: float | None = None
-        self._is_saved = True
+        self._is_restored = self._is_saved = False
         self._saved_step: int | None = None
 
-    def find(self) -> bool:
-        """Looks for the step to go on from, and cuts the logs back to it; to nothing where there is none.
+    async def find(self) -> None:
+        """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
 
         Raises:
-            RestoreError: steps are there, but none verifies, or a log has lost lines.
+            RestoreError: steps are there, but none verifies, or what was trained has no checkpoint.
         """
-        self.found = self._open().newest(self.say)
-        if self.found is None:
-            self.say("no checkpoint was finished: the run starts from its beginning")
-            self._open().set_aside(after=-1)
-            self._directory.cut_logs({})
-            return False
-        self.notes = dict(self.found.state["notes"])
-        self._directory.cut_logs(self.found.state["logs"])
-        self.say(f"going on from checkpoint {self.found.step}")
-        return True
+        self.found = await asyncio.to_thread(self._open().newest, self.say)
+        if self.found is not None:
+            self.notes = dict(self.found.state["notes"])
+            self.say(f"going on from checkpoint {self.found.step}")
+            return
+        # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
+        if any(map(self._directory.holds, TRAINED)) or self._directory.log_sizes(lines=True).get(METRICS_FILE, 0) > 1:
+            raise RestoreError(
+                f"'{self._directory.path}' holds what was trained, but no finished checkpoint to go on from: put "
+                "checkpoints/ back, or start anew with --overwrite"
+            )
+        self.say("no checkpoint was finished: the run starts from its beginning")
+        self._open().set_aside(after=-1)
+        self._directory.cut_logs({})
 
     async def restore(self, trainer: "Trainer") -> None:
-        """Puts a trainer, with its parts, into the state that was found; nothing for a run from its beginning.
+        """Puts a trainer, with its parts, into the state that was found; once, and not for a run from its beginning.
 
         Raises:
-            RestoreError: the checkpoint does not fit the run.
+            RestoreError: the checkpoint does not fit the run, which is then left as it was.
         """
-        if self.found is None:
+        if self.found is None or self._is_restored:
             return
         found, checkpoints, state = self.found, self._open(), self.found.state
         builder, adapter = _parts(trainer)
@@ -69,13 +80,19 @@ class Checkpointing:
                 f"checkpoint {found.step} is of a {state['trainer_type']}; this run has a {type(trainer).__name__}"
             )
         await adapter.restore_state(state["adapter"], lambda like: checkpoints.arrays(found, like))
+        for warning in self._directory.cut_logs(state["logs"]):
+            self.say(f"warning: {warning}")
         builder.restore_state(state["builder"])
         if builder.evaluation is not None:
             builder.evaluation.num_validations = state["num_validations"]
         trainer.restore_curriculum_state(state["curriculum"])
         trainer.restore_state(state["trainer"])
+        for part, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
+            if not saved:
+                self.say(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
         checkpoints.set_aside(after=found.step)
-        self._saved_step = found.step
+        self._saved_step, self._is_restored = found.step, True
+        self.when_restored()
 
     async def boundary(self, trainer: "Trainer", step: int, *, score: float | None = None, is_last: bool) -> None:
         """Remembers the state between two epochs, and saves it when it is due.
@@ -97,9 +114,9 @@ class Checkpointing:
             "logs": self._directory.log_sizes(),
             "adapter": await adapter.save_state(lambda values, arrays: values),
         }
-        self._boundary, self._score, self._is_saved = json.loads(json.dumps(state)), score, step == self._saved_step
-        if is_last or step % self._config.every == 0:
-            await self.save_boundary(trainer)
+        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._saved_step
+        if (is_last or step % self._config.every == 0) and await self.save_boundary(trainer) is None:
+            raise CheckpointError(f"checkpoint {step} was not made: the adapter changed between two epochs")
         if is_last:
             await self.wait()
 
@@ -110,34 +127,36 @@ class Checkpointing:
         state, checkpoints = self._boundary, self._open()
 
         def save(values: dict[str, Any], arrays: Any) -> bool:
-            if json.loads(json.dumps(values)) != state["adapter"]:
+            if _plain(values) != state["adapter"]:
                 return False
             checkpoints.save(state["step"], state, arrays, score=self._score)
             return True
 
         if not self._is_saved:
             self._is_saved = await _parts(trainer)[1].save_state(save)
-            self._saved_step = state["step"]
-        return state["step"] if self._is_saved else None
+        if not self._is_saved:
+            return None
+        self._saved_step = state["step"]
+        return self._saved_step
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self._saved_step is not None
 
     async def wait(self) -> None:
-        """Waits until what was saved is on the disk.
+        """Waits until what was saved is on the disk, without holding up the event loop.
 
         Raises:
             CheckpointError, DiskFull: it could not be written.
         """
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
         """Waits for the save in the background; its errors are those of `wait`."""
         if self._checkpoints is not None:
             self._checkpoints.close()
-
-    @property
-    def folder(self) -> Path:
-        """Where the steps are."""
-        return self._open().folder
 
     def _open(self) -> "Checkpoints":
         if self._checkpoints is None:
@@ -151,3 +170,13 @@ class Checkpointing:
 def _parts(trainer: "Trainer") -> tuple[Any, Any]:
     assert trainer.trajectory_builder is not None and trainer.trainer_adapter is not None
     return trainer.trajectory_builder, trainer.trainer_adapter
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy as JSON gives it back: strings for keys, lists for tuples."""
+    try:
+        return json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of the run has no form in JSON ({error}): give finite plain values"
+        ) from error

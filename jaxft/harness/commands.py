@@ -14,10 +14,10 @@ from typing import Any
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.errors import ConfigError
 from jaxft.harness.layers import literal
-from jaxft.harness.resuming import missing_secrets
 from jaxft.harness.runtime import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    MASKED,
     MODEL_FOLDER,
     RESUME_COMMAND,
     UNHEALTHY,
@@ -26,7 +26,6 @@ from jaxft.harness.runtime import (
     open_session,
     resume_command,
 )
-from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.console import Console
 from jaxft.runs.directory import holds_run
 from jaxft.runs.environment import environment
@@ -57,18 +56,20 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ConfigError([f"{folder}: holds no run to go on with: it has no {CONFIG_FILE}"])
-    command = None
+        raise ConfigError([f"{folder}: holds no run to go on with: it has no {CONFIG_FILE}; begin one with finetune"])
+    about: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        command = json.loads((folder / ENVIRONMENT_FILE).read_bytes()).get(RESUME_COMMAND)
+        about = json.loads((folder / ENVIRONMENT_FILE).read_bytes())
+    command = about.get(RESUME_COMMAND)
     if command is not None and not command.startswith("jaxft resume "):
         raise ConfigError(
             [f"{folder}: a script made this run, which does more than training: go on with:\n  {command}"]
         )
     given = [path for path, _ in overrides]
-    masked = [path for path in missing_secrets(parse_yaml(file.read_text("utf-8"), str(file))) if path not in given]
-    if masked:
-        raise ConfigError([f"{path}: is a secret, which a run does not keep: give it with --set" for path in masked])
+    missing = [path for path in about.get(MASKED, []) if path not in given]
+    if missing:
+        hint = "holds a secret, which a run does not keep: give it, as with --set"
+        raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
     where = json.dumps(literal(str(folder.absolute())))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 

@@ -9,6 +9,7 @@ from jaxft.harness.errors import ConfigError
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.directory import RESUMES_FILE, RunDirectory
 from jaxft.runs.environment import environment
+from jaxft.runs.redaction import redacted
 
 IMMUTABLE = (
     "finetuning.seed",
@@ -72,15 +73,18 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
     return changes
 
 
-def missing_secrets(values: Any, path: str = "") -> list[str]:
-    """The paths of secrets that were masked when a configuration was saved."""
-    if isinstance(values, Mapping):
-        return [
-            found for name, inner in values.items() for found in missing_secrets(inner, f"{path}.{name}".strip("."))
-        ]
-    if isinstance(values, list):
-        return [found for index, inner in enumerate(values) for found in missing_secrets(inner, f"{path}.{index}")]
-    return [path] if isinstance(values, str) and values and not values.strip("*") else []
+def masked_paths(config: Config) -> list[str]:
+    """Where a configuration holds secrets, alone or in a longer text, which a run does not keep."""
+
+    def search(value: Any, path: str) -> list[str]:
+        if isinstance(value, Mapping):
+            return [found for name, inner in value.items() for found in search(inner, f"{path}.{name}".strip("."))]
+        if isinstance(value, list):
+            return [found for index, inner in enumerate(value) for found in search(inner, f"{path}.{index}")]
+        is_secret = isinstance(value, str) and value and (not value.strip("*") or redacted(value) != value)
+        return [path] if is_secret else []
+
+    return search(config.model_dump(mode="json"), "")
 
 
 def record(directory: RunDirectory, step: int | None, changes: Changes) -> list[str]:

@@ -39,7 +39,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.errors import CheckFailed, ConfigError, JaxftError, JobFailed, TooManyFailures
 from jaxft.harness.interfaces import Trainer, TrainerAdapter
 from jaxft.harness.layers import literal
-from jaxft.harness.resuming import check_changes, record
+from jaxft.harness.resuming import check_changes, masked_paths, record
 from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
 from jaxft.policy.faults import PolicyError
@@ -52,7 +52,8 @@ from jaxft.runs.redaction import ErrorWithSecrets, hiding, without_secrets
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
 RESULT_FILE = "result.json"
-RESUME_COMMAND = "resume_command"
+RESUME_COMMAND, MASKED = "resume_command", "masked"
+"""Keys of `environment.json`: what a user types to go on, and where the configuration holds secrets."""
 MODEL_FOLDER = "model"
 
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
@@ -105,6 +106,8 @@ class Session:
         try:
             await trainer.initialize(self.config.finetuning)
             trainer.checkpointing = self.checkpointing
+            if self.config.finetuning.checkpoints.every is None:
+                self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
             await self.checkpointing.restore(trainer)
             if not await (await self.adapter()).is_healthy():
                 raise CheckFailed(UNHEALTHY)
@@ -127,19 +130,19 @@ class Session:
             listening = asyncio.create_task(signalled.wait())
             try:
                 await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    await self._stop(trainer, running)
+                if signalled.is_set():
+                    await self._stop(trainer, running, shutdown)
                 return await running
             finally:
                 for task in (running, listening):
                     task.cancel()
                 await asyncio.wait({running, listening})
 
-    async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]") -> None:
+    async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]", shutdown: Shutdown) -> None:
         """Finishes the update that runs, if it can be done in time, and gives up whatever else is going on."""
         trainer.is_stopping = True
         grace = self.config.finetuning.grace_seconds
-        if (await self.adapter()).is_busy():
+        if (await self.adapter()).is_busy() and not running.done():
             self.console.message(f"finishing the update, in at most {grace:g} seconds")
             await asyncio.wait({running}, timeout=grace)
         if running.done() and running.exception() is not None:
@@ -150,7 +153,13 @@ class Session:
         with contextlib.suppress(TimeoutError):
             step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
-        raise Stopped("not saved: the checkpoint before counts" if step is None else f"saved as checkpoint {step}")
+        shutdown.end_within(max(grace, 1.0))  # an update that was given up still holds the device
+        if step is not None:
+            raise Stopped(f"saved as checkpoint {step}")
+        if self.checkpointing.has_saved:
+            raise Stopped("not saved: the checkpoint before counts")
+        shutdown.resume_command = None
+        raise Stopped("not saved: this run makes no checkpoints")
 
     async def trainer(self) -> Trainer:
         """The trainer with its parts, not yet initialised.
@@ -251,16 +260,18 @@ async def open_session(
     command, shutdown = resume_command.get(), current_shutdown()
     if shutdown is not None and output_dir is None:
         shutdown.resume_command = command
-    directory = RunDirectory.open(path) if resume else RunDirectory.create(path, overwrite=overwrite)
+    directory = (
+        RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
+    )
     with hiding(secrets), without_secrets(), directory:
         checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
         try:
-            # A run that was killed before it wrote down its configuration has nothing to go on with.
-            if resume and (directory.path / CONFIG_FILE).exists():
-                _go_on(directory, config, checkpointing)
-            else:
-                directory.write_json(ENVIRONMENT_FILE, environment() | {RESUME_COMMAND: command})
-            directory.write_text(CONFIG_FILE, resolved_yaml(config))
+            if resume and directory.holds(CONFIG_FILE):
+                await _go_on(directory, config, checkpointing)
+            else:  # also for a run that was killed before it wrote down its configuration
+                about = environment() | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
+                directory.write_json(ENVIRONMENT_FILE, about)
+                directory.write_text(CONFIG_FILE, resolved_yaml(config))
             async with ComponentBuilder(config, directory, shown_on) as builder:
                 yield Session(config, directory, shown_on, builder, started, checkpointing)
         finally:
@@ -268,17 +279,28 @@ async def open_session(
             shown_on.close()
 
 
-def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpointing) -> None:
-    """Checks that this is the same run, finds its checkpoint, and takes away what was made after it."""
-    say = checkpointing.say
+async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpointing) -> None:
+    """Checks that this is the same run, and finds its checkpoint.
+
+    Until that has been restored nothing is changed: a run that cannot go on so may go on otherwise.
+    """
     changes = check_changes(directory, config, CONFIG_FILE)
-    checkpointing.find()
-    for path, (old, new) in changes.items():
-        say(f"changed: {path}: {old!r} -> {new!r}")
-    for warning in record(directory, None if checkpointing.found is None else checkpointing.found.step, changes):
-        say(f"warning: {warning}")
-    directory.remove([RESULT_FILE, MODEL_FOLDER])
-    directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
+    await checkpointing.find()
+
+    def go_on() -> None:
+        for path, (old, new) in changes.items():
+            checkpointing.say(f"changed: {path}: {old!r} -> {new!r}")
+        step = None if checkpointing.found is None else checkpointing.found.step
+        for warning in record(directory, step, changes):
+            checkpointing.say(f"warning: {warning}")
+        directory.remove([RESULT_FILE, MODEL_FOLDER])
+        directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
+        directory.write_text(CONFIG_FILE, resolved_yaml(config))
+
+    if checkpointing.found is None:
+        go_on()
+    else:
+        checkpointing.when_restored = go_on
 
 
 def run_arguments(

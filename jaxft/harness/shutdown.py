@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -31,25 +32,35 @@ class Shutdown:
         self.resume_command: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
+        self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handles signals in the running event loop; without anybody listening they cancel the current task."""
+        if threading.current_thread() is not threading.main_thread():  # which alone hears of signals
+            yield
+            return
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         token = _shutdown.set(self)
         try:
             yield
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             _shutdown.reset(token)
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+                signal.signal(number, before[number])
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
         """An event that a signal sets; inside, that is all that a first signal does."""
         self._listener = asyncio.Event()
+        if self.signal is not None:
+            self._listener.set()
         try:
             yield self._listener
         finally:
@@ -57,14 +68,26 @@ class Shutdown:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.signal is not None:
-            os.write(2, f"jaxft: {number.name} again: ended at once\n".encode())
-            os._exit(128 + number)
+            end_at_once(number)
         self.signal = number
+        for each in SIGNALS:  # not by way of the loop, which may be waiting for a thread
+            signal.signal(each, end_at_once)
         print(f"jaxft: {number.name}: stopping; a second signal ends at once", file=sys.stderr, flush=True)
         if self._listener is not None:
             self._listener.set()
         elif self._task is not None:
             self._task.cancel()
+
+    def end_within(self, seconds: float) -> None:
+        """Ends the process by then, whatever still holds it up; what had to be saved has been."""
+
+        def end() -> None:
+            os.write(2, f"jaxft: {self.message}\n".encode())
+            os._exit(self.exit_code)
+
+        self._timer = threading.Timer(seconds, end)
+        self._timer.daemon = True
+        self._timer.start()
 
     @property
     def exit_code(self) -> int:
@@ -78,6 +101,12 @@ class Shutdown:
         assert self.signal is not None
         command = "" if self.resume_command is None else f"; go on with:\n  {self.resume_command}"
         return f"{WORDS[self.signal]}{command}"
+
+
+def end_at_once(number: int, frame: object = None) -> None:
+    """What a second signal does."""
+    os.write(2, f"jaxft: {signal.Signals(number).name} again: ended at once\n".encode())
+    os._exit(128 + number)
 
 
 _shutdown: ContextVar[Shutdown | None] = ContextVar("jaxft_shutdown", default=None)

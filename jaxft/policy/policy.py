@@ -98,11 +98,14 @@ class Policy:
         return await self._device.run(run)
 
     async def restore(self, job: Callable[[Params], Params], version: int) -> None:
-        """Replaces the parameters by those of a checkpoint, `job(params)`, which may also make good what was lost."""
+        """Replaces the parameters by those of a checkpoint, `job(params)`, which makes good what was lost; it may give
+        up those that it gets, and if it raises, they count as lost."""
 
         def run() -> None:
             self.engine.finish_running()
-            self._params, self._decode_params = job(self._params), None
+            self._decode_params = None
+            self._lost = "a restore was cut off"
+            self._params = job(self._params)
             self._lost, self.version = None, version
 
         await self._device.run(run)

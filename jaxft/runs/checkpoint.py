@@ -8,6 +8,7 @@ A step is there when its manifest is and verifies. Orbax alone would call an emp
 flipped bits without a word. The steps before go only when the new one has been read back and is good.
 """
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from jaxft.runs.disk import disk_errors
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
 """Of the state and the arrays; a newer program restores every older one."""
-DAMAGED = ".damaged"
+DAMAGED, OLD = ".damaged", ".old"
+"""What step directories end in that were set aside, or are being removed."""
 
 
 class Checkpoint(NamedTuple):
@@ -57,6 +59,7 @@ class Checkpoints:
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._begun: int | None = None
         self._manager = ocp.CheckpointManager(
             self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
         )
@@ -98,7 +101,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Renames the steps after one, which a run that goes on from it will make again."""
+        """Renames the steps after one, which a run that goes on from it makes again; they go when it has."""
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{step}{DAMAGED}"
@@ -111,7 +114,7 @@ class Checkpoints:
         return self._manager.restore(step, args=args).state
 
     def arrays(self, checkpoint: Checkpoint, like: Any) -> Any:
-        """The arrays of a step, placed like those of `like`, a tree of arrays.
+        """The arrays of a step, placed like those of `like`, a tree of arrays that are given up: both would not fit.
 
         Raises:
             RestoreError: names, shapes or dtypes are not the same.
@@ -126,6 +129,7 @@ class Checkpoints:
         if not jax.tree.leaves(like):
             return like
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        jax.tree.map(lambda x: x.delete(), like)
         args = self._ocp.args.Composite(arrays=self._ocp.args.StandardRestore(target))
         return self._manager.restore(checkpoint.step, args=args).arrays
 
@@ -133,7 +137,7 @@ class Checkpoints:
         """Begins to write a step and returns when the arrays may change again.
 
         Args:
-            step: larger than all before.
+            step: larger than all before; that of the save before is left as it is.
             state: for JSON.
             arrays: a tree of arrays; none is fine.
             score: for `keep_best`.
@@ -142,6 +146,8 @@ class Checkpoints:
             CheckpointError, DiskFull: the save before did not come to its end.
         """
         self.wait()
+        if step == self._begun:  # by a caller that was cancelled while it waited for this
+            return
         args = self._ocp.args
         items = {"state": args.JsonSave({**state, "layout": layout(arrays)})}
         if jax.tree.leaves(arrays):
@@ -149,6 +155,7 @@ class Checkpoints:
         with disk_errors(self.folder / str(step)):
             # Forced: it would leave out a step below a name such as 20 that somebody put there.
             self._manager.save(step, args=args.Composite(**items), force=True)
+        self._begun = step
         self._finishing = threading.Thread(target=self._finish, args=(step, score), name=f"checkpoint {step}")
         self._finishing.start()
 
@@ -166,23 +173,22 @@ class Checkpoints:
             self._error = error
 
     def _drop_old(self, newest: int) -> None:
-        kept = {newest}
+        """Removes the finished steps that need not be kept; what cannot be read stays."""
         scores = {}
         for step in reversed(self.steps()):
-            try:
+            with contextlib.suppress(ManifestError):
                 scores[step] = read_manifest(self.folder / str(step))["score"]
-            except ManifestError:
-                continue
-            if len(kept) < self._max_to_keep:
-                kept.add(step)
+        kept = {newest, *list(scores)[: self._max_to_keep]}
         scored = {step: score for step, score in scores.items() if score is not None}
         if self._keep_best and scored:
             kept.add(max(scored, key=lambda step: (scored[step], step)))
-        for step in self.steps():
-            if step not in kept:
-                folder = self.folder / str(step)
-                (folder / MANIFEST).unlink(missing_ok=True)  # first: half of it is none
-                shutil.rmtree(folder)
+        for step in scores.keys() - kept:
+            (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # at once: half a step is none
+        for entry in self.folder.iterdir():
+            name, dot, _ = entry.name.partition(".")
+            is_ours = dot and name.isdecimal() and entry.suffix in (OLD, DAMAGED) and not entry.is_symlink()
+            if is_ours and (entry.suffix == OLD or int(name) <= newest):
+                shutil.rmtree(entry)
 
     def wait(self) -> None:
         """Waits for the save in the background.

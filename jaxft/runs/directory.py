@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from jaxft.models.manifest import sync_folder
 from jaxft.runs.disk import disk_errors
 from jaxft.runs.json_text import json_bytes, with_non_finite_named
 
@@ -103,16 +104,27 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "RunDirectory":
+    def open(cls, path: str | os.PathLike[str], *, begun_by: str | None = None) -> "RunDirectory":
         """The directory of an earlier run, to continue it.
 
+        Args:
+            path: where.
+            begun_by: the file that every run writes before anything that it could lose; a directory that holds more,
+                but not that, has been left half removed.
+
         Raises:
-            RunDirectoryError: no run is there, not writable, or held by another process.
+            RunDirectoryError: no run is there, or half of one, not writable, or held by another process.
         """
         if not (Path(path) / HOLDER_FILE).is_file():
             raise RunDirectoryError(f"no run to continue in '{path}': create it, or give the directory of a run")
         directory = cls._locked(Path(path), make=False)
         try:
+            others = [name for name in _run_files(directory.path) if name not in (begun_by, "environment.json")]
+            if begun_by is not None and others and not directory.holds(begun_by):
+                raise RunDirectoryError(
+                    f"run directory '{directory.path}' holds {', '.join(others[:3])}, but no {begun_by}: it was being "
+                    "overwritten; begin anew with --overwrite"
+                )
             directory._write_holder()
         except BaseException:
             directory.close()
@@ -153,7 +165,7 @@ class RunDirectory:
                 "choose another directory, or remove them yourself"
             )
         try:
-            self.remove(present)
+            self.remove(reversed(present))  # the configuration goes last: without it nothing would be resumed
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
@@ -274,34 +286,47 @@ class RunDirectory:
             _append(path, line)
         return path
 
-    def log_sizes(self) -> dict[str, int]:
-        """Bytes of every log of the run, by name, all of them on the disk when this returns."""
-        sizes = {}
-        for path in self._logs():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-                sizes[path.relative_to(self.path).as_posix()] = os.fstat(stream.fileno()).st_size
-        return sizes
+    def holds(self, name: str) -> bool:
+        """Whether a file or folder of this name is there."""
+        return os.path.lexists(self.path / name)
 
-    def cut_logs(self, sizes: Mapping[str, int]) -> None:
-        """Takes away what was appended after `sizes` were found; logs that were not there then are removed.
+    def log_sizes(self, *, lines: bool = False) -> dict[str, int]:
+        """Bytes (or lines) of every log of the run, by name, all of them on the disk when this returns.
 
         Raises:
-            RestoreError: a log is shorter than it was.
+            DiskFull: the disk had no room for what was written.
+        """
+        sizes, logs = {}, self._logs()
+        for path in logs:
+            with disk_errors(path), path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                size = stream.read().count(b"\n") if lines else os.fstat(stream.fileno()).st_size
+                sizes[path.relative_to(self.path).as_posix()] = size
+        for folder in {path.parent for path in logs}:
+            sync_folder(folder)
+        return sizes
+
+    def cut_logs(self, sizes: Mapping[str, int]) -> list[str]:
+        """Takes away what was appended after `sizes` were found; logs that were not there then are removed.
+
+        Returns:
+            What has been lost, in words: logs that are shorter than they were.
         """
         present = {path.relative_to(self.path).as_posix(): path for path in self._logs()}
-        for name, size in sizes.items():
-            found = present[name].stat().st_size if name in present else 0
-            if found < size:
-                raise RestoreError(
-                    f"{self.path / name} has {found} bytes, but had {size} when the checkpoint was made: put it back"
-                )
+        found = {name: path.stat().st_size for name, path in present.items()}
         with self._writable():
             for name, path in present.items():
-                if name in sizes:
-                    os.truncate(path, sizes[name])
-                else:
+                if name not in sizes:
                     path.unlink()
+                elif found[name] > sizes[name]:
+                    with disk_errors(path):
+                        os.truncate(path, sizes[name])
+        return [
+            f"{self.path / name} has {found.get(name, 0)} bytes, but had {size} when the checkpoint was made: lines of "
+            "it are lost"
+            for name, size in sizes.items()
+            if found.get(name, 0) < size
+        ]
 
     def _logs(self) -> list[Path]:
         """The files that grow line by line and are equal when a run is repeated, apart from what a clock said."""

@@ -198,16 +198,19 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
 
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text("{}")
-    assert main(["finetune", "--config_file", "run.yml", "--dry-run"]) == 0
-    assert "output_dir   run holds a run: give another one, or --overwrite" in capsys.readouterr().out
-
     def disabled(run):
         run["finetuning"]["enabled"] = False
 
     assert main(["finetune", "--config_file", run_file(disabled), "--dry-run"]) == 2
     assert "finetuning.enabled: is false" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_when_the_directory_is_taken(run_file, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text("{}")
+    assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "output_dir   run holds a run: give another one, or --overwrite" in shown and "memory" not in shown
 
 
 def test_export_writes_a_model_in_another_dtype(tmp_path, policy, capsys):

@@ -3,20 +3,25 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxft.cli import main
+from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
+from jaxft.harness.errors import ConfigError
+from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
-from jaxft.harness.resuming import changes_of, missing_secrets
-from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
+from jaxft.harness.resuming import changes_of
+from jaxft.harness.runtime import command_to_resume, open_session, run_arguments, run_script
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.runs.directory import RunDirectory
-from tests.harness.conftest import ToyAdapter, ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
+from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
 
 
 class SteadyTrainerConfig(TrainerConfig, name="steady_trainer"):
@@ -40,6 +45,8 @@ class SteadyTrainer(ToyTrainer):
 
     async def run(self, num_epochs):
         statuses = []
+        if self.epoch > num_epochs:
+            raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
         while True:
             await self.checkpoint(self.epoch, is_last=self.epoch == num_epochs)
             if self.epoch == num_epochs or self.is_stopping:
@@ -60,31 +67,55 @@ async def steady_trainer(config, builder):
 
 class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
     busy_seconds: float | None = None
+    wants_arrays: bool = False
+    save_seconds: float = 0.0
+    signal_in_save: int | None = None
 
 
-class SteadyAdapter(ToyAdapter):
-    """Counts jobs; may be busy when a signal comes."""
+class SteadyAdapter(TrainerAdapter):
+    """Counts jobs, which complete at once; may be busy when a signal comes, and slow to save."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.jobs = 0
+        self.jobs = self.saves = 0
+
+    async def is_healthy(self):
+        return True
 
     async def submit(self, trajectories):
         self.jobs += 1
-        return await super().submit(trajectories)
+        return TrainingJobRef(run_id=trajectories.run_id, backend="steady")
 
     async def status(self, ref):
-        self.adapter_config.__dict__["status"] = "completed"
-        return await super().status(ref)
+        return TrainingJobStatus(run_id=ref.run_id, backend="steady", status=TrainingStatusEnum.COMPLETED)
+
+    async def wait_until_complete(self, ref, poll_interval=10.0):
+        return await self.status(ref)
+
+    def log_progress(self, ref, metrics, output_dir=None):
+        pass
 
     def is_busy(self):
         return self.adapter_config.busy_seconds is not None
 
     async def save_state(self, save):
-        return save({"jobs": self.jobs}, {})
+        """In a thread, as the device has one: whoever waits may be cancelled, and the save goes on."""
+        return await asyncio.to_thread(self._save, save)
+
+    def _save(self, save):
+        result = save({"jobs": self.jobs}, {})
+        if result is True:  # and not the values that a boundary asks for
+            self.saves += 1
+            if self.saves - 1 == self.adapter_config.signal_in_save:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(self.adapter_config.save_seconds)
+        return result
 
     async def restore_state(self, values, read):
-        assert read({}) == {}
+        import jax.numpy as jnp
+
+        like = {"x": jnp.zeros(2)} if self.adapter_config.wants_arrays else {}
+        assert read(like) == {}
         self.jobs = values["jobs"]
 
 
@@ -170,6 +201,25 @@ def test_a_second_signal_ends_at_once(tmp_path):
     ]
 
 
+def test_a_second_signal_ends_a_loop_that_waits_for_a_thread():
+    program = (
+        "import asyncio, os, signal, sys, threading, time\n"
+        "from jaxft.harness.runtime import exit_code_of\n"
+        "async def main():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    try:\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "        thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)\n"
+        "        thread.start()\n"
+        "        thread.join()\n"
+        "sys.exit(exit_code_of(main))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "jaxft: SIGINT again: ended at once")
+
+
 def test_a_run_that_is_done_may_be_resumed_and_prolonged(run_file, capsys):
     assert main(run_file()) == 0
     result = json.loads(Path("run/result.json").read_text())
@@ -227,22 +277,112 @@ def test_what_was_logged_after_the_checkpoint_is_cut_off(run_file, capsys):
     assert steps_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
 
 
-def test_a_log_that_lost_lines_is_an_error(run_file, capsys):
+def test_a_log_that_lost_lines_is_said(run_file, capsys):
     stopped(run_file, capsys)
-    os.truncate("run/training_metrics.jsonl", 3)
-    assert main(["resume", "run"]) == 2
-    assert "training_metrics.jsonl has 3 bytes, but had 24 when the checkpoint was made" in capsys.readouterr().err
+    os.truncate("run/training_metrics.jsonl", 12)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: " in shown and "training_metrics.jsonl has 12 bytes, but had 24 when the checkpoint was" in shown
+    assert steps_logged() == [0, 2, 3]
 
 
 def test_without_a_finished_checkpoint_a_run_begins_anew(run_file, capsys):
-    stopped(run_file, capsys)
+    stopped(run_file, capsys, epoch=1)
     for step in Path("run/checkpoints").iterdir():
         (step / "manifest.json").unlink()
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     shown = capsys.readouterr().out
-    assert "checkpoint 2 is unfinished" in shown
+    assert "checkpoint 1 is unfinished" in shown
     assert "no checkpoint was finished: the run starts from its beginning" in shown
     assert steps_logged() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("left", ["result.json", "model", "two epochs"])
+def test_what_was_trained_is_never_taken_for_a_beginning(run_file, capsys, left):
+    """Without its checkpoints: never made, or removed to free the disk."""
+    if left == "two epochs":
+        stopped(run_file, capsys)
+    else:
+        assert main(run_file(checkpoints={"every": None})) == 0
+        assert "finetuning.checkpoints.every is null: this run cannot be continued" in capsys.readouterr().out
+        if left == "model":
+            Path("run/result.json").unlink()
+            Path("run/model").mkdir()
+    shutil.rmtree("run/checkpoints", ignore_errors=True)
+    before = contents(Path("run"))
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=9"]) == 2
+    assert "holds what was trained, but no finished checkpoint to go on from" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+
+
+def contents(folder):
+    found = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if "LOCK" not in name}
+
+
+def test_a_resume_that_is_refused_changes_nothing(run_file, capsys):
+    """The checkpoint does not fit: found out only when all parts have been made."""
+    assert main(run_file()) == 0
+    Path("run/model").mkdir()
+    Path("run/model/weights").write_text("the only ones")
+    before = contents(Path("run"))
+    assert main(["resume", "run", "--set", "trainer_adapters.local.wants_arrays=true"]) == 2
+    assert "checkpoint 4 does not fit this run (1 differences)" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    assert main(["resume", "run"]) == 0
+
+
+def test_a_run_that_was_being_overwritten_is_not_resumed(run_file, capsys):
+    assert main(run_file()) == 0
+    Path("run/config.yml").unlink()
+    before = contents(Path("run"))
+    assert main([*run_file(seed=7), "--resume"]) == 2
+    assert "but no config.yml: it was being overwritten; begin anew with --overwrite" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    assert main(["resume", "run"]) == 2
+
+
+def test_fewer_epochs_than_are_trained_are_refused(run_file, capsys):
+    assert main(run_file()) == 0
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=2"]) == 2
+    assert "finetuning.num_epochs: is 2, but 4 epochs are trained already" in capsys.readouterr().err
+
+
+def test_a_second_training_of_one_session_goes_on_from_the_first(run_file, tmp_path):
+    run_file()
+    epochs = []
+
+    async def script(config, arguments):
+        async with open_session(config, resume=arguments.resume) as session:
+            for _ in range(2):
+                await session.train()
+                epochs.append((await session.trainer()).epoch)
+
+    parser = run_arguments("A script.", tmp_path / "run.yml")
+    assert run_script(script, parser, ["--set", "trainers.loop.stop_in=2"]) == 143
+    assert run_script(script, parser, ["--resume"]) == 0
+    assert epochs == [4, 4] and steps_logged() == [0, 1, 2, 3]
+
+
+def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
+    command = [*run_file(checkpoints={"every": 1}), "--set", "trainer_adapters.local.save_seconds=0.5"]
+    assert main([*command, "--set", "trainer_adapters.local.signal_in_save=2"]) == 143
+    assert "saved as checkpoint 2\njaxft: terminated; go on with:\n  jaxft resume run\n" in capsys.readouterr().err
+    options = ["--set", "trainer_adapters.local.signal_in_save=null"]
+    assert main(["resume", "run", *options]) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_a_run_that_makes_no_checkpoints_says_so_when_it_is_stopped(run_file, capsys):
+    shown = stopped(run_file, capsys, checkpoints={"every": None}).err
+    assert shown.endswith("jaxft: not saved: this run makes no checkpoints\njaxft: terminated\n")
+
+
+def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
+    toy_run["trainer_adapters"]["local"] = {"_type": "toy_adapter"}
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "warning: ToyAdapter saved no state: it goes on as it was made" in capsys.readouterr().out
 
 
 def test_a_run_that_wrote_nothing_yet_is_begun(run_file):
@@ -258,8 +398,6 @@ def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_
     assert "no run to continue in 'run'" in capsys.readouterr().err
 
     async def script(config, arguments):
-        from jaxft.harness.runtime import open_session
-
         async with open_session(config, resume=arguments.resume, overwrite=arguments.overwrite) as session:
             session.notes["before"] = 3
             await session.train()
@@ -276,8 +414,6 @@ def test_notes_come_back(run_file, tmp_path, capsys):
     seen = []
 
     async def script(config, arguments):
-        from jaxft.harness.runtime import open_session
-
         async with open_session(config, resume=arguments.resume) as session:
             seen.append(session.is_resumed)
             if not session.is_resumed:
@@ -315,10 +451,23 @@ def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys
     toy_run["llms"]["policy"]["api_key"] = "sk-0123456789"
     stopped(run_file, capsys)
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
-    assert "llms.policy.api_key: is a secret, which a run does not keep: give it with --set" in capsys.readouterr().err
+    assert (
+        "llms.policy.api_key: holds a secret, which a run does not keep: give it, as with --set"
+        in capsys.readouterr().err
+    )
     options = ["--set", "llms.policy.api_key=sk-0123456789", "--set", "trainers.loop.stop_in=null"]
     assert main(["resume", "run", *options]) == 0
     assert "sk-0123456789" not in "".join(p.read_text() for p in Path("run").glob("*.json*"))
+
+
+def test_secrets_inside_of_texts_are_asked_for_too(run_file, toy_run, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
+    toy_run["workflow"]["fail_on"] = ["Bearer ${JUDGE_API_KEY}"]
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
+    assert "workflow.fail_on.0: holds a secret" in capsys.readouterr().err
+    options = ["--set", "workflow.fail_on.0='Bearer ${JUDGE_API_KEY}'", "--set", "trainers.loop.stop_in=null"]
+    assert main(["resume", "run", *options]) == 0
 
 
 def test_other_versions_are_said(run_file, capsys):
@@ -332,7 +481,6 @@ def test_other_versions_are_said(run_file, capsys):
 
 def test_changes_in_words():
     assert changes_of({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2], "d": None}}) == {"b.c": ([1], [2])}
-    assert missing_secrets({"a": {"key": "***"}, "b": ["x", "***"]}) == ["a.key", "b.1"]
     assert command_to_resume(["run.py", "--resume", "--set", "judge.api_key=sk-1"]) == (
         "python run.py --set 'judge.api_key=***' --resume"
     )

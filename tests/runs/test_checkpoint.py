@@ -170,7 +170,24 @@ def test_what_is_no_step_is_left_alone(open_checkpoints, tmp_path):
     assert (folder / "9.damaged").is_dir() and not (folder / "9").exists()
     save(again, 9)
     assert again.newest(print).step == 9
-    assert {path.name for path in folder.iterdir()} >= {"README", "notes", "11", "20", "12x", "9.damaged"}
+    assert {path.name for path in folder.iterdir()} == {"README", "notes", "010", "-1", "11", "20", "12x", "9"}
+
+
+def test_what_cannot_be_read_is_not_removed(open_checkpoints):
+    checkpoints = open_checkpoints(max_to_keep=1, keep_best=False)
+    save(checkpoints, 1)
+    (checkpoints.folder / "1" / MANIFEST).write_text("{}")
+    (checkpoints.folder / "2").mkdir()
+    save(checkpoints, 3, 4)
+    assert checkpoints.steps() == [1, 2, 4]
+
+
+def test_a_step_is_begun_once(open_checkpoints):
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, STATE, trees())
+    checkpoints.save(1, STATE, trees())
+    checkpoints.wait()
+    assert checkpoints.newest(print).step == 1
 
 
 def test_steps_that_will_be_made_again_are_set_aside_once_more(open_checkpoints):
