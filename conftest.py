@@ -10,6 +10,9 @@ from jaxtyping import install_import_hook
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Half of the time of a cold suite is LLVM's: its passes are left out unless somebody says otherwise. What users get is
+# compiled in the experiments and the kills of `.ci/run`; `XLA_FLAGS= pytest -m gpu -n 0` is for an accelerator.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Suites are timed cold, and a cache that outlives a run could hide a change of compiler.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 
