@@ -284,7 +284,7 @@ async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpo
 
     Until that has been restored nothing is changed: a run that cannot go on so may go on otherwise.
     """
-    changes = check_changes(directory, config, CONFIG_FILE)
+    changes, resolved = check_changes(directory, config, CONFIG_FILE), resolved_yaml(config)
     await checkpointing.find()
 
     def go_on() -> None:
@@ -295,7 +295,7 @@ async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpo
             checkpointing.say(f"warning: {warning}")
         directory.remove([RESULT_FILE, MODEL_FOLDER])
         directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
-        directory.write_text(CONFIG_FILE, resolved_yaml(config))
+        directory.write_text(CONFIG_FILE, resolved)
 
     if checkpointing.found is None:
         go_on()

@@ -152,7 +152,7 @@ class RunDirectory:
 
     def _make_room(self, overwrite: bool) -> None:
         present = _run_files(self.path)
-        if not present:
+        if present in ([], ["environment.json"]):  # or a run that was killed before it wrote anything else
             return
         shown = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         if not overwrite:

@@ -385,10 +385,21 @@ def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
     assert "warning: ToyAdapter saved no state: it goes on as it was made" in capsys.readouterr().out
 
 
-def test_a_run_that_wrote_nothing_yet_is_begun(run_file):
-    RunDirectory.create("run").close()
-    assert main([*run_file(), "--resume"]) == 0
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_run_that_wrote_nothing_yet_is_begun(run_file, options):
+    with RunDirectory.create("run") as directory:
+        directory.write_json("environment.json", {})
+    assert main([*run_file(), *options]) == 0
     assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_the_configuration_of_a_resumed_run_keeps_its_bytes(run_file, capsys):
+    stopped(run_file, capsys)
+    before = Path("run/config.yml").read_text()
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert Path("run/config.yml").read_text().replace("stop_in: null", "stop_in: 2") == before.replace(
+        "output_dir: run", f"output_dir: {Path('run').absolute()}"
+    )
 
 
 def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_path, capsys):
