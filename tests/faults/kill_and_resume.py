@@ -25,7 +25,7 @@ from tests.faults.injection import KILL_POINTS, kill_after, run, start
 HERE = Path(__file__).parent
 RUNS = ("grpo", "everything", "dpo")
 KILLED = -9
-OFTEN = {"rollout": 40, "judging": 60, "half of the logs": 12, "update": 8}
+OFTEN = {"rollout": 30, "judging": 50, "half of the logs": 10, "during the export": 1}
 """How often some points are reached in a run, about."""
 
 
@@ -57,7 +57,7 @@ def kill_once(name: str, folder: Path, number: int, draw: random.Random, seconds
         where = f"{point}:{draw.randrange(OFTEN.get(point, 4))}"
         code = run(arguments, at=where, log=log)
     else:
-        moment = draw.uniform(0.0, seconds)
+        moment = draw.uniform(0.0, 0.8 * seconds)  # some are faster than the first
         where = f"after {moment:.1f} s"
         number_of_signal = signal.SIGTERM if number % 6 == 5 else signal.SIGKILL
         where += f", {number_of_signal.name}"
