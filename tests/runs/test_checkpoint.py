@@ -249,8 +249,8 @@ def test_version_1_is_restored_for_ever(tmp_path, directory):
 
 
 def make_fixture():
-    """Writes the checkpoint of format 1."""
-    with RunDirectory.create(FIXTURE.with_name("checkpoint_run")) as directory:
+    """Writes the checkpoint of format 1; orbax notes the path, so it is written where any machine might."""
+    with RunDirectory.create("/tmp/jaxft_format_1") as directory:
         checkpoints = Checkpoints(directory)
         save(checkpoints, 4)
         checkpoints.close()
