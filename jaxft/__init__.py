@@ -91,7 +91,8 @@ _HOMES = {
         "register_trajectory_builder",
         "register_workflow",
     ),
-    "jaxft.harness.runtime": ("Session", "open_session", "run_arguments", "run_script"),
+    "jaxft.harness.runtime": ("run_arguments", "run_script"),
+    "jaxft.harness.session": ("Session", "open_session"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -146,10 +146,12 @@ from jaxft.harness.registry import (
     register_workflow as register_workflow,
 )
 from jaxft.harness.runtime import (
-    Session as Session,
-    open_session as open_session,
     run_arguments as run_arguments,
     run_script as run_script,
+)
+from jaxft.harness.session import (
+    Session as Session,
+    open_session as open_session,
 )
 from jaxft.models.bridge import (
     from_function as from_function,

@@ -14,7 +14,7 @@ from typing import Any
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.errors import ConfigError
 from jaxft.harness.layers import literal
-from jaxft.harness.runtime import (
+from jaxft.harness.session import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     MASKED,

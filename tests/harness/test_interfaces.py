@@ -11,7 +11,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.runtime import open_session
+from jaxft.harness.session import open_session
 
 
 def with_session(mapping, tmp_path, use):

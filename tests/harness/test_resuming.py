@@ -18,7 +18,8 @@ from jaxft.harness.errors import ConfigError
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
 from jaxft.harness.resuming import changes_of
-from jaxft.harness.runtime import command_to_resume, open_session, run_arguments, run_script
+from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
+from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.runs.directory import RunDirectory
 from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)

@@ -11,7 +11,8 @@ import pytest
 from jaxft.harness.commands import finetune
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
-from jaxft.harness.runtime import exit_code_of, open_session, run_arguments, run_script
+from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
+from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.runs.console import Console
 
