@@ -25,6 +25,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Of the parameters and activations.")
     max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
     slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
+    stored_prompts: int | None = Field(
+        default=None,
+        ge=8,
+        description="Prompts whose keys and values are kept for their other generations and next turns, each with room "
+        "for max_context_tokens; null for as many as slots.",
+    )
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
@@ -68,6 +74,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         seed=seed,
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,
+        stored_prompts=config.stored_prompts,
     )
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
     yield ChatClient(policy, name)

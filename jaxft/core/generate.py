@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
 from jaxft.core.sampling import SamplingParams, sample, sampling_params
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
 
@@ -80,17 +81,56 @@ def decode(
     >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
     [[2 3 0]] [2] [False]
     """
-    size = state.tokens.shape[0]
-    emitted = Emitted(
-        jnp.zeros((size, max_steps), jnp.int32),
-        jnp.zeros((size, max_steps), jnp.float32),
-        jnp.zeros((size, max_steps), jnp.float32),
-        jnp.zeros(size, jnp.int32),
+    _, state, emitted = _decode_until(
+        model, params, jnp.int32(0), state, rows, nothing_emitted(state.tokens.shape[0], max_steps), max_steps
     )
+    return state, emitted
+
+
+def decode_near(
+    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
+) -> tuple[DecodeState, Emitted]:
+    """`decode` that reads and writes the first blocks of the cache only; no active row may grow beyond their places.
+
+    Its results are those of `decode`, bit for bit, and take the time of a shorter cache.
+
+    >>> import jaxft
+    >>> model, params = jaxft.from_function(lambda p, t, x: p["scale"] * jax.nn.one_hot(t, 6)), {"scale": jnp.ones(())}
+    >>> state = DecodeState(init_cache(model, 1, 300, jnp.float32), *jnp.zeros((2, 1), jnp.int32), jnp.array([True]))
+    >>> keys = jax.random.split(jax.random.key(0), 1)
+    >>> rows = RowParams(sampling_params(1), keys, stop_ids=jnp.array([[-1]]), limits=jnp.array([300]))
+    >>> decode_near(model, params, state, rows, max_steps=2, near_blocks=2)[1].counts.tolist()  # 128 of 300 places
+    [2]
+    """
+    near = state._replace(cache=state.cache[:near_blocks])
+    near, emitted = decode(model, params, near, rows, max_steps)
+    return near._replace(cache=(*near.cache, *state.cache[near_blocks:])), emitted
+
+
+def nothing_emitted(rows: int, width: int) -> Emitted:
+    """Room for `width` tokens of each row.
+
+    >>> nothing_emitted(2, 8).tokens.shape
+    (2, 8)
+    """
+    shape = rows, width
+    return Emitted(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(rows, jnp.int32))
+
+
+def _decode_until(
+    model: Model,
+    params: Params,
+    step: Int[Array, ""],
+    state: DecodeState,
+    rows: RowParams,
+    emitted: Emitted,
+    until: Int[Array, ""] | int,
+) -> tuple[Int[Array, ""], DecodeState, Emitted]:
+    """Goes on from `step` to `until`, or until no row is active."""
 
     def is_unfinished(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> Bool[Array, ""]:
         step, state, _ = carry
-        return (step < max_steps) & state.active.any()
+        return (step < until) & state.active.any()
 
     def advance(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> tuple[Int[Array, ""], DecodeState, Emitted]:
         step, state, emitted = carry
@@ -115,8 +155,7 @@ def decode(
         )
         return step + 1, state, emitted
 
-    _, state, emitted = jax.lax.while_loop(is_unfinished, advance, (jnp.int32(0), state, emitted))
-    return state, emitted
+    return jax.lax.while_loop(is_unfinished, advance, (step, state, emitted))
 
 
 def _prefill(
@@ -127,14 +166,11 @@ def _prefill(
     The last prompt token is left for the first decoding step, which writes its keys and values over those made here.
     """
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    cache = model.init_cache(prompts.shape[0], cache_length, _compute_dtype(params))
-    _, cache = model.apply(params, prompts, positions, cache=cache)
+    cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
+    near = blocks_for(prompts.shape[1], cache_length)
+    _, written = model.apply(params, prompts, positions, cache=cache[:near])
     last = lengths - 1
-    return cache, jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
-
-
-def _compute_dtype(params: Params) -> Any:
-    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
+    return (*written, *cache[near:]), jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
 
 
 def generate(
@@ -194,41 +230,76 @@ def generate(
     rows = len(prompts) * num_generations
     sampling = sampling_params(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     stops = jnp.array([*stop_ids] or [-1], jnp.int32)
-    return _generate(model, num_generations, max_new_tokens, params, padded, lengths, key, sampling, stops)
+
+    params = _relayout(model, params)
+    total = padded.shape[1] + max_new_tokens
+    state, row_params = _start(model, num_generations, total, params, padded, lengths, key, sampling, stops)
+    step, emitted = jnp.int32(0), nothing_emitted(rows, max_new_tokens)
+    for near_blocks, reach in reaches(total).items():
+        if reach >= lengths.max():
+            # The row with the longest prompt is the first that needs the next block.
+            until = jnp.int32(min(reach - lengths.max() + 1, max_new_tokens))
+            step, state, emitted = _continue(model, near_blocks, params, step, state, row_params, emitted, until)
+    return _join(padded, lengths, num_generations, emitted, stops)
 
 
-@partial(jax.jit, static_argnames=("model", "num_generations", "max_new_tokens"))
-def _generate(
+@partial(jax.jit, static_argnums=0)
+def _relayout(model: Model, params: Params) -> Params:
+    return model.decode_layout(params)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(
     model: Model,
     num_generations: int,
-    max_new_tokens: int,
+    cache_length: int,
     params: Params,
-    prompts: Int[Array, "P L"],
-    lengths: Int[Array, "P"],
+    prompts: Int[Any, "P L"],
+    lengths: Int[Any, "P"],
     key: Any,
     sampling: SamplingParams,
     stop_ids: Int[Array, "S"],
-) -> Rollout:
-    params = model.decode_layout(params)
-    cache, tokens, positions = _prefill(model, params, prompts, lengths, prompts.shape[1] + max_new_tokens)
+) -> tuple[DecodeState, RowParams]:
+    """Prefills each prompt once and gives a row to each of its generations."""
+    cache, tokens, positions = _prefill(model, params, prompts, lengths, cache_length)
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
     keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
-
-    state, prompts, lengths = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, num_generations, axis=0),
-        (DecodeState(cache, tokens, positions, jnp.ones_like(tokens, bool)), prompts, lengths),
-    )
-    stops = jnp.broadcast_to(stop_ids, (prompts.shape[0], stop_ids.shape[0]))
-    row_params = RowParams(sampling, keys, stops, lengths + max_new_tokens)
-    _, emitted = decode(model, params, state, row_params, max_new_tokens)
-    return _join(prompts, lengths, emitted, stops)
+    state = DecodeState(cache, tokens, positions, jnp.ones_like(tokens, bool))
+    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_generations, axis=0), state)
+    # Where the answer begins is the one place that the limit of a row follows from.
+    limits = state.positions + 1 + cache_length - prompts.shape[1]
+    stops = jnp.broadcast_to(stop_ids, (limits.shape[0], stop_ids.shape[0]))
+    return state, RowParams(sampling, keys, stops, limits)
 
 
+@partial(jax.jit, static_argnums=(0, 1), donate_argnames=("state", "emitted"))
+def _continue(
+    model: Model,
+    near_blocks: int,
+    params: Params,
+    step: Int[Array, ""],
+    state: DecodeState,
+    rows: RowParams,
+    emitted: Emitted,
+    until: Int[Array, ""],
+) -> tuple[Int[Array, ""], DecodeState, Emitted]:
+    """Decodes while the first blocks of the cache have room."""
+    near = state._replace(cache=state.cache[:near_blocks])
+    step, near, emitted = _decode_until(model, params, step, near, rows, emitted, until)
+    return step, near._replace(cache=(*near.cache, *state.cache[near_blocks:])), emitted
+
+
+@partial(jax.jit, static_argnums=2)
 def _join(
-    prompts: Int[Array, "R L"], lengths: Int[Array, "R"], emitted: Emitted, stop_ids: Int[Array, "R S"]
+    prompts: Int[Any, "P L"],
+    lengths: Int[Any, "P"],
+    num_generations: int,
+    emitted: Emitted,
+    stop_ids: Int[Array, "S"],
 ) -> Rollout:
     """Puts each completion right behind its own prompt."""
+    prompts, lengths = (jnp.repeat(x, num_generations, axis=0) for x in (prompts, lengths))
     width = prompts.shape[1] + emitted.tokens.shape[1]
     column = jnp.arange(width)[None, :]  # [1 T]
     offset = column - lengths[:, None]  # [R T], place within the completion

@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
 
-Cache = Any
-"""Keys and values of the tokens seen so far. Every leaf has rows on axis 0; the rest is the model's own affair."""
+Cache = tuple[Any, ...]
+"""Keys and values of the tokens seen so far: blocks of places (`jaxft.core.cache`), one behind the other. Every leaf of
+a block has rows on axis 0; the rest is the model's own affair."""
 
 
 def same_params(params: Params) -> Params:
@@ -34,17 +35,18 @@ class Model(NamedTuple):
         config: numbers, strings and tuples; hashable.
         init: `key -> params`.
         apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`.
-            With a cache, the positions of a row are consecutive and are also the places that are written.
+            With a cache, the positions of a row are consecutive and are also the places that are written; what has no
+            place in it is dropped. A token sees the places up to its own.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
-        init_cache: `(rows, length, dtype) -> cache`, empty, with room for `length` tokens a row.
+        init_cache: `(rows, places, dtype) -> block` of a cache, empty, with room for `places` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
     """
 
     config: Hashable
     init: Callable[..., Params]
-    apply: Callable[..., tuple[Array, Cache]]
+    apply: Callable[..., tuple[Array, Any]]
     unembed: Callable[[Params, Array], Array]
-    init_cache: Callable[..., Cache]
+    init_cache: Callable[..., Any]
     decode_layout: Callable[[Params], Params] = same_params
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
@@ -62,21 +63,22 @@ def from_function(network: Network, init: Callable[[Any], Params] = no_init, nam
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: Int[Array, "B S"] | None = None,
+        cache: tuple[Int[Array, "B _"], ...] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], Int[Array, "B S"] | None]:
+    ) -> tuple[Float[Array, "B T V"], tuple[Int[Array, "B _"], ...] | None]:
         if segment_ids is not None:
             raise ValueError(
                 "segment_ids were given; a bridged network cannot keep packed sequences apart, so give each a row"
             )
         if cache is None:
             return network(params, tokens, positions), None
-        history = jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
-            cache, tokens.astype(cache.dtype), positions[:, 0], 0
-        )  # [B S]
+        history = jnp.concatenate(cache, axis=1)  # [B S]
+        rows = jnp.arange(history.shape[0])[:, None]
+        history = history.at[rows, positions].set(tokens.astype(history.dtype), mode="drop")
         places = jnp.broadcast_to(jnp.arange(history.shape[1], dtype=positions.dtype), history.shape)
         logits = network(params, history, places)  # [B S V]
-        return jnp.take_along_axis(logits, positions[:, :, None], axis=1), history
+        ends = np.cumsum([block.shape[1] for block in cache])[:-1]
+        return jnp.take_along_axis(logits, positions[:, :, None], axis=1), tuple(jnp.split(history, ends, axis=1))
 
     return Model(NetworkConfig(name), init, apply, _as_logits, _empty_history)
 
@@ -85,8 +87,8 @@ def _as_logits(params: Params, hidden: Float[Array, "*N V"]) -> Float[Array, "*N
     return hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
 
 
-def _empty_history(rows: int, length: int, dtype: Any) -> Int[Array, "B S"]:
-    return jnp.zeros((rows, length), jnp.int32)
+def _empty_history(rows: int, places: int, dtype: Any) -> Int[Array, "B S"]:
+    return jnp.zeros((rows, places), jnp.int32)
 
 
 def from_nnx(module: nnx.Module) -> tuple[Model, Params]:

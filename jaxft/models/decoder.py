@@ -6,8 +6,8 @@ Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), 
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial, reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -29,6 +29,10 @@ class LayerCache(NamedTuple):
 
     keys: Float[Array, "B K h S"]
     values: Float[Array, "B K S h"]
+
+
+LayerBlocks = list[LayerCache]
+"""The blocks of one layer, in the order of their places."""
 
 
 class Context(NamedTuple):
@@ -100,8 +104,8 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
+    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
         rows, length, _ = x.shape
         q = self.q_proj(x).reshape(rows, length, self.heads, self.head_dim)
         k = self.k_proj(x).reshape(rows, length, self.kv_heads, self.head_dim)
@@ -111,35 +115,92 @@ class Attention(nnx.Module):
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
 
         now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
-        if cache is not None:
-            now = cache = write(cache, now, context.positions[:, 0])
-        attended = attend(q, now, context.visible)
+        if cache is None:
+            attended = attend(q, [now], context.visible)
+        elif length == 1:
+            cache = write_token(cache, now, context.positions[:, 0])
+            attended = attend(q, cache, context.visible)
+        else:
+            whole = write_tokens(joined(cache), now, context.positions[:, 0])
+            attended = attend(q, [whole], context.visible)
+            cache = parted(whole, [block.values.shape[2] for block in cache])
         return self.o_proj(attended.reshape(rows, length, -1)), cache
 
 
-def attend(q: Float[Array, "B T H h"], now: LayerCache, visible: Bool[Array, "B T S"]) -> Float[Array, "B T H h"]:
-    """Softmax attention. Heads of a group share one matrix product instead of repeating their keys and values."""
+def attend(
+    q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
+) -> Float[Array, "B T H h"]:
+    """Softmax attention to all places of all blocks.
+
+    Heads of a group share one matrix product instead of repeating their keys and values. Each block is computed by
+    itself and added to those before it, so that blocks that a row sees nothing of change no bit of what it gets.
+    """
     rows, length, heads, head_dim = q.shape
-    kv_heads = now.keys.shape[1]
+    kv_heads = blocks[0].keys.shape[1]
     grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
     flat = grouped.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5  # [B K GT h]
     wide = jnp.promote_types(flat.dtype, jnp.float32)
-    scores = jnp.matmul(flat, now.keys, preferred_element_type=wide)  # [B K GT S]
-    scores = scores.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
-    weights = weights.reshape(rows, kv_heads, -1, weights.shape[-1]).astype(q.dtype)
-    mixed = jnp.matmul(weights, now.values).reshape(grouped.shape)  # [B K G T h]
+    scores, first = [], 0
+    for block in blocks:
+        seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
+        products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
+        products = products.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
+        scores.append(jnp.where(seen[:, None, None], products, HIDDEN))
+        first += block.keys.shape[-1]
+    largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
+    weights = [jnp.exp(s - largest) for s in scores]
+    mass = reduce(jnp.add, [w.sum(axis=-1, keepdims=True) for w in weights])  # [B K G T 1]
+    parts = [
+        jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
+        for w, block in zip(weights, blocks, strict=True)
+    ]
+    # As a product: a quotient is compiled to one or the other as it comes, and they round differently.
+    mixed = (reduce(jnp.add, parts).reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
 
 
-def write(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
-    """The cache with the keys and values of consecutive tokens put at each row's own place."""
-    place = jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))
-    keys = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=-1))
+def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]) -> LayerBlocks:
+    """The blocks with the keys and values of one token put at each row's own place."""
+    rows, written, first = jnp.arange(positions.shape[0]), [], 0
+    for block in blocks:
+        size = block.keys.shape[-1]
+        place = positions - first
+        place = jnp.where(place < 0, size, place)  # what lies outside is dropped
+        keys = block.keys.at[rows, :, :, place].set(now.keys[..., 0].astype(block.keys.dtype), mode="drop")
+        values = block.values.at[rows, :, place].set(now.values[:, :, 0].astype(block.values.dtype), mode="drop")
+        written.append(LayerCache(keys, values))
+        first += size
+    return written
+
+
+def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
+    """The cache with the keys and values of consecutive tokens put at each row's own place, as far as there is one."""
+    size, length = cache.keys.shape[-1], now.keys.shape[-1]
+
+    def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
+        room = jnp.pad(row, [(0, length if i == axis else 0) for i in range(row.ndim)])
+        moved = jax.lax.dynamic_update_slice_in_dim(room, new.astype(row.dtype), start, axis)
+        return jax.lax.slice_in_dim(moved, 0, size, axis=axis)
+
     return LayerCache(
-        keys(cache.keys, now.keys.astype(cache.keys.dtype), starts),
-        place(cache.values, now.values.astype(cache.values.dtype), starts, -2),
+        jax.vmap(partial(put, axis=2))(cache.keys, now.keys, starts),
+        jax.vmap(partial(put, axis=1))(cache.values, now.values, starts),
     )
+
+
+def joined(blocks: LayerBlocks) -> LayerCache:
+    """All places of all blocks in one."""
+    return LayerCache(
+        jnp.concatenate([block.keys for block in blocks], axis=-1),
+        jnp.concatenate([block.values for block in blocks], axis=-2),
+    )
+
+
+def parted(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
+    """The inverse of `joined`."""
+    ends = np.cumsum(sizes)[:-1]
+    keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
+    return [LayerCache(*block) for block in zip(keys, values, strict=True)]
 
 
 class FeedForward(nnx.Module):
@@ -164,8 +225,8 @@ class Block(nnx.Module):
         self.mlp = FeedForward(config, rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
+    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
         attended, cache = self.self_attn(self.input_layernorm(x), context, cache)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
@@ -213,8 +274,8 @@ def decoder(config: DecoderConfig) -> Model:
         return {"ends": init_ends(ends_key), "layers": layers}
 
     def run_layer(
-        params: Params, x: Float[Array, "B T D"], context: Context, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        params: Params, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
+    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
         return bind_block(params)(x, context, cache)
 
     def apply(
@@ -231,10 +292,10 @@ def decoder(config: DecoderConfig) -> Model:
             x = _scan_layers(run_layer, params["layers"], x, context)
         else:
             layers, updated = per_layer(params["layers"], config.num_layers), []
-            for layer, layer_cache in zip(layers, cache, strict=True):
-                x, layer_cache = run_layer(layer, x, context, layer_cache)
-                updated.append(layer_cache)
-            cache = updated
+            for index, layer in enumerate(layers):
+                x, blocks = run_layer(layer, x, context, [block[index] for block in cache])
+                updated.append(blocks)
+            cache = tuple(zip(*updated, strict=True))
         return ends.norm(x), cache
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
@@ -242,14 +303,14 @@ def decoder(config: DecoderConfig) -> Model:
         head = ends["embedding"] if config.tie_word_embeddings else ends["lm_head"]
         return _project_to_vocabulary(hidden, head)
 
-    def init_cache(rows: int, length: int, dtype: Any) -> Cache:
+    def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
         shape = rows, config.num_kv_heads
-        return [
+        return tuple(
             LayerCache(
-                jnp.zeros((*shape, config.head_dim, length), dtype), jnp.zeros((*shape, length, config.head_dim), dtype)
+                jnp.zeros((*shape, config.head_dim, places), dtype), jnp.zeros((*shape, places, config.head_dim), dtype)
             )
             for _ in range(config.num_layers)
-        ]
+        )
 
     def decode_layout(params: Params) -> Params:
         return {**params, "layers": per_layer(params["layers"], config.num_layers)}
@@ -302,7 +363,7 @@ def make_context(
         query = key = jnp.arange(positions.shape[1])
         query = query[None, :, None]
     elif segment_ids is None:
-        query, key = positions[:, :, None], jnp.arange(cache[0].keys.shape[-1])
+        query, key = positions[:, :, None], jnp.arange(sum(block[0].keys.shape[-1] for block in cache))
     else:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
     distance = query - key[None, None, :]  # [B T S]

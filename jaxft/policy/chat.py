@@ -20,10 +20,17 @@ Message = Mapping[str, str]
 
 
 class Prompt(NamedTuple):
-    """A conversation, ready to be answered: its rendered text (control tokens of messages marked) and its token ids."""
+    """A conversation, ready to be answered.
+
+    Attributes:
+        text: as rendered (control tokens of messages marked).
+        ids: its tokens.
+        cuts: where the prompts of the turns that it goes on from ended, less their last token (`Request.cuts`).
+    """
 
     text: str
     ids: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
@@ -85,7 +92,8 @@ class ChatTemplate:
         for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
             ids = self._continue(call, messages, text)
             if ids is not None:
-                return Prompt(text, ids)
+                last = len(call.prompt_ids) - 1
+                return Prompt(text, ids, (*call.prompt_cuts, last) if last > 0 else ())
         return Prompt(text, self._encode(text))
 
     def _continue(self, call: Call, messages: Sequence[Message], text: str) -> tuple[int, ...] | None:

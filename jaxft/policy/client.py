@@ -1,14 +1,15 @@
 """The chat client that a workflow is given: messages in, a reply out, the call recorded under its episode."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxft.core.sampling import check_sampling
-from jaxft.policy.chat import ChatTemplate, Message
-from jaxft.policy.engine import Completion, Request
+from jaxft.policy.chat import Message, Prompt
 from jaxft.policy.policy import Policy
 from jaxft.policy.recorder import Call, current_functions, find_episode
+from jaxft.policy.requests import Completion, Request
+from jaxft.policy.stop_strings import StopFinder, cut_at_stop
 
 INTERACTIVE = 2
 """Stream of random numbers of calls made outside an episode."""
@@ -58,6 +59,7 @@ class ChatClient:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> Reply:
         """Samples the assistant's next message.
 
@@ -70,6 +72,7 @@ class ChatClient:
             max_tokens: the most tokens to sample; None for what the context has room for.
             stop: strings that end the answer; they are not part of `content`.
             top_k, top_p, min_p: truncate the distribution; see `jaxft.core.sampling.SamplingParams`.
+            logit_bias: what is added to the logits of single tokens, by id; -inf forbids one.
 
         Raises:
             ValueError: messages that the template refuses, a prompt longer than the context, impossible parameters.
@@ -102,12 +105,14 @@ class ChatClient:
                 top_p=top_p,
                 min_p=min_p,
                 stop_ids=template.stop_ids,
-                find_stop=(lambda ids: find_stop_string(template, ids, stops)) if stops else None,
+                logit_bias=tuple((logit_bias or {}).items()),
+                find_stop=StopFinder(template.answer_text, stops) if stops else None,
+                cuts=prompt.cuts,
             )
         )
         content = cut_at_stop(template.answer_text(completion.token_ids), stops)
         if episode is not None:
-            episode.record(self._call(index, messages, content, prompt.text, prompt.ids, temperature, completion))
+            episode.record(self._call(index, messages, content, prompt, temperature, completion))
         return Reply(
             content,
             completion.finish_reason,
@@ -122,8 +127,7 @@ class ChatClient:
         index: int,
         messages: Sequence[Message],
         content: str,
-        prompt_text: str,
-        prompt_ids: tuple[int, ...],
+        prompt: Prompt,
         temperature: float,
         completion: Completion,
     ) -> Call:
@@ -132,8 +136,9 @@ class ChatClient:
             llm=self.name,
             messages=tuple(dict(message) for message in messages),
             content=content,
-            prompt_text=prompt_text,
-            prompt_ids=prompt_ids,
+            prompt_text=prompt.text,
+            prompt_ids=prompt.ids,
+            prompt_cuts=prompt.cuts,
             token_ids=tuple(completion.token_ids),
             sampler_logprobs=tuple(completion.sampler_logprobs),
             behavior_logprobs=tuple(completion.behavior_logprobs),
@@ -142,25 +147,3 @@ class ChatClient:
             policy_version=completion.policy_version,
             functions=current_functions(),
         )
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it.
-
-    >>> cut_at_stop("yes. No.", [".", "No"])
-    'yes'
-    """
-    found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(found)] if found else text
-
-
-def find_stop_string(template: ChatTemplate, token_ids: list[int], stops: Sequence[str]) -> int | None:
-    """How many of the tokens it takes until their text contains a stop string; None if it never does."""
-
-    def contains(count: int) -> bool:
-        text = template.answer_text(token_ids[:count])
-        return any(stop in text for stop in stops)
-
-    if not contains(len(token_ids)):
-        return None
-    return next(count for count in range(1, len(token_ids) + 1) if contains(count))

@@ -1,9 +1,11 @@
 """Concurrent requests, one batch: fixed decode slots over one cache, and nothing a request gets depends on the others.
 
-Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a prefill) or follows from the
-request alone (its prompt's length bucket), and noise comes from the request's own key. So tokens and log-probabilities
-of a request are the same bits whatever runs beside it, in whichever slot, in whatever order requests came.
-What happens on the device is in `jaxft.policy.slots`.
+Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a program) or follows from the
+request alone (the pieces of its prompt), and noise comes from the request's own key. How much of the cache is read
+does follow from the longest request that runs, but changes no bit of any (`jaxft.core.cache`). So tokens and
+log-probabilities of a request are the same bits whatever runs beside it, in whichever slot, in whatever order.
+
+Here is the queue: who waits, who runs, who hears of what. The arrays are those of `jaxft.policy.workspace`.
 """
 
 import asyncio
@@ -12,62 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import jax
-import numpy as np
-
-from jaxft.core.sampling import SamplingParams
 from jaxft.core.types import Model, Params
 from jaxft.policy.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.policy.faults import DeviceMemoryError, DeviceThreadError
-from jaxft.policy.slots import MAX_STOP_IDS, Admission, Slots, admit, advance, compute_dtype, empty_slots
-
-PREFILL_ROWS = 8
-"""Rows of every prefill: a request is prefilled at a shape that does not depend on how many came with it."""
-DISPATCH_TOKENS = 8
-"""Tokens decoded between two looks at the queue."""
-SMALLEST_BUCKET = 32
-
-
-class RequestError(ValueError):
-    """A request that can never be served: too long for the context, or impossible parameters."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to sample.
-
-    Attributes:
-        prompt_ids: the context, at least one token.
-        key_ids: uint32 numbers folded into the run's key, in order; unique to the request.
-        max_tokens: the most tokens to sample.
-        temperature, top_k, top_p, min_p: see `SamplingParams`.
-        stop_ids: a sampled one ends the answer.
-        find_stop: given the sampled ids, how many of them complete a stop string, or None.
-    """
-
-    prompt_ids: tuple[int, ...]
-    key_ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
-    find_stop: Callable[[list[int]], int | None] | None = None
-
-
-@dataclass
-class Completion:
-    """What was sampled; `finish_reason` is `stop` or `length`."""
-
-    token_ids: list[int] = field(default_factory=list)
-    sampler_logprobs: list[float] = field(default_factory=list)
-    behavior_logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = "length"
-    policy_version: int = 0
+from jaxft.policy.requests import Completion, Request, check_request
+from jaxft.policy.workspace import Counts, Decoded, Workspace
 
 
 @dataclass
@@ -75,6 +28,10 @@ class _Running:
     request: Request
     future: "asyncio.Future[Completion]"
     completion: Completion
+    error: Exception | None = None  # its own, which concerns nobody else
+
+
+FEWEST_STORED_PROMPTS = 8
 
 
 class Engine:
@@ -93,28 +50,50 @@ class Engine:
         seed: int,
         slots: int,
         max_context_tokens: int,
+        stored_prompts: int | None = None,
     ) -> None:
-        """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins."""
-        self.model = model
+        """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins.
+
+        `stored_prompts` is how many prompts are kept for their other generations and next turns; by default as many as
+        there are slots.
+        """
         self.slots = slots
         self.max_context_tokens = max_context_tokens
-        self.decoded_tokens = 0
         self._device = device
         self._get_params = get_params
-        self._seed = seed
-        self._device_slots: Slots | None = None
+        self._workspace = Workspace(
+            model,
+            seed=seed,
+            slots=slots,
+            length=max_context_tokens,
+            stored_prompts=max(FEWEST_STORED_PROMPTS, slots if stored_prompts is None else stored_prompts),
+        )
         self._running: dict[int, _Running] = {}
         self._waiting: deque[_Running] = deque()
         self._is_scheduled = False
         self._lock = threading.Lock()
 
+    @property
+    def counts(self) -> Counts:
+        """Tokens prefilled, reused and sampled so far."""
+        return self._workspace.counts
+
     def cache_bytes(self) -> int:
-        """Bytes of the key-value cache."""
-        params = jax.eval_shape(self.model.init, jax.random.key(0))
-        cache = jax.eval_shape(
-            lambda: self.model.init_cache(self.slots, self.max_context_tokens, compute_dtype(params))
-        )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        """Bytes of all keys and values, of slots and stored prompts."""
+        return self._workspace.cache_bytes()
+
+    def forget_prompts(self) -> None:
+        """On the device thread: the parameters are about to change, and what is stored with them."""
+        self._workspace.forget_prompts()
+
+    async def warm_up(self) -> None:
+        """Compiles all that requests can lead to, whatever their lengths and parameters."""
+
+        def run() -> None:
+            params, _ = self._get_params()
+            self._workspace.warm_up(params)
+
+        await self._device.run(run)
 
     async def submit(self, request: Request) -> Completion:
         """Waits for the completion of a request; a cancelled wait frees the slot.
@@ -124,7 +103,7 @@ class Engine:
             PolicyError: the policy is lost, its device has too little memory, or its device thread has ended.
             Exception: whatever else stopped the device work that the request was part of.
         """
-        self._check(request)
+        check_request(request, self.max_context_tokens)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         with self._lock:
@@ -134,22 +113,6 @@ class Engine:
             # After the callbacks that are ready now: requests of one wave are admitted together.
             loop.call_soon(self._schedule)
         return await future
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise RequestError("the prompt has no tokens")
-        if length >= self.max_context_tokens:
-            raise RequestError(
-                f"the prompt has {length} tokens, but max_context_tokens is {self.max_context_tokens} with the answer "
-                "included; shorten the conversation or raise llms.<name>.max_context_tokens"
-            )
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
-        if not all(0 <= number < 2**32 for number in request.key_ids):
-            raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
-        if len(request.stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
 
     def _schedule(self) -> None:
         try:
@@ -191,7 +154,7 @@ class Engine:
             failed = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()
-        self._device_slots = None  # it may have been donated to the call that failed
+        self._workspace.reset()
         _deliver(failed, presentable(error))
 
     def finish_running(self) -> None:
@@ -205,8 +168,8 @@ class Engine:
 
     def _admit(self) -> None:
         free = [slot for slot in range(self.slots) if slot not in self._running]
-        by_bucket: dict[int, list[tuple[int, _Running]]] = {}
         params, version = self._get_params()
+        admitted = []
         while self._waiting and free:
             running = self._waiting.popleft()
             if running.future.cancelled():
@@ -214,72 +177,39 @@ class Engine:
             running.completion.policy_version = version
             slot = free.pop(0)
             self._running[slot] = running
-            length = min(bucket(len(running.request.prompt_ids)), self.max_context_tokens)
-            by_bucket.setdefault(length, []).append((slot, running))
-        if by_bucket and self._device_slots is None:
-            self._device_slots = empty_slots(self.model, self.slots, self.max_context_tokens, compute_dtype(params))
-        for length, admitted in by_bucket.items():
-            for start in range(0, len(admitted), PREFILL_ROWS):
-                admission = self._admission(length, admitted[start : start + PREFILL_ROWS])
-                seed = jax.random.key_data(jax.random.key(self._seed, impl="threefry2x32"))
-                self._device_slots = admit(self.model, params, self._device_slots, seed, admission)
-
-    def _admission(self, length: int, admitted: list[tuple[int, _Running]]) -> Admission:
-        requests = [running.request for _, running in admitted]
-        spare = PREFILL_ROWS - len(requests)
-        prompts = np.zeros((PREFILL_ROWS, length), np.int32)
-        stops = np.full((PREFILL_ROWS, MAX_STOP_IDS), -1, np.int32)
-        for row, request in enumerate(requests):
-            prompts[row, : len(request.prompt_ids)] = request.prompt_ids
-            stops[row, : len(request.stop_ids)] = request.stop_ids
-
-        def column(values: list[Any], filler: Any, dtype: Any) -> Any:
-            return np.array(values + [filler] * spare, dtype)
-
-        lengths = [len(request.prompt_ids) for request in requests]
-        limits = [min(n + r.max_tokens, self.max_context_tokens) for n, r in zip(lengths, requests, strict=True)]
-        return Admission(
-            prompts,
-            column(lengths, 1, np.int32),
-            column([slot for slot, _ in admitted], self.slots, np.int32),
-            SamplingParams(
-                column([r.temperature for r in requests], 1.0, np.float32),
-                column([r.top_k for r in requests], 0, np.int32),
-                column([r.top_p for r in requests], 1.0, np.float32),
-                column([r.min_p for r in requests], 0.0, np.float32),
-            ),
-            column([list(r.key_ids) for r in requests], list(requests[0].key_ids), np.uint32),
-            stops,
-            column(limits, 2, np.int32),
-        )
+            admitted.append((slot, running.request))
+        if admitted:
+            self._workspace.admit(params, admitted)
 
     def _advance(self) -> list[_Running]:
         """Decodes a few tokens of every running request; returns those that ended, their slots free again."""
-        abandoned = [slot for slot, running in self._running.items() if running.future.cancelled()]
-        for slot in abandoned:
+        for slot in [slot for slot, running in self._running.items() if running.future.cancelled()]:
             del self._running[slot]
         if not self._running:
             return []
-        kept = np.zeros(self.slots, bool)
-        kept[list(self._running)] = True
         params, _ = self._get_params()
-        assert self._device_slots is not None
-        self._device_slots, emitted = advance(self.model, params, self._device_slots, kept, DISPATCH_TOKENS)
-        tokens, sampler_logprobs, behavior_logprobs, counts = (np.asarray(x) for x in emitted)
-        active = np.asarray(self._device_slots.state.active)
-        self.decoded_tokens += int(counts.sum())
-
-        finished = {}
-        for slot, running in self._running.items():
-            count, completion = int(counts[slot]), running.completion
-            completion.token_ids += tokens[slot, :count].tolist()
-            completion.sampler_logprobs += sampler_logprobs[slot, :count].tolist()
-            completion.behavior_logprobs += behavior_logprobs[slot, :count].tolist()
-            if _is_finished(running.request, completion, bool(active[slot])):
-                finished[slot] = running
+        held = {
+            slot: len(running.request.prompt_ids) + len(running.completion.token_ids)
+            for slot, running in self._running.items()
+        }
+        decoded = self._workspace.advance(params, held)
+        finished = {slot: running for slot, running in self._running.items() if _has_ended(running, slot, decoded)}
         for slot in finished:
             del self._running[slot]
         return list(finished.values())
+
+
+def _has_ended(running: _Running, slot: int, decoded: Decoded) -> bool:
+    """Adds what was decoded to the completion, and says whether there is no more to come."""
+    count, completion = int(decoded.counts[slot]), running.completion
+    completion.token_ids += decoded.tokens[slot, :count].tolist()
+    completion.sampler_logprobs += decoded.sampler_logprobs[slot, :count].tolist()
+    completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
+    try:
+        return _is_finished(running.request, completion, bool(decoded.active[slot]))
+    except Exception as error:  # of its stop strings: the others go on
+        running.error = error
+        return True
 
 
 def _is_finished(request: Request, completion: Completion, is_active: bool) -> bool:
@@ -296,7 +226,7 @@ def _is_finished(request: Request, completion: Completion, is_active: bool) -> b
 
 
 def _deliver(answered: list[_Running], error: Exception | None = None) -> None:
-    """Gives each its completion, or all of them the error, in the event loops that wait for them."""
+    """Gives each its completion or its error, or all of them the same error, in the event loops that wait for them."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Running]] = {}
     for running in answered:
         by_loop.setdefault(running.future.get_loop(), []).append(running)
@@ -309,21 +239,8 @@ def _settle(answered: list[_Running], error: Exception | None) -> None:
     for running in answered:
         if running.future.done():
             continue
-        if error is None:
+        own = error if running.error is None else presentable(running.error)
+        if own is None:
             running.future.set_result(running.completion)
         else:
-            running.future.set_exception(error)
-
-
-def bucket(tokens: int) -> int:
-    """The padded length of a prompt: the next of 32, 48, 64, 96, 128, 192, ... so that at most a third is padding.
-
-    >>> [bucket(n) for n in (1, 33, 64, 65, 130)]
-    [32, 48, 64, 96, 192]
-    """
-    power = SMALLEST_BUCKET
-    while power < tokens:
-        if tokens <= power * 3 // 2:
-            return power * 3 // 2
-        power *= 2
-    return power
+            running.future.set_exception(own)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxft.core.types import Model, Params, same_params
 from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.device import CompileCounter, DeviceThread
-from jaxft.policy.engine import Engine, Request
+from jaxft.policy.engine import Engine
 from jaxft.policy.faults import PolicyLostError
+from jaxft.policy.requests import Request
 
 HEALTH = 3
 """Stream of random numbers of the health check."""
@@ -42,7 +43,9 @@ class Policy:
         seed: int = 0,
         slots: int = 64,
         max_context_tokens: int = 512,
+        stored_prompts: int | None = None,
     ) -> None:
+        """`stored_prompts`: how many the engine keeps for further generations and turns; None for as many as slots."""
         if slots < 1 or max_context_tokens < 2:
             raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
         self.model = model
@@ -62,6 +65,7 @@ class Policy:
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
+            stored_prompts=stored_prompts,
         )
 
     async def update(
@@ -83,6 +87,7 @@ class Policy:
         def run() -> T:
             self._check()
             self.engine.finish_running()
+            self.engine.forget_prompts()
             given = self._params
             self._decode_params = None
             try:
@@ -103,6 +108,7 @@ class Policy:
 
         def run() -> None:
             self.engine.finish_running()
+            self.engine.forget_prompts()
             self._decode_params = None
             self._lost = "a restore was cut off"
             self._params = job(self._params)

@@ -43,6 +43,7 @@ class Call:
         finish_reason: `stop` or `length`.
         policy_version: of the parameters that sampled.
         functions: those of the agent that the call was made in, outermost first (`function`).
+        prompt_cuts: where in the prompt those of earlier turns ended.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Call:
     finish_reason: str
     policy_version: int
     functions: tuple[str, ...] = ()
+    prompt_cuts: tuple[int, ...] = ()
 
     @property
     def context_ids(self) -> tuple[int, ...]:

@@ -1,6 +1,10 @@
-"""What an engine keeps on the device, and the two programs that change it: admitting requests, and decoding a little.
+"""What an engine keeps on the device, and the programs that change it.
 
-Letters: `R` slots, `P` rows of a prefill, `L` padded prompt length, `N` key ids, `S` stop ids.
+Prompts are prefilled in the rows of a store, and from there copied into the slots that decode: a prompt of many
+generations is computed once, a conversation goes on from its row. The store and the slots are caches of the same form;
+`near` is how many of their blocks a program reads and writes, enough for the tokens at hand.
+
+Letters: `R` slots, `P` rows of one program, `L` tokens of a piece, `N` key ids, `S` stop ids, `M` biased tokens.
 """
 
 from functools import partial
@@ -10,72 +14,114 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxft.core.generate import DecodeState, Emitted, RowParams, decode
-from jaxft.core.sampling import SamplingParams, fold_ids
-from jaxft.core.types import Model, Params
+from jaxft.core.cache import init_cache
+from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_near
+from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
+from jaxft.core.types import Cache, Model, Params
 
 MAX_STOP_IDS = 8
+MAX_BIASED_IDS = 32
 
 
 class Slots(NamedTuple):
-    """All that the engine keeps on the device; every leaf has slots on axis 0."""
+    """All that the engine decodes with; every leaf has slots on axis 0."""
 
     state: DecodeState
     rows: RowParams
 
 
-class Admission(NamedTuple):
-    """Requests about to be prefilled. Filling rows have a slot beyond the last one, and are dropped."""
+class Pieces(NamedTuple):
+    """Parts of prompts, to be prefilled. Filling ones have a row beyond the last, and are dropped."""
 
-    prompts: Int[Any, "P L"]
-    lengths: Int[Any, "P"]
+    tokens: Int[Any, "P L"]
+    starts: Int[Any, "P"]
+    rows: Int[Any, "P"]
+
+
+class Admission(NamedTuple):
+    """Requests whose prompts are in the store, and the slots they get. Filling ones have a slot beyond the last."""
+
+    stored: Int[Any, "P"]
     slots: Int[Any, "P"]
+    tokens: Int[Any, "P"]
+    positions: Int[Any, "P"]
     sampling: SamplingParams
     key_ids: UInt32[Any, "P N"]
     stop_ids: Int[Any, "P S"]
     limits: Int[Any, "P"]
 
 
-def compute_dtype(params: Params) -> Any:
-    """The dtype that activations have with these parameters."""
-    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
+    """A cache of zeros."""
+    return init_cache(model, rows, length, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slots:
     """Slots that nobody uses, with room for `cache_length` tokens each."""
     zeros = jnp.zeros(slots, jnp.int32)
-    state = DecodeState(model.init_cache(slots, cache_length, dtype), zeros, zeros, jnp.zeros(slots, bool))
-    sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots))
+    cache = init_cache(model, slots, cache_length, dtype)
+    state = DecodeState(cache, zeros, zeros, jnp.zeros(slots, bool))
+    bias = LogitBias(jnp.full((slots, MAX_BIASED_IDS), -1, jnp.int32), jnp.zeros((slots, MAX_BIASED_IDS)))
+    sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots), bias)
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), slots)
     return Slots(state, RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def admit(model: Model, params: Params, slots: Slots, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
-    """Prefills the admitted prompts in the rows of their slots and sets the slots' parameters."""
-    # A slot out of range reads the last row.
-    cache = jax.tree.map(lambda leaf: leaf[admission.slots], slots.state.cache)
-    prompts, last = admission.prompts, admission.lengths - 1
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    _, cache = model.apply(params, prompts, positions, cache=cache)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def prefill(model: Model, near: int, params: Params, store: Cache, pieces: Pieces) -> Cache:
+    """Computes the keys and values of the pieces, each behind what its row holds already."""
+    positions = pieces.starts[:, None] + jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
+    _, written = model.apply(params, pieces.tokens, positions, cache=_taken(store[:near], pieces.rows))
+    return _put_near(store, written, pieces.rows)
 
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def copy_rows(near: int, store: Cache, sources: Int[Any, "P"], targets: Int[Any, "P"]) -> Cache:
+    """The store with some rows' first blocks in other rows, too."""
+    return _put_near(store, _taken(store[:near], sources), targets)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def admit(near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
+    """Copies prompts into slots, and makes these ready to decode."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    admitted = Slots(
-        DecodeState(cache, jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last, jnp.ones_like(last, bool)),
-        RowParams(
-            admission.sampling,
-            jax.vmap(partial(fold_ids, key))(admission.key_ids),
-            admission.stop_ids,
-            admission.limits,
+    state, keys = slots.state, jax.vmap(partial(fold_ids, key))(admission.key_ids)
+    tokens, positions, active, rows = _put(
+        (state.tokens, state.positions, state.active, slots.rows),
+        (
+            admission.tokens,
+            admission.positions,
+            jnp.ones_like(admission.slots, bool),
+            RowParams(admission.sampling, keys, admission.stop_ids, admission.limits),
         ),
+        admission.slots,
     )
-    return jax.tree.map(lambda old, new: old.at[admission.slots].set(new, mode="drop"), slots, admitted)
+    cache = _put_near(state.cache, _taken(store[:near], admission.stored), admission.slots)
+    return Slots(DecodeState(cache, tokens, positions, active), rows)
 
 
-@partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def advance(model: Model, params: Params, slots: Slots, kept: Bool[Any, "R"], max_steps: int) -> tuple[Slots, Emitted]:
+@partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
+def advance(
+    model: Model, near: int, params: Params, slots: Slots, kept: Bool[Any, "R"], max_steps: int
+) -> tuple[Slots, Emitted]:
     """Decodes up to `max_steps` tokens of every slot that is `kept`; the others are put to rest."""
     state = slots.state._replace(active=slots.state.active & kept)
-    state, emitted = decode(model, params, state, slots.rows, max_steps)
+    state, emitted = decode_near(model, params, state, slots.rows, max_steps, near)
     return slots._replace(state=state), emitted
+
+
+def _taken(tree: Any, rows: Int[Any, "P"]) -> Any:
+    """Some rows of every leaf; one out of range is the last."""
+    return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="clip"), tree)
+
+
+def _put(tree: Any, new: Any, rows: Int[Any, "P"]) -> Any:
+    """The tree with new rows in every leaf; those out of range are dropped."""
+    return jax.tree.map(lambda old, leaf: old.at[rows].set(leaf, mode="drop"), tree, new)
+
+
+def _put_near(cache: Cache, new: Cache, rows: Int[Any, "P"]) -> Cache:
+    """The cache with new rows in its first blocks."""
+    return (*_put(cache[: len(new)], new, rows), *cache[len(new) :])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from jaxft.core.sampling import (
+    LogitBias,
     SamplingParams,
     _draw_index,
     _inverse_cdf,
@@ -236,3 +237,48 @@ def test_values_outside_their_range_are_refused(values, message):
         check_sampling(**(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values))
     with pytest.raises(ValueError, match=message):
         sampling_params(2, **values)
+
+
+# --- Logit bias.
+
+
+def biased(rows, ids, values, **knobs):
+    bias = LogitBias(jnp.array([ids] * rows), jnp.array([values] * rows, jnp.float32))
+    return sampling_params(rows, **knobs)._replace(logit_bias=bias)
+
+
+def test_a_bias_shifts_the_scaled_logits_and_only_behavior_logprobs():
+    logits = np.random.default_rng(3).normal(size=8).astype(np.float32)
+    params = biased(DRAWS, [2, 5, -1, 5], [1.5, -1.0, 50.0, -2.0], temperature=0.7)
+    keys = jax.random.split(jax.random.key(4), DRAWS)
+    drawn = jitted_sample(jnp.broadcast_to(logits, (DRAWS, 8)), keys, params)
+    scaled = logits.astype(np.float64) / 0.7
+    shifted = scaled + np.array([0, 0, 1.5, 0, 0, -3.0, 0, 0])
+    assert_frequencies(drawn.tokens, np.exp(shifted))
+    for found, z in ((drawn.sampler_logprobs, scaled), (drawn.behavior_logprobs, shifted)):
+        np.testing.assert_allclose(found, (z - np.log(np.exp(z).sum()))[drawn.tokens], rtol=1e-5, atol=1e-6)
+
+
+def test_a_forbidden_token_is_never_drawn_and_greedy_passes_over_it():
+    logits = jnp.broadcast_to(jnp.array([0.0, 4.0, 3.0]), (200, 3))
+    keys = jax.random.split(jax.random.key(0), 200)
+    drawn = jitted_sample(logits, keys, biased(200, [1], [-np.inf]))
+    assert set(np.asarray(drawn.tokens).tolist()) == {0, 2}
+    greedy = jitted_sample(logits, keys, biased(200, [1], [-np.inf], temperature=0.0))
+    assert set(np.asarray(greedy.tokens).tolist()) == {2}
+    # As without a bias: at temperature 1, of the whole vocabulary.
+    np.testing.assert_allclose(greedy.sampler_logprobs, 3 - np.log(np.exp([0, 4, 3]).sum()), rtol=1e-5)
+
+
+def test_a_bias_comes_before_the_other_filters_and_leaves_other_rows_alone():
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (2, 3))
+    keys = jax.random.split(jax.random.key(1), 2)
+    params = sampling_params(2, top_k=1)._replace(
+        logit_bias=LogitBias(jnp.array([[2], [-1]]), jnp.array([[5.0], [5.0]]))
+    )
+    drawn = jitted_sample(logits, keys, params)
+    assert drawn.tokens.tolist() == [2, 0]
+    np.testing.assert_allclose(drawn.behavior_logprobs, [0.0, 0.0], atol=1e-6)
+    plain = jitted_sample(logits, keys, sampling_params(2))
+    unbiased = jitted_sample(logits, keys, biased(2, [-1], [5.0]))
+    jax.tree.map(np.testing.assert_array_equal, plain, unbiased)

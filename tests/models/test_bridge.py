@@ -124,12 +124,12 @@ def test_the_network_sees_the_module_it_came_from():
 
 def test_the_history_is_the_cache():
     model, params = function_model()
-    cache = model.init_cache(2, 6, jnp.bfloat16)
-    assert (cache.shape, cache.dtype) == ((2, 6), jnp.int32)
+    cache = tuple(model.init_cache(2, places, jnp.bfloat16) for places in (4, 2))
+    assert [(block.shape, block.dtype) for block in cache] == [((2, 4), jnp.int32), ((2, 2), jnp.int32)]
     tokens = jnp.array([[4, 5], [6, 7]])
     positions = jnp.array([[0, 1], [3, 4]])
     hidden, cache = model.apply(params, tokens, positions, cache=cache)
-    assert cache.tolist() == [[4, 5, 0, 0, 0, 0], [0, 0, 0, 6, 7, 0]]
+    assert [block.tolist() for block in cache] == [[[4, 5, 0, 0], [0, 0, 0, 6]], [[0, 0], [7, 0]]]
     np.testing.assert_allclose(hidden, bigram(params, tokens, positions), rtol=0, atol=1e-6)
 
 

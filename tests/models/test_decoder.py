@@ -77,7 +77,7 @@ def test_segments_with_a_cache_are_refused():
     model, params = peaked()
     tokens = random_tokens(1, 4)
     with pytest.raises(ValueError, match="packed rows can be scored but not decoded"):
-        model.apply(params, tokens, tokens, cache=model.init_cache(1, 4, jnp.float32), segment_ids=tokens)
+        model.apply(params, tokens, tokens, cache=(model.init_cache(1, 4, jnp.float32),), segment_ids=tokens)
 
 
 def assert_sampler_agrees(model, params, temperature):
@@ -125,7 +125,7 @@ def test_window_hides_what_is_further_back():
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
     np.testing.assert_array_equal(make_context(config, positions, None, None).visible[0], expected)
     # The last two tokens, with places for six in the cache.
-    cache = decoder(config).init_cache(1, 6, jnp.float32)
+    cache = (decoder(config).init_cache(1, 6, jnp.float32),)
     visible = make_context(config, positions[:, 2:], cache, None).visible[0]
     np.testing.assert_array_equal(visible, np.pad(expected[2:], ((0, 0), (0, 2))))
 

@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from jaxft.policy.client import ChatClient, cut_at_stop, find_stop_string
-from jaxft.policy.engine import RequestError
+from jaxft.policy.client import ChatClient
 from jaxft.policy.recorder import Episode, recording
+from jaxft.policy.requests import RequestError
 
 QUESTION = [{"role": "user", "content": "x?"}]
 
@@ -119,10 +119,3 @@ def test_another_models_calls_are_not_continued(policy):
 def test_what_cannot_be_asked_is_refused(client, options, error, message):
     with pytest.raises(error, match=message):
         chat(client, **options)
-
-
-def test_a_stop_string_is_found_at_the_token_that_completes_it(policy):
-    ids = policy.tokenizer.encode("one. Two.")
-    assert find_stop_string(policy.template, ids, [". T", "wo"]) == 6
-    assert find_stop_string(policy.template, ids, ["three"]) is None
-    assert cut_at_stop("one. Two.", ["wo", "."]) == "one"

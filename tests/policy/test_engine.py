@@ -9,12 +9,12 @@ import pytest
 from jaxft.core.logprobs import token_logprobs
 from jaxft.policy.client import ChatClient
 from jaxft.policy.device import counting_compiles
-from jaxft.policy.engine import Request, RequestError
 from jaxft.policy.faults import DeviceThreadError, PolicyError
 from jaxft.policy.policy import PolicyLostError
 from jaxft.policy.recorder import Episode, recording
+from jaxft.policy.requests import Request, RequestError
 from jaxft.policy.sequences import token_sequences
-from jaxft.policy.slots import MAX_STOP_IDS
+from jaxft.policy.slots import MAX_BIASED_IDS, MAX_STOP_IDS
 
 TIMEOUT_SECONDS = 60
 MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
@@ -183,6 +183,16 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
         ({"stop_ids": tuple(range(9))}, f"9 stop ids were given; at most {MAX_STOP_IDS} are supported"),
         ({"key_ids": (0, -1, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
         ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"temperature": -1.0}, "temperature is -1.0; wanted 0"),
+        ({"temperature": float("nan")}, "temperature is nan; wanted 0"),
+        ({"top_k": -1}, "top_k is -1; wanted 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; wanted a share"),
+        ({"min_p": 1.0}, "min_p is 1.0; wanted a share"),
+        ({"logit_bias": ((5, float("nan")),)}, "logit_bias adds nan to token 5"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias adds 1.0 to token -1"),
+        ({"logit_bias": ((1, 1.0),) * 33}, f"logit_bias names 33 tokens; at most {MAX_BIASED_IDS} are supported"),
+        ({"cuts": (3, 2)}, r"cuts are \(3, 2\); wanted ascending places within a prompt of 5 tokens"),
+        ({"cuts": (5,)}, r"cuts are \(5,\); wanted ascending places within a prompt of 5 tokens"),
     ],
 )
 def test_what_can_never_be_served_is_refused(policy, serve, changes, message):
@@ -196,8 +206,8 @@ def test_a_cancelled_request_frees_its_slot(policy, serve):
 
     async def main():
         tasks = [asyncio.create_task(policy.engine.submit(each)) for each in (*long, waiting)]
-        decoded = policy.engine.decoded_tokens
-        while policy.engine.decoded_tokens == decoded:
+        decoded = policy.engine.counts.decoded_tokens
+        while policy.engine.counts.decoded_tokens == decoded:
             await asyncio.sleep(0.001)
         for task in (tasks[2], tasks[5]):
             task.cancel()
@@ -217,14 +227,16 @@ def test_a_request_cancelled_while_it_waits_is_never_decoded(policy):
         cancelled = asyncio.create_task(policy.engine.submit(request(1, max_tokens=80)))
         await asyncio.sleep(0)
         cancelled.cancel()
-        decoded = policy.engine.decoded_tokens
+        decoded = policy.engine.counts.decoded_tokens
         await running
-        return policy.engine.decoded_tokens - decoded
+        return policy.engine.counts.decoded_tokens - decoded
 
     assert run(main) == 11
 
 
-def test_an_error_on_the_device_thread_reaches_all_who_wait(policy, serve):
+def test_an_error_of_one_request_is_its_own(policy, serve):
+    expected = [record_of(serve(policy, request(number))[0]) for number in range(20)]
+
     def breaks(ids):
         raise ZeroDivisionError("on the device thread")
 
@@ -233,7 +245,26 @@ def test_an_error_on_the_device_thread_reaches_all_who_wait(policy, serve):
         return await asyncio.gather(*(policy.engine.submit(each) for each in requests), return_exceptions=True)
 
     answers = run(main)
-    assert [str(answer) for answer in answers] == ["on the device thread"] * 20
+    assert isinstance(answers.pop(4), ZeroDivisionError)
+    expected.pop(4)
+    assert [record_of(answer) for answer in answers] == expected
+
+
+def test_an_error_on_the_device_thread_reaches_all_who_wait(make_policy, serve):
+    policy, good = make_policy(), []
+
+    def lose(params):
+        good.append(params)
+        return {}, None
+
+    async def main():
+        await policy.update(lose)  # parameters that nothing can be computed from
+        requests = [policy.engine.submit(request(number)) for number in range(20)]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    answers = run(main)
+    assert all(isinstance(answer, KeyError) for answer in answers) and len(answers) == 20
+    run(lambda: policy.restore(lambda params: good.pop(), 0))
     assert len(serve(policy, request(0))[0].token_ids) == 11
 
 
@@ -245,7 +276,7 @@ def test_a_lost_policy_tells_those_who_wait(make_policy):
 
     async def main():
         running = asyncio.create_task(policy.engine.submit(request(0, max_tokens=80)))
-        while not policy.engine.decoded_tokens:
+        while not policy.engine.counts.decoded_tokens:
             await asyncio.sleep(0.001)
         update = asyncio.create_task(policy.update(breaks))
         await asyncio.sleep(0)
@@ -295,7 +326,7 @@ def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, p
 
     async def main():
         running = asyncio.create_task(updated.engine.submit(early))
-        while not updated.engine.decoded_tokens:
+        while not updated.engine.counts.decoded_tokens:
             await asyncio.sleep(0.001)
         update = asyncio.create_task(updated.update(lambda params: (double(params), "done")))
         await asyncio.sleep(0)
@@ -308,12 +339,111 @@ def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, p
     assert record_of(second) == record_of(serve(updated, late)[0]) != record_of(serve(policy, late)[0])
 
 
-def test_nothing_is_compiled_after_the_first_requests(policy, serve):
-    serve(policy, request(0), request(1, prompt_tokens=40))
+def test_nothing_is_compiled_after_the_warm_up(make_policy, serve):
+    policy = make_policy(max_context_tokens=300)
+    run(policy.engine.warm_up)
     with counting_compiles() as compiles:
         serve(policy, *varied_requests(30))
-        serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), max_tokens=17))
+        serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), logit_bias=((7, 1.0),), max_tokens=17))
+        conversation = request(1, prompt_tokens=220, cuts=(60, 150))
+        serve(policy, request(2, prompt_tokens=190, max_tokens=100), conversation)
+        branch = conversation.prompt_ids[:150] + (9,) * 20
+        serve(policy, request(3, prompt_ids=branch, cuts=(60, 150)))
+        run(lambda: policy.update(lambda params: (params, None)))
+        serve(policy, request(0))
     assert compiles.count == 0
+
+
+# --- Prompts that are kept.
+
+
+def in_turns(number, turns):
+    """The requests of an episode: each prompt is the one before, what could be its answer, and something new."""
+    whole = request(number, prompt_tokens=20 * turns).prompt_ids
+    ends = [20 * turn for turn in range(1, turns + 1)]
+    return [
+        request(number, prompt_ids=whole[:end], cuts=tuple(cut - 1 for cut in ends if cut < end), key_ids=(number, end))
+        for end in ends
+    ]
+
+
+def counted(policy, serve, *requests):
+    """The completions, and how many tokens of prompts were computed and were found."""
+    before = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
+    completions = [record_of(completion) for completion in serve(policy, *requests)]
+    after = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
+    return completions, after[0] - before[0], after[1] - before[1]
+
+
+def forget(policy):
+    run(lambda: policy.update(lambda params: (params, None)))
+
+
+def test_the_generations_of_a_prompt_share_its_keys_and_values(make_policy, policy, serve):
+    sharing = make_policy()
+    prompt = request(0, prompt_tokens=50).prompt_ids
+    group = [request(number, prompt_ids=prompt) for number in range(16)]
+    together, computed, found = counted(sharing, serve, *group)
+    assert (computed, found) == (49, 15 * 49)
+    forget(policy)
+    assert together == [record_of(serve(policy, each)[0]) for each in reversed(group)][::-1]
+    assert len({tuple(tokens) for tokens, *_ in together}) == 16
+
+
+def test_a_turn_goes_on_from_the_one_before(make_policy, serve):
+    policy = make_policy()
+    turns = in_turns(0, 4)
+    kept = [counted(policy, serve, turn) for turn in turns]
+    assert [(computed, found) for _, computed, found in kept] == [(19, 0), (20, 19), (20, 39), (20, 59)]
+    anew = []
+    for turn in turns:
+        forget(policy)
+        anew.append(counted(policy, serve, turn))
+    assert [(computed, found) for _, computed, found in anew] == [(19, 0), (39, 0), (59, 0), (79, 0)]
+    assert [record for record, *_ in anew] == [record for record, *_ in kept]
+
+
+@pytest.mark.parametrize("stored_prompts", [8, 9, 40])
+def test_what_is_kept_changes_no_bit(make_policy, policy, serve, stored_prompts):
+    """Thirty episodes that share first prompts in threes and take their turns in any order, in a store of any size."""
+    episodes = [in_turns(number, 1 + number % 4) for number in range(10) for _ in range(3)]
+    for index, turns in enumerate(episodes):
+        for place, turn in enumerate(turns):
+            changed = turn.prompt_ids[:20] + tuple(6 + (index + token) % 200 for token in turn.prompt_ids[20:])
+            turns[place] = request(0, prompt_ids=changed, cuts=turn.cuts, key_ids=(index, place))
+    alone = {}
+    for index, turns in enumerate(episodes):
+        for place, turn in enumerate(turns):
+            forget(policy)
+            alone[index, place] = record_of(serve(policy, turn)[0])
+    small, rng = make_policy(stored_prompts=stored_prompts), random.Random(stored_prompts)
+
+    async def converse(index, gate):
+        found = []
+        for turn in episodes[index]:
+            await asyncio.sleep(rng.random() * 0.05)
+            found.append(record_of(await small.engine.submit(turn)))
+        return found
+
+    async def main():
+        order = rng.sample(range(30), 30)
+        return dict(zip(order, await asyncio.gather(*(converse(index, None) for index in order)), strict=True))
+
+    for index, found in run(main).items():
+        assert found == [alone[index, place] for place in range(len(found))]
+    assert small.engine.counts.reused_tokens > 0
+
+
+def test_long_prompts_come_in_pieces_and_neighbours_change_no_bit(make_policy, serve):
+    policy = make_policy(max_context_tokens=700)
+    requests = [
+        request(number, prompt_tokens=tokens, max_tokens=40)
+        for number, tokens in enumerate((1, 2, 30, 110, 250, 530, 640))
+    ]
+    together = [record_of(completion) for completion in serve(policy, *requests)]
+    for each, expected in zip(requests, together, strict=True):
+        forget(policy)
+        assert record_of(serve(policy, each)[0]) == expected
 
 
 def raising(error):
@@ -323,7 +453,16 @@ def raising(error):
     return job
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
+def test_an_error_that_a_future_would_not_take_is_presented(policy):
+    async def main():
+        answer = policy.engine.submit(request(0, find_stop=raising(StopIteration())))
+        return await asyncio.gather(answer, return_exceptions=True)
+
+    (answer,) = run(main)
+    assert isinstance(answer, PolicyError) and "StopIteration" in str(answer)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
 def test_requests_hear_of_whatever_their_round_raised(policy, error):
     async def main():
         requests = [request(number, find_stop=raising(error) if number == 4 else None) for number in range(20)]
@@ -340,7 +479,7 @@ def test_requests_hear_of_the_end_of_the_thread(make_policy):
 
     async def main():
         running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
-        while not policy.engine.decoded_tokens:
+        while not policy.engine.counts.decoded_tokens:
             await asyncio.sleep(0.001)
         policy._device.submit(lambda: None).add_done_callback(raising(SystemExit(3)))  # it ends the thread
         answers = await asyncio.gather(*running, return_exceptions=True)
@@ -357,7 +496,7 @@ def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
 
     async def main():
         running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
-        while not policy.engine.decoded_tokens:
+        while not policy.engine.counts.decoded_tokens:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(policy.close)
         return await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,89 @@
+"""What an engine is asked, and what it answers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxft.core.sampling import check_sampling
+from jaxft.policy.slots import MAX_BIASED_IDS, MAX_STOP_IDS
+
+
+class RequestError(ValueError):
+    """A request that can never be served: too long for the context, or impossible parameters."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to sample. Every number of it is an array on the device: a new value compiles nothing.
+
+    Attributes:
+        prompt_ids: the context, at least one token.
+        key_ids: uint32 numbers folded into the run's key, in order; unique to the request. Its seed, that is.
+        max_tokens: the most tokens to sample.
+        temperature, top_k, top_p, min_p: see `SamplingParams`.
+        stop_ids: a sampled one ends the answer.
+        logit_bias: pairs of a token's id and what is added to its logit, after the temperature; -inf forbids it.
+        find_stop: given the sampled ids, how many of them complete a stop string, or None.
+        cuts: places between tokens of the prompt, ascending, at which its keys and values are computed in parts. A
+            conversation is cut where its earlier turns were, so that they need not be computed again.
+    """
+
+    prompt_ids: tuple[int, ...]
+    key_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    find_stop: Callable[[list[int]], int | None] | None = None
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass
+class Completion:
+    """What was sampled; `finish_reason` is `stop` or `length`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    policy_version: int = 0
+
+
+def check_request(request: Request, max_context_tokens: int) -> None:
+    """Nothing, if the request can be served.
+
+    Raises:
+        RequestError: the prompt leaves no room in the context, or has no tokens, or a parameter is impossible.
+
+    >>> check_request(Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0), max_context_tokens=8)
+    Traceback (most recent call last):
+    jaxft.policy.requests.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1]
+    """
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise RequestError("the prompt has no tokens")
+    if length >= max_context_tokens:
+        raise RequestError(
+            f"the prompt has {length} tokens, but max_context_tokens is {max_context_tokens} with the answer "
+            "included; shorten the conversation or raise llms.<name>.max_context_tokens"
+        )
+    if request.max_tokens < 1:
+        raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
+    if not all(0 <= number < 2**32 for number in request.key_ids):
+        raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
+    if len(request.stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
+    if len(request.logit_bias) > MAX_BIASED_IDS:
+        raise RequestError(f"logit_bias names {len(request.logit_bias)} tokens; at most {MAX_BIASED_IDS} are supported")
+    for token, value in request.logit_bias:
+        if not 0 <= token < 2**31 or math.isnan(value) or value == math.inf:
+            raise RequestError(f"logit_bias adds {value} to token {token}; wanted a number below inf, and a token's id")
+    if list(request.cuts) != sorted(set(request.cuts)) or not all(0 < cut < length for cut in request.cuts):
+        raise RequestError(f"cuts are {request.cuts}; wanted ascending places within a prompt of {length} tokens")
+    try:
+        check_sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, min_p=request.min_p)
+    except ValueError as error:
+        raise RequestError(str(error)) from None

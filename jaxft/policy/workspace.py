@@ -1,0 +1,259 @@
+"""The arrays that an engine decodes with, in the hands of the device thread: slots, and a store of prefilled prompts.
+
+Requests come in by `admit`, tokens come out of `advance`. Which shapes are compiled follows from the sizes given here
+and from each request alone; `warm_up` compiles them all.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
+from jaxft.core.sampling import LogitBias, SamplingParams
+from jaxft.core.types import Cache, Model, Params
+from jaxft.policy.prefixes import LARGEST_PIECE, SMALLEST_PIECE, Copy, Piece, Plan, Prefixes, piece_width
+from jaxft.policy.requests import Request
+from jaxft.policy.slots import (
+    MAX_BIASED_IDS,
+    MAX_STOP_IDS,
+    Admission,
+    Pieces,
+    Slots,
+    admit,
+    advance,
+    copy_rows,
+    empty_cache,
+    empty_slots,
+    prefill,
+)
+
+DISPATCH_TOKENS = 8
+"""Tokens decoded between two looks at the queue."""
+COPIED_ROWS = 8
+"""Rows of a program that copies prompts."""
+PREFILL_TOKENS = {"cpu": 256}
+"""Tokens of a program that prefills, rows times width: few on a CPU, which works as well on few as on many."""
+PREFILL_TOKENS_ELSEWHERE = 2048
+
+T = TypeVar("T")
+
+
+class Decoded(NamedTuple):
+    """What a dispatch sampled, on the host; `counts` says how many tokens of each slot are real."""
+
+    tokens: Int[np.ndarray, "R N"]
+    sampler_logprobs: Float[np.ndarray, "R N"]
+    behavior_logprobs: Float[np.ndarray, "R N"]
+    counts: Int[np.ndarray, "R"]
+    active: Bool[np.ndarray, "R"]
+
+
+@dataclass
+class Counts:
+    """Tokens so far: of prompts computed, of prompts that needed no computing, and sampled."""
+
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    decoded_tokens: int = 0
+
+
+@dataclass
+class _Arrays:
+    slots: Slots
+    store: Cache
+
+
+class Workspace:
+    """Slots and store, made when they are first needed.
+
+    Attributes:
+        slots: how many requests are decoded together.
+        length: tokens that each has room for.
+        stored_prompts: rows of the store.
+        counts: what has been done.
+    """
+
+    def __init__(self, model: Model, *, seed: int, slots: int, length: int, stored_prompts: int) -> None:
+        self.slots, self.length, self.stored_prompts = slots, length, stored_prompts
+        self.counts = Counts()
+        self._model = model
+        self._prefixes = Prefixes(stored_prompts)
+        self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+        self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
+        self._arrays: _Arrays | None = None
+
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of slots and store, whether they have been made yet or not."""
+        params = jax.eval_shape(self._model.init, jax.random.key(0))
+        rows = self.slots + self.stored_prompts
+        cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, compute_dtype(params)))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+    def forget_prompts(self) -> None:
+        """What the store holds belongs to other weights from now on."""
+        self._prefixes.forget()
+
+    def reset(self) -> None:
+        """Gives up all arrays: they may have been donated to a call that failed."""
+        self._arrays = None
+        self._prefixes.forget()
+
+    def admit(self, params: Params, requests: Sequence[tuple[int, Request]]) -> None:
+        """Makes slots ready to decode requests; each comes with the number of its slot, which must be free."""
+        planned: list[tuple[int, Request, Plan]] = []
+        for slot, request in requests:
+            plan = self._prefixes.plan(request.prompt_ids, request.cuts)
+            if plan is None:  # it stands on what has only been planned, or the store has no row left
+                self._carry_out(params, planned)
+                planned = []
+                plan = self._prefixes.plan(request.prompt_ids, request.cuts)
+                assert plan is not None
+            planned.append((slot, request, plan))
+        self._carry_out(params, planned)
+
+    def advance(self, params: Params, tokens: dict[int, int]) -> Decoded:
+        """Decodes a few tokens of the slots named, and puts the others to rest.
+
+        Args:
+            tokens: how many each of these slots holds so far, prompt included.
+        """
+        arrays = self._made(params)
+        kept = np.zeros(self.slots, bool)
+        kept[list(tokens)] = True
+        near = blocks_for(max(tokens.values()) + DISPATCH_TOKENS - 1, self.length)
+        arrays.slots, emitted = advance(self._model, near, params, arrays.slots, kept, DISPATCH_TOKENS)
+        decoded = Decoded(*jax.device_get((*emitted, arrays.slots.state.active)))
+        self.counts.decoded_tokens += int(decoded.counts.sum())
+        return decoded
+
+    def warm_up(self, params: Params) -> None:
+        """Runs every program that requests can lead to, on rows that do not exist."""
+        arrays = self._made(params)
+        blocks = list(reaches(self.length))
+        nobody = Request((0,), (0,) * 6, 1)
+        for near in blocks:
+            arrays.store = copy_rows(near, arrays.store, *self._copies([]))
+            arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, self._admission([], nobody))
+            arrays.slots, _ = advance(
+                self._model, near, params, arrays.slots, np.zeros(self.slots, bool), DISPATCH_TOKENS
+            )
+        width = SMALLEST_PIECE
+        while width <= min(LARGEST_PIECE, piece_width(self.length)):
+            for near in blocks[blocks.index(blocks_for(width // 2 + 1, self.length)) :]:
+                arrays.store = prefill(self._model, near, params, arrays.store, self._pieces([], width))
+            width *= 2
+        jax.block_until_ready((arrays.store, arrays.slots))
+
+    def _made(self, params: Params) -> _Arrays:
+        if self._arrays is None:
+            dtype = compute_dtype(params)
+            self._arrays = _Arrays(
+                empty_slots(self._model, self.slots, self.length, dtype),
+                empty_cache(self._model, self.stored_prompts, self.length, dtype),
+            )
+        return self._arrays
+
+    def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, Plan]]) -> None:
+        """Copies within the store, then the pieces of all prompts side by side, then copies into slots."""
+        arrays, plans = self._made(params), [plan for _, _, plan in planned]
+        copies = [plan.copy for plan in plans if plan.copy is not None]
+        for near, some in batches(copies, lambda copy: blocks_for(copy.tokens, self.length), lambda near: COPIED_ROWS):
+            arrays.store = copy_rows(near, arrays.store, *self._copies(some))
+        for depth in range(max((len(plan.pieces) for plan in plans), default=0)):
+            pieces = [plan.pieces[depth] for plan in plans if len(plan.pieces) > depth]
+            for (width, near), part in batches(pieces, self._shape, lambda shape: self._rows(shape[0])):
+                arrays.store = prefill(self._model, near, params, arrays.store, self._pieces(part, width))
+        for near, group in batches(
+            planned, lambda seat: blocks_for(len(seat[1].prompt_ids) - 1, self.length), lambda near: COPIED_ROWS
+        ):
+            admission = self._admission(group, group[0][1])
+            arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, admission)
+        self._prefixes.settle()
+        self.counts.prefilled_tokens += sum(len(piece.tokens) for plan in plans for piece in plan.pieces)
+        self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
+
+    def _shape(self, piece: Piece) -> tuple[int, int]:
+        return piece.width, blocks_for(piece.start + len(piece.tokens), self.length)
+
+    def _rows(self, width: int) -> int:
+        return max(1, self._prefill_tokens // width)
+
+    def _pieces(self, pieces: Sequence[Piece], width: int) -> Pieces:
+        rows = self._rows(width)
+        tokens = np.zeros((rows, width), np.int32)
+        for row, piece in zip(tokens, pieces, strict=False):
+            row[: len(piece.tokens)] = piece.tokens
+        starts = column([piece.start for piece in pieces], rows, 0, np.int32)
+        return Pieces(tokens, starts, column([piece.row for piece in pieces], rows, self.stored_prompts, np.int32))
+
+    def _copies(self, copies: Sequence[Copy]) -> tuple[Int[np.ndarray, "P"], Int[np.ndarray, "P"]]:
+        beyond = self.stored_prompts
+        return (
+            column([copy.source for copy in copies], COPIED_ROWS, beyond, np.int32),
+            column([copy.target for copy in copies], COPIED_ROWS, beyond, np.int32),
+        )
+
+    def _admission(self, seats: Sequence[tuple[int, Request, Plan]], filler: Request) -> Admission:
+        requests = [request for _, request, _ in seats]
+        requests += [filler] * (COPIED_ROWS - len(seats))
+        lengths = [len(request.prompt_ids) for request in requests]
+        stops = np.full((COPIED_ROWS, MAX_STOP_IDS), -1, np.int32)
+        biased: Any = np.full((COPIED_ROWS, MAX_BIASED_IDS), -1, np.int32)
+        biases: Any = np.zeros((COPIED_ROWS, MAX_BIASED_IDS), np.float32)
+        for row, request in enumerate(requests):
+            stops[row, : len(request.stop_ids)] = request.stop_ids
+            for place, (token, value) in enumerate(request.logit_bias):
+                biased[row, place], biases[row, place] = token, value
+
+        def of_each(name: str, dtype: Any) -> Any:
+            return np.array([vars(request)[name] for request in requests], dtype)
+
+        return Admission(
+            stored=column([plan.row for _, _, plan in seats], COPIED_ROWS, self.stored_prompts, np.int32),
+            slots=column([slot for slot, _, _ in seats], COPIED_ROWS, self.slots, np.int32),
+            tokens=np.array([request.prompt_ids[-1] for request in requests], np.int32),
+            positions=np.array(lengths, np.int32) - 1,
+            sampling=SamplingParams(
+                of_each("temperature", np.float32),
+                of_each("top_k", np.int32),
+                of_each("top_p", np.float32),
+                of_each("min_p", np.float32),
+                LogitBias(biased, biases),
+            ),
+            key_ids=of_each("key_ids", np.uint32),
+            stop_ids=stops,
+            limits=np.array(
+                [min(n + request.max_tokens, self.length) for n, request in zip(lengths, requests, strict=True)],
+                np.int32,
+            ),
+        )
+
+
+def column(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
+    """The values as an array of `rows`, filled up.
+
+    >>> column([3, 1], 4, 9, np.int32).tolist()
+    [3, 1, 9, 9]
+    """
+    return np.array([*values, *[filler] * (rows - len(values))], dtype)
+
+
+def batches(
+    items: Iterable[T], shape_of: Callable[[T], Any], rows_of: Callable[[Any], int]
+) -> Iterator[tuple[Any, list[T]]]:
+    """Items of the same shape together, in the order in which they came, as many at once as the shape allows.
+
+    >>> list(batches([1, 2, 11, 3, 4], lambda n: n // 10, lambda shape: 3))
+    [(0, [1, 2, 3]), (0, [4]), (1, [11])]
+    """
+    by_shape: dict[Hashable, list[T]] = {}
+    for item in items:
+        by_shape.setdefault(shape_of(item), []).append(item)
+    for shape, alike in by_shape.items():
+        rows = rows_of(shape)
+        for start in range(0, len(alike), rows):
+            yield shape, alike[start : start + rows]
