@@ -1,9 +1,10 @@
 """Trajectories as arrays for one update, in an order that depends on nothing but which episodes they are."""
 
-import math
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxft.core.packing import Layout, packed_layout, padded_layout, place, segments
@@ -36,11 +37,18 @@ class Row:
 
 
 class PlacedBatch(NamedTuple):
-    """A batch, how many of its rows make a microbatch, and where each sequence lies in it."""
+    """A batch, how many of its rows each microbatch has, and where each sequence lies in it."""
 
     batch: Batch
-    microbatch_rows: int
+    microbatch_rows: tuple[int, ...]
     layout: Layout
+
+    def microbatches(self) -> list[Batch]:
+        """The rows of the batch in parts."""
+        ends = list(itertools.accumulate(self.microbatch_rows))
+        spans = list(zip([0, *ends], ends, strict=False))
+        leaves, structure = jax.tree.flatten(self.batch)
+        return [jax.tree.unflatten(structure, [leaf[start:end] for leaf in leaves]) for start, end in spans]
 
 
 def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
@@ -56,40 +64,38 @@ def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
 
 
 def padded_width(tokens: int) -> int:
-    """The width of a batch whose longest row has so many tokens: at most an eighth of it is padding, or 15 tokens.
+    """The width of a batch whose longest row has so many tokens: 16, 32, 48, 64, 96, 128, 192, 256, ...
 
-    >>> [padded_width(n) for n in (5, 80, 81, 300, 513)]
-    [16, 80, 96, 320, 576]
+    >>> [padded_width(n) for n in (5, 80, 97, 300, 513)]
+    [16, 96, 128, 384, 768]
     """
-    step = max(16, (1 << (tokens - 1).bit_length()) // 16)
-    return -(-tokens // step) * step
+    power = max(16, 1 << (tokens - 1).bit_length())
+    return power * 3 // 4 if power >= 64 and tokens <= power * 3 // 4 else power
 
 
-def rounded_count(count: int) -> int:
-    """A number of rows, or of microbatches, that few batches differ in: at most a quarter more.
+def divided(count: int, largest: int) -> tuple[int, ...]:
+    """Into microbatches of which sizes so many rows are divided: of `largest`, and what is left over of its parts.
 
-    >>> [rounded_count(n) for n in (1, 7, 9, 17, 37)]
-    [1, 7, 10, 20, 40]
+    The parts are a half, a quarter and an eighth, so that few sizes are compiled and little is filled up.
+
+    >>> [divided(n, 16) for n in (3, 9, 16, 17, 46)]
+    [(4,), (8, 2), (16,), (16, 2), (16, 16, 8, 4, 2)]
     """
-    step = max(1, (1 << (count - 1).bit_length()) // 8)
-    return -(-count // step) * step
-
-
-def divided(count: int, largest: int) -> tuple[int, int]:
-    """Into how many microbatches so many rows are divided, and how many rows each has: at most `largest`.
-
-    >>> [divided(n, 16) for n in (3, 9, 16, 17, 160)]
-    [(1, 3), (1, 10), (1, 16), (2, 16), (10, 16)]
-    """
-    rows = min(largest, rounded_count(count))
-    return rounded_count(-(-count // rows)), rows
+    sizes, left = [largest] * (count // largest), count % largest
+    smallest = max(1, largest // 8)
+    left = -(-left // smallest) * smallest
+    for size in (largest, largest // 2, largest // 4, smallest):
+        while size >= smallest and left >= size:
+            sizes.append(size)
+            left -= size
+    return tuple(sizes)
 
 
 def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False, pairs: bool = False) -> PlacedBatch:
-    """The batch of these rows, packed where that is allowed and saves work; `pairs` of rows stay together.
+    """The batch of these rows, with `packing` several short ones to a row of the batch; `pairs` stay together.
 
-    Width and height are rounded up, so that batches of about the same size (some episodes failed, some answers are
-    longer) share a compiled program. Filling rows train nothing.
+    Widths and sizes of microbatches are a few round ones, so that batches of any number of rows share compiled
+    programs. Filling rows train nothing.
 
     Raises:
         ValueError: no rows.
@@ -99,17 +105,11 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
     lengths = [len(row.sequence.tokens) for row in rows]
     width = padded_width(max(lengths))
     unit = 2 if pairs else 1
-    largest = max(1, microbatch_tokens // width // unit)
-    layout = padded_layout(lengths, width)
-    microbatches, microbatch_rows = divided(len(rows) // unit, largest)
-    if packing:
-        packed = packed_layout(lengths, width)
-        fewer = divided(packed.height, largest)
-        if math.prod(fewer) < microbatches * microbatch_rows:
-            layout, (microbatches, microbatch_rows) = packed, fewer
-    microbatch_rows *= unit
-    height = microbatches * microbatch_rows
-    is_packed = layout.height < len(rows)
+    layout = packed_layout(lengths, width) if packing else padded_layout(lengths, width)
+    sizes = tuple(
+        unit * size for size in divided(layout.height // unit, largest_microbatch(width, microbatch_tokens, unit))
+    )
+    height = sum(sizes)
 
     fields: dict[str, Any] = {
         name: place(layout, [dict(row.sequence)[name] for row in rows], dtype, height)
@@ -117,13 +117,23 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
     }
     for name in rows[0].signals:
         values = [row.signals[name] for row in rows]
-        if name == "advantages" and not is_packed and all(np.ndim(value) == 0 for value in values):
+        if name == "advantages" and not packing and all(np.ndim(value) == 0 for value in values):
             fields[name] = np.zeros(height, np.float32)
             fields[name][: len(rows)] = values
         else:
             fields[name] = place(layout, values, np.float32, height)
     batch = Batch(**fields)
-    if is_packed:
+    if packing:
         ids: dict[str, Any] = dict(zip(("segment_ids", "positions"), segments(layout, height), strict=True))
         batch = batch._replace(**ids)
-    return PlacedBatch(batch, microbatch_rows, layout)
+    return PlacedBatch(batch, sizes, layout)
+
+
+def largest_microbatch(width: int, microbatch_tokens: int, unit: int = 1) -> int:
+    """The most units of rows that a microbatch has: a power of two, so that it can be halved.
+
+    >>> [largest_microbatch(width, 1000) for width in (16, 96, 4096)]
+    [64, 8, 1]
+    """
+    allowed = max(1, microbatch_tokens // width // unit)
+    return 1 << (allowed.bit_length() - 1)

@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxft.components.bad_batches import BadUpdate
-from jaxft.components.batching import PlacedBatch, Row, make_batch, padded_width
+from jaxft.components.batching import PlacedBatch, Row, largest_microbatch, make_batch, padded_width
 from jaxft.components.credit import Credit, assign_advantages
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.losses import Metrics
-from jaxft.core.objectives import score_in_microbatches
+from jaxft.core.objectives import score
 from jaxft.core.packing import take
-from jaxft.core.types import Batch, Model, Params
+from jaxft.core.types import Batch, Model, Params, Scored
 from jaxft.core.update import TrainState, init_train_state, make_update
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
@@ -79,11 +79,13 @@ class Learner:
         self._accept = partial(_is_own, max_share=max_disagreeing_share) if loss.is_policy_loss else None
         self._optimizer = make_optimizer(optimizer)
         self._schedule = make_schedule(optimizer)
-        self._max_grad_norm = optimizer.max_grad_norm
         self._microbatch_tokens = microbatch_tokens
         self._minibatches, self._updates_per_batch = minibatches, updates_per_batch
         self._packing, self._seed = packing, seed
-        self._updates: dict[int, Any] = {}
+        self._update = make_update(
+            model, self._loss, self._optimizer, max_grad_norm=optimizer.max_grad_norm, accept=self._accept
+        )
+        self._scored = jax.jit(partial(score, model))
         self.opt_state: Any = None
         self.step: Any = None
         self.ref_params = ref_params
@@ -124,7 +126,7 @@ class Learner:
             if not goes_on(done, len(parts)):
                 break
             placed = self._batch(part)
-            state, metrics = self._update(placed.microbatch_rows)(state, placed.batch)
+            state, metrics = self._update(state, placed.microbatches())
             history.append(metrics | {"batch_rows": placed.batch.tokens.shape[0]})
         self.opt_state, self.step = state.opt_state, state.step
         params = state.params if self.value_head is None else state.params["policy"]
@@ -177,10 +179,11 @@ class Learner:
             trained = {"policy": trained, "value_head": head}
         state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
         width = padded_width(longest)
-        rows = max(2 if loss.name == "dpo" else 1, self._microbatch_tokens // width)
-        floats: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.float32)
-        whole: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.int32)
-        flags: Any = jax.ShapeDtypeStruct((2 * rows, width), jnp.bool_)
+        unit = 2 if loss.name == "dpo" else 1
+        rows = unit * largest_microbatch(width, self._microbatch_tokens, unit)
+        floats: Any = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        whole: Any = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        flags: Any = jax.ShapeDtypeStruct((rows, width), jnp.bool_)
         has_old = self._updates_per_batch * self._minibatches > 1
         is_packed = self._packing and loss.name != "dpo" and can_pack(self._model, params)
         batch = Batch(
@@ -197,13 +200,12 @@ class Learner:
             positions=whole if is_packed else None,
             segment_ids=whole if is_packed else None,
         )
-        update = self._update(rows).lower(state, batch).compile().memory_analysis()
         reference = _mebibytes(params) if loss.needs_reference else 0.0
         return {
             "parameters": _mebibytes(state.params),
             "optimizer": _mebibytes(state.opt_state),
             "reference": reference,
-            "update": update.temp_size_in_bytes / 2**20,
+            "update": self._update.temporary_bytes(state, batch) / 2**20,
         }
 
     def _hidden_size(self, params: Params) -> int:
@@ -235,18 +237,19 @@ class Learner:
         placed = self._batch(rows)
         wanted: dict[str, Any] = {}
         if needs_old or self.value_head is not None:
-            scored = self._scored(placed, params, self.value_head)
+            scored = self._score_parts(placed, params, self.value_head)
             wanted |= {"old_logprobs": scored.logprobs} if needs_old else {}
             wanted |= {"old_values": scored.values} if self.value_head is not None else {}
         if loss.needs_reference:
             assert self.ref_params is not None
-            wanted["ref_logprobs"] = self._scored(placed, self.ref_params, None).logprobs
-        for name, table in jax.device_get(wanted).items():
+            wanted["ref_logprobs"] = self._score_parts(placed, self.ref_params, None).logprobs
+        for name, table in wanted.items():
             for row, numbers in zip(rows, take(placed.layout, table), strict=True):
                 row.signals[name] = numbers
 
-    def _scored(self, placed: PlacedBatch, params: Params, value_head: Params | None) -> Any:
-        return score_in_microbatches(self._model, params, placed.batch, placed.microbatch_rows, value_head)
+    def _score_parts(self, placed: PlacedBatch, params: Params, value_head: Params | None) -> Scored:
+        parts = [self._scored(params, part, value_head=value_head) for part in placed.microbatches()]
+        return jax.tree.map(lambda *tables: np.concatenate(tables), *jax.device_get(parts))
 
     def _parts(self, rows: list[Row]) -> list[list[Row]]:
         """The rows of each update: the whole job, or minibatches of trajectories, shuffled anew in each pass."""
@@ -265,18 +268,6 @@ class Learner:
         pairs = self._loss_config.name == "dpo"
         packing = self._packing and not pairs
         return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=packing, pairs=pairs)
-
-    def _update(self, microbatch_rows: int) -> Any:
-        if microbatch_rows not in self._updates:
-            self._updates[microbatch_rows] = make_update(
-                self._model,
-                self._loss,
-                self._optimizer,
-                microbatch_rows=microbatch_rows,
-                max_grad_norm=self._max_grad_norm,
-                accept=self._accept,
-            )
-        return self._updates[microbatch_rows]
 
     def _follow(self, params: Params) -> None:
         """Moves the reference towards the policy when it is its time."""

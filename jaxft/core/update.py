@@ -1,11 +1,12 @@
-"""One pure update step: gradients over microbatches, one judgement of their norm, one optimiser step or none."""
+"""One pure update step: gradients summed over microbatches, one judgement of their norm, one optimiser step or none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
@@ -25,6 +26,14 @@ class TrainState(NamedTuple):
     step: Any
 
 
+class Sums(NamedTuple):
+    """Loss, metrics and gradients of the microbatches so far; those of the whole batch once all are in."""
+
+    loss: Float[Array, ""]
+    metrics: Metrics
+    grads: Params
+
+
 def init_train_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first update. `make_update` donates it: keep a copy of `params` that must outlive it.
 
@@ -42,11 +51,11 @@ def make_update(
     microbatch_rows: int | None = None,
     max_grad_norm: float | None = None,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The jitted `update(state, batch) -> (state, metrics)`; the state that goes in is donated.
+) -> "Update":
+    """The `update(state, batch) -> (state, metrics)`; the state that goes in is donated.
 
-    Loss and gradients are those of the whole batch whatever `microbatch_rows` is: denominators are counted first, and a
-    batch whose rows do not divide is filled up with rows that train nothing.
+    Loss and gradients are those of the whole batch however it is divided: denominators are counted first. What is
+    compiled depends on the shape of a microbatch and not on how many there are.
 
     The optimiser runs unless the loss or the gradient norm is not finite, or the gradient is exactly zero (nothing to
     learn: momentum and weight decay would still move the parameters). Then parameters and optimiser state keep their
@@ -57,7 +66,8 @@ def make_update(
         model: the contract's tuple; static.
         loss_fn: `(model, params, batch, denominators) -> (loss, metrics)`, such as `grpo_loss` or `sft_loss`.
         optimizer: any optax transformation.
-        microbatch_rows: rows per forward and backward pass; None for all at once.
+        microbatch_rows: rows per forward and backward pass; None for all at once. Rows that do not divide are filled
+            up with some that train nothing.
         max_grad_norm: clips the gradient to this global norm.
         accept: whether to make an update, given the metrics of the loss; part of the jitted function. None: always.
 
@@ -77,9 +87,8 @@ def make_update(
     if microbatch_rows is not None and microbatch_rows < 1:
         raise ValueError(f"microbatch_rows is {microbatch_rows}; wanted at least 1, or None for one pass")
 
-    @partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, metrics, grads = loss_and_gradients(model, loss_fn, state.params, batch, microbatch_rows)
+    def finish(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+        loss, metrics, grads = sums
         norm = optax.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Asked of the gradients and not of their norm: squares of very small ones underflow.
@@ -90,6 +99,7 @@ def make_update(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.where(is_applied, norm, 1.0))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         proposed = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
         state = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state)
@@ -104,7 +114,119 @@ def make_update(
             metrics["refused_updates"] = is_refused.astype(jnp.float32)
         return state, metrics
 
-    return update
+    return Update(model, loss_fn, finish, microbatch_rows)
+
+
+class Update:
+    """Called as `update(state, batch) -> (state, metrics)`; see `make_update`. Not to be traced: its parts are jitted.
+
+    A batch may also be a sequence of batches of different shapes, a microbatch each: so short rows are not padded to
+    the longest, and what is left over needs no filling up.
+    """
+
+    def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
+        self._rows = microbatch_rows
+        self._count = jax.jit(count_trained)
+        self._begin = jax.jit(no_sums, static_argnums=1)
+        self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
+        self._finish = jax.jit(finish, donate_argnums=0)
+        self._reports_of = partial(reported, model, loss_fn)
+        self._reports: dict[Any, Reports] = {}
+
+    def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
+        """The state after one optimiser step, or the very same, and the metrics."""
+        parts = self.microbatches(batch)
+        counts = [self._count(part.completion_mask, part.segment_ids) for part in parts]
+        denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
+        sums = self._begin(state.params, self._reported(state.params, parts[0], denominators))
+        for part in parts:
+            sums = self._add(state.params, sums, part, denominators)
+        return self._finish(state, sums)
+
+    def microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+        """What is computed one after the other.
+
+        Raises:
+            ValueError: a sequence without a batch, or a field of a batch that has another shape than its tokens.
+        """
+        given = [batch] if isinstance(batch, Batch) else list(batch)
+        if not given:
+            raise ValueError("the sequence of microbatches is empty; wanted at least one batch")
+        for each in given:
+            check_batch_shapes(each)
+        return [part for each in given for part in split_rows(each, self._rows)]
+
+    def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
+        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone."""
+        largest = 0
+        for part in self.microbatches(batch):
+            counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids)
+            reports = self._reported(state.params, part, counts)
+            sums = jax.eval_shape(lambda params, reports=reports: no_sums(params, reports), state.params)
+            compiled: Any = self._add.lower(state.params, sums, part, counts).compile().memory_analysis()
+            largest = max(largest, compiled.temp_size_in_bytes + compiled.output_size_in_bytes)
+        return largest
+
+    def _reported(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":
+        fields = jax.tree.structure(part)
+        if fields not in self._reports:
+            self._reports[fields] = self._reports_of(params, part, denominators)
+        return self._reports[fields]
+
+
+def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
+    """A batch in parts of so many rows; the last is filled up with rows that train nothing.
+
+    >>> parts = split_rows(Batch(np.array([[1], [2], [3]]), np.ones((3, 1), bool)), 2)
+    >>> [(part.tokens.tolist(), part.completion_mask.tolist()) for part in parts]
+    [([[1], [2]], [[True], [True]]), ([[3], [0]], [[True], [False]])]
+    """
+    height = batch.tokens.shape[0]
+    if rows is None or rows >= height:
+        return [batch]
+    missing = -height % rows
+
+    def cut(x: Any) -> list[Any]:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)] * (-(-height // rows))
+        # On the host, where no number of rows is compiled. Zeros: the mask of a filling row is False everywhere.
+        padded = np.pad(np.asarray(x), ((0, missing),) + ((0, 0),) * (x.ndim - 1))
+        return [padded[first : first + rows] for first in range(0, height, rows)]
+
+    leaves, structure = jax.tree.flatten(batch)
+    return [jax.tree.unflatten(structure, part) for part in zip(*map(cut, leaves), strict=True)]
+
+
+Reports = tuple[tuple[str, Any], ...]
+"""The dtype of the loss, under the name `loss`, and of each metric, by name."""
+
+
+def reported(model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators) -> Reports:
+    """What `loss_fn` says of such a batch."""
+    loss, metrics = jax.eval_shape(partial(loss_fn, model), params, part, denominators)
+    return (("loss", loss.dtype), *((name, x.dtype) for name, x in sorted(metrics.items())))
+
+
+def no_sums(params: Params, reports: Reports) -> Sums:
+    """What the first microbatch is added to. Gradients are summed in float32 or wider, whatever the parameters are."""
+    (_, loss_dtype), *metrics = reports
+    return Sums(
+        jnp.zeros((), loss_dtype),
+        {name: jnp.full((), -jnp.inf if name.endswith("_max") else 0, dtype) for name, dtype in metrics},
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params),
+    )
+
+
+def add_microbatch(
+    model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
+) -> Sums:
+    """The sums with one microbatch more; metrics whose name ends in `_max` are combined by maximum."""
+    (loss, metrics), grads = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)(model, params, part, denominators)
+    joined = {
+        name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
+        for name, x in metrics.items()
+    }
+    return Sums(sums.loss + loss, joined, jax.tree.map(lambda total, g: total + g, sums.grads, grads))
 
 
 def loss_and_gradients(
@@ -126,26 +248,24 @@ def loss_and_gradients(
     """
     check_batch_shapes(batch)
     denominators = count_trained(batch.completion_mask, batch.segment_ids)
-    differentiate = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:
-        (loss, metrics), grads = differentiate(model, params, batch, denominators)
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)(
+            model, params, batch, denominators
+        )
         return loss, metrics, grads
 
     parts = -(-rows // microbatch_rows)
-    padding = parts * microbatch_rows - rows
 
     def split(x: Array) -> Array:
-        # Zeros: the mask of a filling row is False everywhere.
-        padded = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
+        padded = jnp.pad(x, ((0, parts * microbatch_rows - rows),) + ((0, 0),) * (x.ndim - 1))
         return padded.reshape(parts, microbatch_rows, *x.shape[1:])
 
-    def accumulate(grads: Params, part: Batch) -> tuple[Params, tuple[Array, Metrics]]:
-        (loss, metrics), part_grads = differentiate(model, params, part, denominators)
-        return jax.tree.map(jnp.add, grads, part_grads), (loss, metrics)
-
-    grads, (losses, metrics) = jax.lax.scan(
-        accumulate, jax.tree.map(jnp.zeros_like, params), jax.tree.map(split, batch)
+    split_batch = jax.tree.map(split, batch)
+    reports = reported(model, loss_fn, params, jax.tree.map(lambda x: x[0], split_batch), denominators)
+    sums, _ = jax.lax.scan(
+        lambda sums, part: (add_microbatch(model, loss_fn, params, sums, part, denominators), None),
+        no_sums(params, reports),
+        split_batch,
     )
-    joined = {name: x.max() if name.endswith("_max") else x.sum() for name, x in metrics.items()}
-    return losses.sum(), joined, grads
+    return Sums(*sums)

@@ -113,7 +113,8 @@ def presentable(error: BaseException) -> Exception:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device had too little memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    said = ("RESOURCE_EXHAUSTED", "Out of memory")  # the second of what was to be computed from what had no room
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in said)
 
 
 def first_line(error: BaseException) -> str:

@@ -17,11 +17,11 @@ def test_the_order_in_which_episodes_ended_is_forgotten():
 def test_rows_are_padded_and_filled_up(make_sequence):
     rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
     batch, microbatch_rows, _ = make_batch(rows, microbatch_tokens=2 * 16 + 1)
-    assert microbatch_rows == 2
-    assert batch.tokens.shape == batch.completion_mask.shape == (6, 16)
+    assert microbatch_rows == (2, 2, 1)
+    assert batch.tokens.shape == batch.completion_mask.shape == (5, 16)
     assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
-    assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4, 0]
-    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]
+    assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4]
+    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert batch.temperatures[0, :6].tolist() == [1.0] * 6
     assert batch.sampler_logprobs[0, :6].tolist() == batch.behavior_logprobs[0, :6].tolist() == [0.0] * 2 + [-5.0] * 4
     assert {np.asarray(each).dtype.name for each in batch if each is not None} == {"int32", "bool", "float32"}
@@ -29,47 +29,56 @@ def test_rows_are_padded_and_filled_up(make_sequence):
 
 @pytest.mark.parametrize(
     ("rows", "microbatch_tokens", "expected"),
-    [(3, 1, (1, 3)), (3, 10_000, (3, 3)), (4, 32, (2, 4)), (5, 48, (3, 6))],
+    [
+        (3, 1, (1, 1, 1)),  # at least a row
+        (3, 10_000, (64,)),  # at least an eighth
+        (4, 32, (2, 2)),
+        (5, 48, (2, 2, 1)),  # three rows would fit, but two can be halved
+        (37, 256, (16, 16, 4, 2)),
+    ],
 )
-def test_a_microbatch_holds_at_least_a_row_and_no_more_than_there_are(make_sequence, rows, microbatch_tokens, expected):
-    batch, microbatch_rows, _ = make_batch([Row(make_sequence(), 0)] * rows, microbatch_tokens=microbatch_tokens)
-    assert (microbatch_rows, batch.tokens.shape[0]) == expected
+def test_microbatches_are_of_a_few_sizes(make_sequence, rows, microbatch_tokens, expected):
+    placed = make_batch([Row(make_sequence(n), 0) for n in range(rows)], microbatch_tokens=microbatch_tokens)
+    parts = placed.microbatches()
+    assert placed.microbatch_rows == expected == tuple(len(part.tokens) for part in parts)
+    for name in ("tokens", "completion_mask", "temperatures"):
+        whole = np.concatenate([getattr(part, name) for part in parts])
+        np.testing.assert_array_equal(whole, getattr(placed.batch, name))
+    assert parts[0].segment_ids is None
+    assert sum(part.completion_mask.any(axis=1).sum() for part in parts) == rows
 
 
 def test_the_longest_row_sets_the_width(make_sequence):
     longer = make_sequence(**{name: values * 6 for name, values in make_sequence() if isinstance(values, list)})
-    batch, *_ = make_batch([Row(make_sequence(), 0), Row(longer, 1)], microbatch_tokens=1000)
+    batch, *_ = make_batch([Row(make_sequence(), 0), Row(longer, 1)], microbatch_tokens=2 * 48)
     assert batch.tokens.shape == (2, 48)
 
 
-def test_short_sequences_share_rows_where_that_saves_work(make_sequence):
+def test_short_sequences_share_rows(make_sequence):
     rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
     batch, microbatch_rows, layout = make_batch(rows, microbatch_tokens=16, packing=True)
-    assert (microbatch_rows, batch.tokens.shape, layout.rows.tolist()) == (1, (3, 16), [0, 0, 1, 1, 2])
+    assert (microbatch_rows, batch.tokens.shape, layout.rows.tolist()) == ((1, 1, 1), (3, 16), [0, 0, 1, 1, 2])
     assert batch.segment_ids[0].tolist() == [1] * 6 + [2] * 6 + [0] * 4
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0] * 4
     assert batch.advantages[1].tolist() == [2.0] * 6 + [3.0] * 6 + [0.0] * 4
-    single, *_ = make_batch(rows, microbatch_tokens=5 * 16, packing=True)
-    assert single.segment_ids is not None and single.tokens.shape == (3, 16)
-    longest = make_sequence(**{name: values * 2 for name, values in make_sequence() if isinstance(values, list)})
-    unpacked, *_ = make_batch([Row(longest, 0)] * 3, microbatch_tokens=1000, packing=True)
-    assert unpacked.segment_ids is None  # two do not fit into a row of 16
 
 
-def test_batches_of_about_the_same_size_have_the_same_shape(make_sequence):
-    def shape(count, **options):
-        return make_batch([Row(make_sequence(), n // 2) for n in range(count)], **options).batch.tokens.shape
+def test_batches_of_any_size_share_a_few_shapes(make_sequence):
+    def shapes(count, **options):
+        placed = make_batch([Row(make_sequence(), n // 2) for n in range(count)], **options)
+        return {part.tokens.shape for part in placed.microbatches()}
 
-    assert {shape(count, microbatch_tokens=10_000) for count in range(49, 57)} == {(56, 16)}
-    assert {shape(count, microbatch_tokens=16) for count in range(49, 57)} == {(56, 16)}
-    assert {shape(count, microbatch_tokens=10_000, pairs=True) for count in range(98, 114, 2)} == {(112, 16)}
+    for packing in (False, True):
+        found = set.union(*(shapes(count, microbatch_tokens=256, packing=packing) for count in range(1, 100)))
+        assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
+    found = set.union(*(shapes(count, microbatch_tokens=256, pairs=True) for count in range(2, 100, 2)))
+    assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
 
 
 def test_pairs_stay_together(make_sequence):
     rows = [Row(make_sequence(n), n // 2) for n in range(6)]
-    for tokens, expected in ((1, (6, 2)), (5 * 16, (8, 4)), (1000, (6, 6))):
-        batch, microbatch_rows, _ = make_batch(rows, microbatch_tokens=tokens, pairs=True)
-        assert (batch.tokens.shape[0], microbatch_rows) == expected
+    for tokens, expected in ((1, (2, 2, 2)), (5 * 16, (4, 2)), (128, (4, 2))):
+        assert make_batch(rows, microbatch_tokens=tokens, pairs=True).microbatch_rows == expected
 
 
 def test_nothing_is_no_batch():
