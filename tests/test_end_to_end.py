@@ -297,3 +297,53 @@ def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
     done = finetune(*rows)
     assert done.returncode == code
     assert done.stderr.startswith("jaxft: error: ") and message in done.stderr and "Traceback" not in done.stderr
+
+
+# --- Compiles.
+
+
+def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
+    changes = {
+        "finetuning__num_epochs": 4,
+        "finetuning__strict_compile": True,
+        "trainer_adapters__local__updates_per_batch": 2,
+        "trainer_adapters__local__minibatches": 2,
+        "trainer_adapters__local__microbatch_tokens": 16,
+        "trainer_adapters__local__loss": {"name": "grpo", "beta": 0.1},
+    }
+    config = run_config(tmp_path / "run", **changes)
+    train(config)  # the lengths of answers, and so the shapes of batches, differ from epoch to epoch
+    rows = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
+    counts = [row["compiles"] for row in rows]
+    assert len(counts) == 4 and set(counts[1:]) == {counts[0]}
+
+
+class CompilingConfig(jaxft.WorkflowConfig, name="e2e_compiling"):
+    llm: jaxft.LLMRef
+
+
+@jaxft.register_workflow(config_type=CompilingConfig)
+async def compiling(config: CompilingConfig, builder: Any) -> Any:
+    """An agent that computes with arrays of a new shape in every epoch."""
+    import jax
+    import jax.numpy as jnp
+
+    llm = await builder.get_llm(config.llm)
+
+    async def play(example: dict) -> float:
+        reply = await llm.chat([{"role": "user", "content": "a" * example["length"]}], max_tokens=5)
+        shape = 1 + jaxft.episode().rollout_index
+        return float(jax.jit(lambda x: x.sum())(jnp.zeros(shape))) + sum(reply.token_ids)
+
+    yield play
+
+
+def test_a_strict_run_fails_when_something_compiles(tmp_path):
+    changes = {
+        "finetuning__strict_compile": True,
+        "llms__policy__max_context_tokens": 32,
+        "workflow": {"_type": "e2e_compiling", "llm": "policy"},
+        "trainer_adapters__local__microbatch_tokens": 16,
+    }
+    with pytest.raises(jaxft.JobFailed, match=r"epoch_00001 compiled \d+ programs .*strict_compile is on: .*lambda"):
+        train(run_config(tmp_path / "run", **changes))

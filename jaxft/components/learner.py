@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxft.components.bad_batches import BadUpdate
-from jaxft.components.batching import PlacedBatch, Row, largest_microbatch, make_batch, padded_width
+from jaxft.components.batching import RECORDED, PlacedBatch, Row, largest_microbatch, make_batch, padded_width
 from jaxft.components.credit import Credit, assign_advantages
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
@@ -25,6 +25,9 @@ from jaxft.core.update import TrainState, init_train_state, make_update
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
 
+
+BEFORE_SCORING = (*RECORDED, "positions", "segment_ids")
+"""The fields of a batch that is scored before there are advantages."""
 
 GoesOn = Callable[[int, int], bool]
 
@@ -82,6 +85,9 @@ class Learner:
         self._microbatch_tokens = microbatch_tokens
         self._minibatches, self._updates_per_batch = minibatches, updates_per_batch
         self._packing, self._seed = packing, seed
+        in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
+        has_several = updates_per_batch * minibatches > 1
+        self._needs_old = loss.is_policy_loss and (has_several or in_reward or loss.name == "ppo")
         self._update = make_update(
             model, self._loss, self._optimizer, max_grad_norm=optimizer.max_grad_norm, accept=self._accept
         )
@@ -172,24 +178,64 @@ class Learner:
 
         `update` is what the compiled program needs for itself: activations, gradients, and logits chunk by chunk.
         """
-        loss, is_ppo = self._loss_config, self._loss_config.name == "ppo"
         trained: Any = jax.eval_shape(lambda p: p, params)
-        if is_ppo:
+        if self._loss_config.name == "ppo":
             head = jax.eval_shape(lambda p: init_value_head(self._hidden_size(p)), params)
             trained = {"policy": trained, "value_head": head}
         state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
         width = padded_width(longest)
-        unit = 2 if loss.name == "dpo" else 1
-        rows = unit * largest_microbatch(width, self._microbatch_tokens, unit)
-        floats: Any = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-        whole: Any = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-        flags: Any = jax.ShapeDtypeStruct((rows, width), jnp.bool_)
+        self._pack_if_possible(params)
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._empty_batch(self._microbatch_sizes(width)[0], width)
+        )
+        reference = _mebibytes(params) if self._loss_config.needs_reference else 0.0
+        return {
+            "parameters": _mebibytes(state.params),
+            "optimizer": _mebibytes(state.opt_state),
+            "reference": reference,
+            "update": self._update.temporary_bytes(state, batch) / 2**20,
+        }
+
+    def warm_up(self, params: Params, longest: int) -> Params:
+        """Runs the update on empty batches of every shape that rows of up to `longest` tokens can have.
+
+        The parameters that come back are those given, bit for bit; these have been donated.
+        """
+        self._prepare(params)
+        trained = params if self.value_head is None else {"policy": params, "value_head": self.value_head}
+        state = TrainState(trained, self.opt_state, self.step)
+        widths = sorted({padded_width(tokens) for tokens in range(1, longest + 1)})
+        for batch in (self._empty_batch(rows, width) for width in widths for rows in self._microbatch_sizes(width)):
+            policy = state.params if self.value_head is None else state.params["policy"]
+            recorded = Batch(**{name: value for name, value in batch._asdict().items() if name in BEFORE_SCORING})
+            if self._needs_old:
+                self._scored(policy, recorded, value_head=self.value_head)
+            if self._loss_config.needs_reference:
+                self._scored(policy, recorded, value_head=None)
+            state, _ = self._update(state, batch)
+        self.opt_state, self.step = state.opt_state, state.step
+        if self.value_head is None:
+            return state.params
+        self.value_head = state.params["value_head"]
+        return state.params["policy"]
+
+    def _microbatch_sizes(self, width: int) -> list[int]:
+        """Rows of the microbatches that there are of a width, largest first."""
+        unit = 2 if self._loss_config.name == "dpo" else 1
+        largest = largest_microbatch(width, self._microbatch_tokens, unit)
+        return sorted({unit * max(1, largest // part) for part in (1, 2, 4, 8)}, reverse=True)
+
+    def _empty_batch(self, rows: int, width: int) -> Batch:
+        """A microbatch that trains nothing, with the fields that jobs of this learner have."""
+        loss, is_ppo = self._loss_config, self._loss_config.name == "ppo"
+        floats: Any = np.zeros((rows, width), np.float32)
+        whole: Any = np.zeros((rows, width), np.int32)
         has_old = self._updates_per_batch * self._minibatches > 1
-        is_packed = self._packing and loss.name != "dpo" and can_pack(self._model, params)
-        batch = Batch(
+        is_packed = self._packing and loss.name != "dpo"
+        return Batch(
             tokens=whole,
-            completion_mask=flags,
-            advantages=floats if loss.is_policy_loss else None,
+            completion_mask=whole.astype(np.bool_),
+            advantages=(floats if is_packed or is_ppo else floats[:, 0]) if loss.is_policy_loss else None,
             temperatures=floats,
             sampler_logprobs=floats,
             behavior_logprobs=floats,
@@ -200,13 +246,10 @@ class Learner:
             positions=whole if is_packed else None,
             segment_ids=whole if is_packed else None,
         )
-        reference = _mebibytes(params) if loss.needs_reference else 0.0
-        return {
-            "parameters": _mebibytes(state.params),
-            "optimizer": _mebibytes(state.opt_state),
-            "reference": reference,
-            "update": self._update.temporary_bytes(state, batch) / 2**20,
-        }
+
+    def _pack_if_possible(self, params: Params) -> None:
+        if self._packing:
+            self._packing = can_pack(self._model, params)
 
     def _hidden_size(self, params: Params) -> int:
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -216,8 +259,7 @@ class Learner:
         """Before the first job: all that is made from the starting parameters."""
         if self.opt_state is not None:
             return
-        if self._packing:
-            self._packing = can_pack(self._model, params)
+        self._pack_if_possible(params)
         trained = params
         if self._loss_config.name == "ppo":
             self.value_head = init_value_head(self._hidden_size(params))
@@ -230,15 +272,13 @@ class Learner:
     def _score(self, rows: list[Row], params: Params) -> None:
         """Adds what advantages and losses need of the policy before the first update, and of the reference."""
         loss = self._loss_config
-        in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
-        needs_old = loss.is_policy_loss and (self._updates_per_batch * self._minibatches > 1 or in_reward)
-        if not (needs_old or loss.needs_reference or self.value_head is not None):
+        if not (self._needs_old or loss.needs_reference):
             return
         placed = self._batch(rows)
         wanted: dict[str, Any] = {}
-        if needs_old or self.value_head is not None:
+        if self._needs_old:
             scored = self._score_parts(placed, params, self.value_head)
-            wanted |= {"old_logprobs": scored.logprobs} if needs_old else {}
+            wanted |= {"old_logprobs": scored.logprobs} if loss.is_policy_loss else {}
             wanted |= {"old_values": scored.values} if self.value_head is not None else {}
         if loss.needs_reference:
             assert self.ref_params is not None

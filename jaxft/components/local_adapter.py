@@ -105,6 +105,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.learner = make_learner(adapter_config, policy, seed)
         self._jobs: dict[str, _Job] = {}
         self._bad_batches = bad_batches
+        self._reported_compiles = 0
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """As every adapter's.
@@ -196,6 +197,15 @@ class LocalTrainerAdapter(TrainerAdapter):
         job.history.append(dict(metrics))
         job.report(metadata={**(job.status.metadata or {}), "history": job.history})
 
+    async def warm_up(self) -> None:
+        """Compiles whatever requests and jobs can lead to; parameters, optimiser and version stay as they are."""
+        longest = self.policy.engine.max_context_tokens
+        with memory_errors(self.adapter_config, self.policy.engine):
+            await self.policy.engine.warm_up()
+            await self.policy.update(
+                lambda params: (self.learner.warm_up(params, longest), None), has_changed=lambda result: False
+            )
+
     async def memory(self) -> dict[str, float]:
         """Parameters, optimiser, reference and value head, the largest update's own needs, and the sampler's cache."""
         longest = self.policy.engine.max_context_tokens
@@ -282,11 +292,13 @@ class LocalTrainerAdapter(TrainerAdapter):
             job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=traceback)
             return
         metrics |= gathered.metrics | ({} if credit is None else credit.metrics)
-        timings = {"seconds_update": time.perf_counter() - started, "compiles": self.policy.compiles.count}
+        compiles = self.policy.compiles
+        timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
+        compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
         end: dict[str, Any] = {"status": TrainingStatusEnum.CANCELED, "message": job.canceled_after}
         if job.canceled_after is None:
             end = ending(self.adapter_config, metrics, kept)
-        job.report(**end, metadata={"metrics": metrics, "timings": timings})
+        job.report(**end, metadata={"metrics": metrics, "timings": timings, "compiled": compiled})
 
     def _keep_bad(self, job: _Job, gathered: "Gathered") -> list[str]:
         updates, job.bad_updates = job.bad_updates, []

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxft.components.progress import Progress
 from jaxft.components.run_log import RunLog
-from jaxft.harness.errors import ConfigError, NoLearningSignal
+from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal
 from jaxft.harness.interfaces import Trainer
 from jaxft.harness.registry import TrainerConfig
 from jaxft.runs.console import Console
@@ -25,6 +25,7 @@ class LoggedTrainer(Trainer):
         self.log, self.progress = RunLog(directory, console), Progress()
         self._max_bad_updates = max_bad_updates
         self._seconds_checkpoint = 0.0
+        self._is_warm = False
         self._why_nothing_was_learned = ""
 
     def start(self, num_epochs: int) -> None:
@@ -61,7 +62,7 @@ class LoggedTrainer(Trainer):
         """One `run_epoch` with its job and its logs; its figures, or None when the job did not complete.
 
         Raises:
-            JobFailed: too many updates in a row were not finite.
+            JobFailed: too many updates in a row were not finite, or something was compiled that must not be.
         """
         assert self.trainer_adapter is not None
         started, status = time.perf_counter(), None
@@ -76,11 +77,21 @@ class LoggedTrainer(Trainer):
             timings |= metadata.get("timings", {})
             if metrics.get("applied_updates", 1) == 0:
                 self.nothing_was_learned(run_id, str(status.message))
+            self._check_compiled(run_id, metadata.get("compiled", []))
             self.trainer_adapter.log_progress(ref, metrics)
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
         figures = await self.get_metrics(run_id)
         self.log_progress(epoch, figures)
         return figures if self.progress.count(status, figures, self._max_bad_updates) else None
+
+    def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
+        """The first job of a process may compile: what jobs do beside their updates is not warmed up."""
+        is_first, self._is_warm = not self._is_warm, True
+        if compiled and not is_first and self.run_config is not None and self.run_config.strict_compile:
+            raise JobFailed(
+                f"{run_id} compiled {len(compiled)} programs although finetuning.strict_compile is on: "
+                f"{', '.join(dict.fromkeys(compiled))}"
+            )
 
     def nothing_was_learned(self, run_id: str, why: str) -> None:
         """Says so, and remembers the reason."""

@@ -243,6 +243,7 @@ class FinetuneRunConfig(ConfigModel):
     validation_dataset: Path | None = None
     validation_interval: int | None = None
     validation_config_file: Path | None = None
+    strict_compile: bool = False
 
 
 class FinetuneConfig(ConfigModel):
@@ -271,6 +272,10 @@ class FinetuneConfig(ConfigModel):
         default=CurriculumLearningConfig(), description="Which examples take part in an epoch."
     )
     checkpoints: CheckpointConfig = Field(default=CheckpointConfig(), description="How the run is saved.")
+    strict_compile: bool = Field(
+        default=False,
+        description="Everything is compiled before the first epoch, and a later one that compiles anything fails.",
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0.0, allow_inf_nan=False, description="How long an update may go on after SIGINT or SIGTERM."
     )

@@ -128,6 +128,10 @@ class TrainerAdapter(ABC):
     async def is_healthy(self) -> bool:
         """Whether the backend can take jobs."""
 
+    async def warm_up(self) -> None:
+        """Compiles before the first epoch what the run will need (`finetuning.strict_compile`); nothing by default."""
+        return None
+
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Starts a job and returns without waiting for it."""

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from jaxft.harness.compile_cache import use_compile_cache
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.errors import ConfigError, JaxftError
@@ -71,6 +72,9 @@ def run_arguments(
     parser.add_argument(
         "--validation_config_file", type=Path, metavar="FILE", help="whose workflow and evaluators validate"
     )
+    parser.add_argument(
+        "--strict-compile", action="store_true", help="compile everything first; an epoch that compiles more fails"
+    )
     for name in ("--endpoint", "--endpoint_timeout"):
         parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
     existing = parser.add_mutually_exclusive_group()
@@ -112,6 +116,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         validation_dataset=parsed.validation_dataset,
         validation_interval=parsed.validation_interval,
         validation_config_file=parsed.validation_config_file,
+        strict_compile=parsed.strict_compile,
     )
 
     async def load_and_run() -> None:
@@ -143,10 +148,11 @@ def config_of(run: FinetuneRunConfig) -> Config:
         "eval.general.result_json_path": run.result_json_path,
         "eval.validation.interval": run.validation_interval,
         "eval.validation.config_file": run.validation_config_file,
+        "finetuning.strict_compile": run.strict_compile or None,
     }
     # As YAML, and after the file but before what --set says.
     said = [
-        (path, json.dumps(value if isinstance(value, int) else literal(str(value))))
+        (path, json.dumps(value if isinstance(value, int | bool) else literal(str(value))))
         for path, value in options.items()
         if value is not None
     ]
@@ -162,6 +168,7 @@ def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
     taken, 3 no learning signal or too many failures, 130 and 143 when SIGINT and SIGTERM ended it (everything open is
     closed first). Errors that nobody foresaw pass through with their traceback.
     """
+    use_compile_cache()
     shutdown = Shutdown()
 
     async def until_signalled() -> None:

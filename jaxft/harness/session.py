@@ -86,6 +86,8 @@ class Session:
             await self.checkpointing.restore(trainer)
             if not await (await self.adapter()).is_healthy():
                 raise CheckFailed(UNHEALTHY)
+            if self.config.finetuning.strict_compile:
+                await (await self.adapter()).warm_up()
             statuses = await self._run(trainer)
             await self.checkpointing.wait()
         finally:

@@ -127,19 +127,23 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._names: list[str] = []
         self._is_closed = False
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
-                self._count += 1
+                self._names.append(str(details.get("fun_name", "a program")))
 
     @property
     def count(self) -> int:
-        """Programs compiled so far."""
-        return self._count
+        """Programs compiled so far, those among them that the persistent cache held."""
+        return len(self._names)
+
+    def names(self, first: int = 0) -> list[str]:
+        """What was compiled, from the one with that number on."""
+        return self._names[first:]
 
     def close(self) -> None:
         """Stops counting; again does nothing."""
