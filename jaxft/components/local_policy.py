@@ -22,7 +22,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     tokenizer: PathOrName | None = Field(
         default=None, description="Folder or hub id of a tokenizer; null for the checkpoint's, or the embedded one."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Of the parameters and activations.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Of the parameters.")
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Of matrix products and activations, with parameters, gradients and optimiser state left in dtype; "
+        "null for dtype.",
+    )
     max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
     slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
     stored_prompts: int | None = Field(
@@ -45,6 +50,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     import jax
     import jax.numpy as jnp
 
+    from jaxft.core.precision import compute_in
     from jaxft.models.config import DecoderConfig, preset
     from jaxft.models.hf import init_model, load_model
     from jaxft.models.hf_files import local_folder
@@ -66,6 +72,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+    if config.compute_dtype is not None:
+        model = compute_in(model, jnp.dtype(config.compute_dtype))
     policy = Policy(
         model,
         params,
