@@ -6,8 +6,8 @@ Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), 
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial, reduce
+from collections.abc import Callable
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,21 +18,18 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.types import Cache, Model, Params
+from jaxft.models.attention import (
+    LayerBlocks,
+    LayerCache,
+    attend,
+    can_use_flash,
+    flash_attention,
+    joined,
+    parted,
+    write_token,
+    write_tokens,
+)
 from jaxft.models.config import DecoderConfig, RopeScaling
-
-HIDDEN = -1e30
-"""Score of a key that may not be seen: finite, so that a row that sees nothing gives numbers and not NaN."""
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, rows first. Keys lie transposed: decoding multiplies by them 8 times faster."""
-
-    keys: Float[Array, "B K h S"]
-    values: Float[Array, "B K S h"]
-
-
-LayerBlocks = list[LayerCache]
-"""The blocks of one layer, in the order of their places."""
 
 
 class Context(NamedTuple):
@@ -42,6 +39,7 @@ class Context(NamedTuple):
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
+    is_plain: bool  # each row is one sequence without a cache: what it sees is before it, and within the window
 
 
 @jax.custom_vjp
@@ -102,6 +100,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window = config.sliding_window
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
@@ -114,6 +113,10 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
 
+        if context.is_plain and can_use_flash(q.dtype, self.head_dim, jax.default_backend()):
+            mixed = flash_attention(q, k, v, self.window, "cudnn")
+            return self.o_proj(mixed.reshape(rows, length, -1)), None
+
         now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if cache is None:
             attended = attend(q, [now], context.visible)
@@ -125,82 +128,6 @@ class Attention(nnx.Module):
             attended = attend(q, [whole], context.visible)
             cache = parted(whole, [block.values.shape[2] for block in cache])
         return self.o_proj(attended.reshape(rows, length, -1)), cache
-
-
-def attend(
-    q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
-) -> Float[Array, "B T H h"]:
-    """Softmax attention to all places of all blocks.
-
-    Heads of a group share one matrix product instead of repeating their keys and values. Each block is computed by
-    itself and added to those before it, so that blocks that a row sees nothing of change no bit of what it gets.
-    """
-    rows, length, heads, head_dim = q.shape
-    kv_heads = blocks[0].keys.shape[1]
-    grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
-    flat = grouped.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5  # [B K GT h]
-    wide = jnp.promote_types(flat.dtype, jnp.float32)
-    scores, first = [], 0
-    for block in blocks:
-        seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
-        products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
-        products = products.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
-        scores.append(jnp.where(seen[:, None, None], products, HIDDEN))
-        first += block.keys.shape[-1]
-    largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
-    weights = [jnp.exp(s - largest) for s in scores]
-    mass = reduce(jnp.add, [w.sum(axis=-1, keepdims=True) for w in weights])  # [B K G T 1]
-    parts = [
-        jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
-        for w, block in zip(weights, blocks, strict=True)
-    ]
-    # As a product: a quotient is compiled to one or the other as it comes, and they round differently.
-    mixed = (reduce(jnp.add, parts).reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
-
-
-def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]) -> LayerBlocks:
-    """The blocks with the keys and values of one token put at each row's own place."""
-    rows, written, first = jnp.arange(positions.shape[0]), [], 0
-    for block in blocks:
-        size = block.keys.shape[-1]
-        place = positions - first
-        place = jnp.where(place < 0, size, place)  # what lies outside is dropped
-        keys = block.keys.at[rows, :, :, place].set(now.keys[..., 0].astype(block.keys.dtype), mode="drop")
-        values = block.values.at[rows, :, place].set(now.values[:, :, 0].astype(block.values.dtype), mode="drop")
-        written.append(LayerCache(keys, values))
-        first += size
-    return written
-
-
-def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
-    """The cache with the keys and values of consecutive tokens put at each row's own place, as far as there is one."""
-    size, length = cache.keys.shape[-1], now.keys.shape[-1]
-
-    def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
-        room = jnp.pad(row, [(0, length if i == axis else 0) for i in range(row.ndim)])
-        moved = jax.lax.dynamic_update_slice_in_dim(room, new.astype(row.dtype), start, axis)
-        return jax.lax.slice_in_dim(moved, 0, size, axis=axis)
-
-    return LayerCache(
-        jax.vmap(partial(put, axis=2))(cache.keys, now.keys, starts),
-        jax.vmap(partial(put, axis=1))(cache.values, now.values, starts),
-    )
-
-
-def joined(blocks: LayerBlocks) -> LayerCache:
-    """All places of all blocks in one."""
-    return LayerCache(
-        jnp.concatenate([block.keys for block in blocks], axis=-1),
-        jnp.concatenate([block.values for block in blocks], axis=-2),
-    )
-
-
-def parted(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
-    """The inverse of `joined`."""
-    ends = np.cumsum(sizes)[:-1]
-    keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
-    return [LayerCache(*block) for block in zip(keys, values, strict=True)]
 
 
 class FeedForward(nnx.Module):
@@ -372,7 +299,8 @@ def make_context(
         visible &= distance < config.sliding_window
     if segment_ids is not None:
         visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
-    return Context(cos, sin, positions, jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1])))
+    visible = jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1]))
+    return Context(cos, sin, positions, visible, is_plain=cache is None and segment_ids is None)
 
 
 def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:

@@ -10,6 +10,8 @@ import pytest
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
+from jaxft.core.precision import compute_in
+from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
 from jaxft.models.config import PRESETS, preset
 from jaxft.models.decoder import decoder, make_context
 from jaxft.models.hf import init_model
@@ -146,3 +148,48 @@ def test_bfloat16_weights_give_float32_logits():
     assert logits.dtype == jnp.float32
     # A bfloat16 has 8 bits: a few of their roundings, on logits with a standard deviation of about 1.
     assert float(jnp.abs(logits - logits_of(model, params, tokens)).max()) < 0.1
+
+
+# --- Fused attention.
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_fused_attention_is_asked_for_what_attention_is_here(window):
+    """On a GPU cuDNN answers the same call."""
+    config = replace(SMALL, sliding_window=window)
+    key = jax.random.key(0)
+    q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (2, 24, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
+    context = make_context(config, positions, None, None)
+    expected = attend(q, [LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))], context.visible)
+    found = flash_attention(q, k, v, window, "xla")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert context.is_plain and not make_context(config, positions, None, positions).is_plain
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "backend", "expected"),
+    [
+        (jnp.bfloat16, 64, "gpu", True),
+        (jnp.float16, 256, "gpu", True),
+        (jnp.float32, 64, "gpu", False),
+        (jnp.bfloat16, 264, "gpu", False),
+        (jnp.bfloat16, 60, "gpu", False),
+        (jnp.bfloat16, 64, "cpu", False),
+        (jnp.bfloat16, 64, "tpu", False),
+    ],
+)
+def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, backend, expected):
+    assert can_use_flash(jnp.dtype(dtype), head_dim, backend) is expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 5])
+def test_fused_attention_gives_the_logprobs_of_the_other(window):
+    model, params = with_window(window) if window else peaked()
+    narrow = compute_in(model, jnp.bfloat16)
+    tokens = random_tokens(4, 64)
+    fused = token_logprobs(narrow, params, tokens).logprobs
+    segments = jnp.ones_like(tokens)  # packed rows are not fused
+    plain = token_logprobs(narrow, params, tokens, segment_ids=segments).logprobs
+    assert float(jnp.abs(fused - plain).mean()) < 0.01

@@ -1,0 +1,132 @@
+"""Attention, the keys and values that it keeps, and the forms in which it is fast: in blocks, or fused.
+
+Letters: `B` rows, `T` tokens, `S` places of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head width.
+"""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+HIDDEN = -1e30
+"""Score of a key that may not be seen: finite, so that a row that sees nothing gives numbers and not NaN."""
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, rows first. Keys lie transposed: decoding multiplies by them 8 times faster."""
+
+    keys: Float[Array, "B K h S"]
+    values: Float[Array, "B K S h"]
+
+
+LayerBlocks = list[LayerCache]
+"""The blocks of one layer, in the order of their places."""
+
+
+def can_use_flash(dtype: Any, head_dim: int, backend: str) -> bool:
+    """Whether cuDNN's fused attention takes heads of this width and type on this backend.
+
+    >>> [can_use_flash(jnp.bfloat16, 128, "gpu"), can_use_flash(jnp.float32, 128, "gpu")]
+    [True, False]
+    """
+    return backend == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim <= 256 and head_dim % 8 == 0
+
+
+def flash_attention(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    window: int | None,
+    implementation: Literal["xla", "cudnn"],
+) -> Float[Array, "B T H h"]:
+    """Causal attention within rows that are one sequence each, never writing the scores. Right padding needs no mask:
+    it is behind all that sees anything real."""
+    mixed: Any = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+    return mixed
+
+
+def attend(
+    q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
+) -> Float[Array, "B T H h"]:
+    """Softmax attention to all places of all blocks.
+
+    Heads of a group share one matrix product instead of repeating their keys and values. Each block is computed by
+    itself and added to those before it, so that blocks that a row sees nothing of change no bit of what it gets.
+    """
+    rows, length, heads, head_dim = q.shape
+    kv_heads = blocks[0].keys.shape[1]
+    grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
+    flat = grouped.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5  # [B K GT h]
+    wide = jnp.promote_types(flat.dtype, jnp.float32)
+    scores, first = [], 0
+    for block in blocks:
+        seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
+        products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
+        products = products.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
+        scores.append(jnp.where(seen[:, None, None], products, HIDDEN))
+        first += block.keys.shape[-1]
+    largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
+    weights = [jnp.exp(s - largest) for s in scores]
+    mass = reduce(jnp.add, [w.sum(axis=-1, keepdims=True) for w in weights])  # [B K G T 1]
+    parts = [
+        jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
+        for w, block in zip(weights, blocks, strict=True)
+    ]
+    # As a product: a quotient is compiled to one or the other as it comes, and they round differently.
+    mixed = (reduce(jnp.add, parts).reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
+
+
+def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]) -> LayerBlocks:
+    """The blocks with the keys and values of one token put at each row's own place."""
+    rows, written, first = jnp.arange(positions.shape[0]), [], 0
+    for block in blocks:
+        size = block.keys.shape[-1]
+        place = positions - first
+        place = jnp.where(place < 0, size, place)  # what lies outside is dropped
+        keys = block.keys.at[rows, :, :, place].set(now.keys[..., 0].astype(block.keys.dtype), mode="drop")
+        values = block.values.at[rows, :, place].set(now.values[:, :, 0].astype(block.values.dtype), mode="drop")
+        written.append(LayerCache(keys, values))
+        first += size
+    return written
+
+
+def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
+    """The cache with the keys and values of consecutive tokens put at each row's own place, as far as there is one."""
+    size, length = cache.keys.shape[-1], now.keys.shape[-1]
+
+    def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
+        room = jnp.pad(row, [(0, length if i == axis else 0) for i in range(row.ndim)])
+        moved = jax.lax.dynamic_update_slice_in_dim(room, new.astype(row.dtype), start, axis)
+        return jax.lax.slice_in_dim(moved, 0, size, axis=axis)
+
+    return LayerCache(
+        jax.vmap(partial(put, axis=2))(cache.keys, now.keys, starts),
+        jax.vmap(partial(put, axis=1))(cache.values, now.values, starts),
+    )
+
+
+def joined(blocks: LayerBlocks) -> LayerCache:
+    """All places of all blocks in one."""
+    return LayerCache(
+        jnp.concatenate([block.keys for block in blocks], axis=-1),
+        jnp.concatenate([block.values for block in blocks], axis=-2),
+    )
+
+
+def parted(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
+    """The inverse of `joined`."""
+    ends = np.cumsum(sizes)[:-1]
+    keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
+    return [LayerCache(*block) for block in zip(keys, values, strict=True)]
