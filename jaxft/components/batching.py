@@ -133,7 +133,7 @@ def largest_microbatch(width: int, microbatch_tokens: int, unit: int = 1) -> int
     """The most units of rows that a microbatch has: a power of two, so that it can be halved.
 
     >>> [largest_microbatch(width, 1000) for width in (16, 96, 4096)]
-    [64, 8, 1]
+    [32, 8, 1]
     """
     allowed = max(1, microbatch_tokens // width // unit)
     return 1 << (allowed.bit_length() - 1)
