@@ -212,7 +212,8 @@ class Learner:
                 self._scored(policy, recorded, value_head=self.value_head)
             if self._loss_config.needs_reference:
                 self._scored(policy, recorded, value_head=None)
-            state, _ = self._update(state, batch)
+            for parts in (batch, [batch, batch]):  # alone, and as one of several
+                state, _ = self._update(state, parts)
         self.opt_state, self.step = state.opt_state, state.step
         if self.value_head is None:
             return state.params

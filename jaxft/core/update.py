@@ -121,7 +121,7 @@ class Update:
     """Called as `update(state, batch) -> (state, metrics)`; see `make_update`. Not to be traced: its parts are jitted.
 
     A batch may also be a sequence of batches of different shapes, a microbatch each: so short rows are not padded to
-    the longest, and what is left over needs no filling up.
+    the longest, and what is left over needs no filling up. A batch of one microbatch is one program with its step.
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
@@ -130,12 +130,19 @@ class Update:
         self._begin = jax.jit(no_sums, static_argnums=1)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
+
+        def whole(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return finish(state, Sums(*loss_and_gradients(model, loss_fn, state.params, batch)))
+
+        self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(reported, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
         """The state after one optimiser step, or the very same, and the metrics."""
         parts = self.microbatches(batch)
+        if len(parts) == 1:
+            return self._whole(state, parts[0])
         counts = [self._count(part.completion_mask, part.segment_ids) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         sums = self._begin(state.params, self._reported(state.params, parts[0], denominators))
@@ -158,8 +165,11 @@ class Update:
 
     def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
         """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone."""
-        largest = 0
-        for part in self.microbatches(batch):
+        parts, largest = self.microbatches(batch), 0
+        if len(parts) == 1:
+            analysis: Any = self._whole.lower(state, parts[0]).compile().memory_analysis()
+            return analysis.temp_size_in_bytes
+        for part in parts:
             counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids)
             reports = self._reported(state.params, part, counts)
             sums = jax.eval_shape(lambda params, reports=reports: no_sums(params, reports), state.params)

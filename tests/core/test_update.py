@@ -13,6 +13,7 @@ from jaxft.core.objectives import dpo_loss, grpo_loss, score, sft_loss
 from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, loss_and_gradients, make_update
+from jaxft.policy.device import counting_compiles
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 """Compiles in half the time, for programs that run once."""
@@ -290,3 +291,53 @@ def test_preferences_are_learned_against_a_reference_that_was_scored_once(tiny):
     assert losses[-1] < 0.5 * losses[0]
     assert (metrics["preference_accuracy"], int(state.step)) == (1, 10)
     assert metrics["reward_margin"] > 0.5
+
+
+# --- Several microbatches.
+
+
+def test_a_batch_in_parts_of_any_shape_makes_the_same_step(tiny):
+    model, params = tiny
+    batch = decoder_batch()
+    optimizer = optax.sgd(0.1)
+    update = make_update(model, partial(grpo_loss, beta=0.1), optimizer, max_grad_norm=1.0)
+    short = jax.tree.map(lambda x: x[1:3, :8] if x.ndim == 2 else x[1:3], batch)
+    assert not batch.completion_mask[1:3, 8:].any()
+    parts = [jax.tree.map(lambda x: x[:1], batch), short, jax.tree.map(lambda x: x[3:], batch)]
+    steps = [update(init_train_state(jax.tree.map(jnp.copy, params), optimizer), each) for each in (batch, parts)]
+    (whole, metrics), (parted, part_metrics) = steps
+    moved = [jax.tree.map(jnp.subtract, state.params, params) for state in (parted, whole)]
+    assert largest_relative_difference(*moved) <= 1e-4  # a step is small beside what it is taken from
+    assert part_metrics.keys() == metrics.keys() and parted.step == whole.step == 1
+    for name, value in metrics.items():
+        np.testing.assert_allclose(part_metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_more_microbatches_compile_nothing(bigram):
+    optimizer = optax.sgd(0.1)
+    update = make_update(bigram, sft_loss, optimizer, microbatch_rows=2)
+    rows = np.arange(40).reshape(20, 2) % 5
+    state = init_train_state(bigram_params(), optimizer)
+
+    def batch(height):
+        return Batch(rows[:height].astype(np.int32), np.array([[False, True]] * height))
+
+    state, _ = update(state, batch(3))
+    with counting_compiles() as compiles:
+        for height in (4, 5, 9, 20):
+            state, metrics = update(state, batch(height))
+            assert metrics["applied_updates"] == 1
+    assert compiles.count == 0
+
+
+def test_nothing_is_no_batch(bigram):
+    update = make_update(bigram, sft_loss, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="the sequence of microbatches is empty; wanted at least one batch"):
+        update(init_train_state(bigram_params(), optax.sgd(0.1)), [])
+
+
+def test_memory_is_known_before_anything_is_allocated(bigram):
+    update = make_update(bigram, sft_loss, optax.sgd(0.1), microbatch_rows=2)
+    state = jax.eval_shape(lambda: init_train_state(bigram_params(), optax.sgd(0.1)))
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros((8, 4), jnp.int32), jnp.zeros((8, 4), bool)))
+    assert update.temporary_bytes(state, batch) > 0
