@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from jaxft.bench.arguments import add_arguments as bench_arguments
+from jaxft.bench.main import bench
 from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune, resume
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.runtime import exit_code_of, override_arguments, run_arguments, run_script
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)
     if parsed.verb == "eval":
         return run_script(evaluate, parser, arguments)
+    if parsed.verb == "bench":
+        return bench(parsed)
 
     async def run() -> None:
         if parsed.verb == "resume":
@@ -81,6 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
     writing.add_argument("folder", type=Path, help="where to; it must not hold anything")
     writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default %(default)s)")
+
+    bench_arguments(verbs.add_parser("bench", help="measure what this machine does per second, and of its limit"))
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and try it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")

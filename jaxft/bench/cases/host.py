@@ -1,7 +1,5 @@
 """What the harness itself costs per episode: no language model, no reward of any length, nothing but the bookkeeping.
 
-    python benchmarks/harness.py --out benchmarks/results/harness.json
-
 Wanted: at most 1 ms per trivial episode at concurrency 64. An episode is started, runs in a task of its own, is judged,
 and becomes a trajectory of its group; the collection is figured and put through the curriculum. Kinds of episodes:
 
@@ -11,18 +9,17 @@ and becomes a trajectory of its group; the collection is figured and put through
 * `time-outs`: trivial, with time-outs on workflow and evaluator.
 * `validated rows`: what the adapter does on the host with recorded episodes before a job is queued.
 
-Milliseconds per episode, median, least and most of the repeats; kinds are measured in turn.
+Kinds are measured in turn.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
+from jaxft.bench.arguments import Job
+from jaxft.bench.results import CaseResult, Check, Line
 from jaxft.components.credit import gather_credit
 from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.components.losses import LossConfig
@@ -32,10 +29,27 @@ from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, T
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.judging import Judge
 from jaxft.policy.recorder import Call, episode
-from jaxft.runs.environment import environment
 
 GENERATIONS = 8
+MOST_MILLISECONDS = 1.0
+"""Per trivial episode."""
 PROMPT, ANSWER = tuple(range(32)), tuple(range(100, 116))
+
+
+def run(job: Job, repeats: int) -> CaseResult:
+    """Milliseconds per episode of each kind."""
+    episodes = job.shapes.episodes // GENERATIONS * GENERATIONS
+    found = asyncio.run(measure(episodes, job.shapes.concurrency, repeats))
+    result = CaseResult(case=job.case)
+    for name, times in found.items():
+        shape = {"episodes": episodes, "concurrency": job.shapes.concurrency}
+        figures = {"milliseconds_per_episode": 1e3 * statistics.median(times) / episodes}
+        line = Line(name=name, amount=episodes, unit="episodes", seconds=times, shape=shape, figures=figures)
+        result.lines.append(line)
+    trivial_milliseconds = result.lines[0].figures["milliseconds_per_episode"]
+    name = "milliseconds per trivial episode"
+    result.checks.append(Check(name=name, value=trivial_milliseconds, relation="at most", wanted=MOST_MILLISECONDS))
+    return result
 
 
 async def trivial(example: dict[str, Any]) -> float:
@@ -86,7 +100,7 @@ def collector(
 
 
 async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds per episode of each kind, repeat by repeat."""
+    """Seconds of all episodes of each kind, repeat by repeat."""
     items = [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n}) for n in range(episodes // GENERATIONS)]
     kinds = {
         "trivial": collector(trivial, Judge(reward), concurrency),
@@ -108,27 +122,4 @@ async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, li
                 gather_credit(gathered.groups, LossConfig(), "policy")
                 if repeat:
                     seconds["validated rows"].append(time.perf_counter() - started)
-    count = len(items) * GENERATIONS
-    return {name: [1e3 * duration / count for duration in times] for name, times in seconds.items()}
-
-
-def main() -> None:
-    """Prints a line per kind, and writes them all when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=4096)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    found = asyncio.run(measure(arguments.episodes, arguments.concurrency, arguments.repeats))
-    medians = {name: statistics.median(repeats) for name, repeats in found.items()}
-    for name, repeats in found.items():
-        print(f"{name:<16} {medians[name]:.3f} ms per episode ({min(repeats):.3f} to {max(repeats):.3f})")
-    if arguments.out is not None:
-        about = {"episodes": arguments.episodes, "concurrency": arguments.concurrency, "repeats": arguments.repeats}
-        result = {"milliseconds_per_episode": medians, "of_each_repeat": found, **about, "environment": environment()}
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return seconds

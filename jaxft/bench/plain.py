@@ -1,0 +1,114 @@
+"""The plain sampler that the engine is compared with: batches of rows, each decoded until its last row has ended.
+
+It is what `generate` does, with a limit of its own for every row: prompts are prefilled once, the cache is read in
+growing blocks, and a batch stops early. Letters: `P` prompts, `R` rows, `L` prompt length.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
+from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_near
+from jaxft.core.sampling import sampling_params
+from jaxft.core.types import Cache, Model, Params
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def prefilled(model: Model, params: Params, prompts: Int[Any, "P L"], cache_length: int) -> Cache:
+    """The cache of prompts of one length; `params` in their decoding layout."""
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
+    near = blocks_for(prompts.shape[1], cache_length)
+    _, written = model.apply(params, prompts, positions, cache=cache[:near])
+    return (*written, *cache[near:])
+
+
+@partial(jax.jit, static_argnums=1)
+def shared(cache: Cache, generations: int) -> Cache:
+    """A row of the cache for each generation, prompt-major."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, generations, axis=0), cache)
+
+
+@partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
+def _decoded(
+    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
+) -> tuple[DecodeState, Emitted]:
+    return decode_near(model, params, state, rows, max_steps, near_blocks)
+
+
+def decoded(
+    model: Model, params: Params, state: DecodeState, rows: RowParams, position: int, cache_length: int
+) -> tuple[DecodeState, Int[np.ndarray, "R"]]:
+    """Decodes rows that stand at one place until all have ended or the cache is full; how many tokens each has got.
+
+    The state is donated.
+    """
+    counts = np.zeros(state.tokens.shape[0], np.int64)
+    for near_blocks, reach in reaches(cache_length).items():
+        steps = reach - position
+        if steps > 0:
+            state, emitted = _decoded(model, params, state, rows, steps, near_blocks)
+            counts += np.asarray(emitted.counts)
+            position = reach
+            if not state.active.any():
+                break
+    return state, counts
+
+
+def rows_of(limits: Int[np.ndarray, "R"], seed: int) -> RowParams:
+    """Rows at temperature 1 that nothing but their limit ends."""
+    count = len(limits)
+    keys = jax.random.split(jax.random.key(seed), count)
+    return RowParams(sampling_params(count), keys, jnp.full((count, 1), -1, jnp.int32), jnp.asarray(limits, jnp.int32))
+
+
+def state_of(cache: Cache, tokens: Int[np.ndarray, "R"], position: int) -> DecodeState:
+    """Rows that all stand at one place, about to go on."""
+    count = len(tokens)
+    return DecodeState(
+        cache,
+        jnp.asarray(tokens, jnp.int32),
+        jnp.full(count, position, jnp.int32),
+        jnp.ones(count, bool),
+    )
+
+
+def sample_batches(
+    model: Model,
+    params: Params,
+    prompts: Int[np.ndarray, "P L"],
+    generations: int,
+    answer_tokens: Int[np.ndarray, "R"],
+    batch_rows: int,
+    most_tokens: int,
+    seed: int,
+) -> int:
+    """Samples all rows, prompt-major, in batches of `batch_rows`; the number of tokens.
+
+    Args:
+        params: in their decoding layout.
+        answer_tokens: at which each row ends.
+        most_tokens: room for answers; the same for all batches, as their shapes must be.
+    """
+    at_once, length = batch_rows // generations, prompts.shape[1]
+    total = 0
+    for first in range(0, len(prompts), at_once):
+        chosen = prompts[first : first + at_once]
+        limits = length + answer_tokens[first * generations : first * generations + batch_rows]
+        cache = shared(prefilled(model, params, chosen, length + most_tokens), generations)
+        state = state_of(cache, np.repeat(chosen[:, -1], generations), length - 1)
+        del cache  # it is donated with the state
+        rows = rows_of(limits, seed + first)
+        _, counts = decoded(model, params, state, rows, length - 1, length + most_tokens)
+        total += int(counts.sum())
+    return total
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all its arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -1,0 +1,125 @@
+"""How large the work of each case is: the reference, a larger one for an accelerator, and a tiny one for tests."""
+
+import math
+import random
+import statistics
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Counts of every case; a case reads its own.
+
+    Attributes:
+        prompts, generations, prompt_tokens, new_tokens: of a uniform rollout; every row samples all its new tokens.
+        slots: of the engine, and rows of the plain loop that it is compared with.
+        long_prompt_tokens, group: of the prefill, and how many requests share the prompt.
+        decode_batches, decode_prompt_tokens, decode_new_tokens: of steady decoding.
+        requests, median_tokens, most_tokens: of the heavy-tailed rollout.
+        growth_requests, growth_tokens: of the rollout that is then made four times as large; answers have half to one
+            and a half times so many tokens.
+        rows, row_prompt_tokens, row_tokens: of an update or a scoring, `row_tokens` with the prompt.
+        microbatch_tokens: of the update.
+        varied_epochs, varied_requests: of the epochs whose shapes change; from half of the requests to all of them.
+        episodes, concurrency: of the harness.
+    """
+
+    prompts: int = 8
+    generations: int = 8
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    slots: int = 64
+    long_prompt_tokens: int = 512
+    group: int = 16
+    decode_batches: tuple[int, ...] = (1, 8, 64)
+    decode_prompt_tokens: int = 64
+    decode_new_tokens: int = 64
+    requests: int = 256
+    median_tokens: int = 64
+    most_tokens: int = 1024
+    growth_requests: int = 256
+    growth_tokens: int = 32
+    rows: int = 64
+    row_prompt_tokens: int = 64
+    row_tokens: int = 192
+    microbatch_tokens: int = 8192
+    varied_epochs: int = 20
+    varied_requests: int = 16
+    episodes: int = 4096
+    concurrency: int = 64
+
+
+REFERENCE = Shapes()
+"""Sized for two CPU cores."""
+
+ACCELERATOR = replace(
+    REFERENCE,
+    prompts=32,
+    prompt_tokens=512,
+    new_tokens=512,
+    slots=256,
+    decode_batches=(64, 256, 512),
+    decode_prompt_tokens=512,
+    decode_new_tokens=512,
+    requests=1024,
+    growth_requests=1024,
+    growth_tokens=128,
+    rows=8,
+    row_prompt_tokens=512,
+    row_tokens=2048,
+    microbatch_tokens=16384,
+    varied_requests=64,
+)
+"""Sized for one accelerator with 80 GiB or more."""
+
+TINY = Shapes(
+    prompts=2,
+    generations=2,
+    prompt_tokens=8,
+    new_tokens=16,
+    slots=4,
+    long_prompt_tokens=23,
+    group=4,
+    decode_batches=(1, 4),
+    decode_prompt_tokens=8,
+    decode_new_tokens=16,
+    requests=8,
+    median_tokens=4,
+    most_tokens=16,
+    growth_requests=8,
+    growth_tokens=8,
+    rows=4,
+    row_prompt_tokens=8,
+    row_tokens=24,
+    microbatch_tokens=48,
+    varied_epochs=1,
+    varied_requests=4,
+    episodes=64,
+    concurrency=16,
+)
+"""Sized for tests: it shows that everything runs, and nothing else. Cases share shapes, and so compiled programs."""
+
+
+def heavy_tailed_lengths(count: int, median: int, longest: int, seed: int = 0) -> list[int]:
+    """Log-normal lengths of answers, as even as quantiles can be: the longest is `longest`, whatever the seed.
+
+    >>> lengths = heavy_tailed_lengths(256, median=64, longest=1024)
+    >>> sorted(lengths)[127:129], max(lengths), min(lengths) >= 1, lengths == sorted(lengths)
+    ([64, 64], 1024, True, False)
+    """
+    quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
+    spread = math.log(longest / median) / quantiles[-1]
+    lengths = [max(1, round(median * math.exp(spread * quantile))) for quantile in quantiles]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def even_lengths(count: int, mean: int, seed: int = 0) -> list[int]:
+    """Lengths from half of the mean to one and a half of it, all as likely.
+
+    >>> lengths = even_lengths(100, mean=32)
+    >>> min(lengths) >= 16, max(lengths) <= 48
+    (True, True)
+    """
+    rng = random.Random(f"even lengths {seed}")
+    return [rng.randint(max(1, mean // 2), max(1, 3 * mean // 2)) for _ in range(count)]

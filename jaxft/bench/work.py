@@ -1,0 +1,204 @@
+"""How much arithmetic and memory traffic a piece of work needs at least, from the numbers of a decoder.
+
+Lower bounds for any implementation: matrix products alone are counted, weights are read once per step, activations are
+free, and nothing is computed twice. So what rematerialisation does again, what padding adds, and the logits of tokens
+that nobody asked for count against the share of the limit that is reached.
+Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L` layers, `V` vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxft.models.config import DecoderConfig
+
+ADAMW_PASSES = 8
+"""Times that a tensor as large as the parameters moves in a clipped AdamW step: parameters, gradient and both moments
+are read, parameters and moments written; and the norm must have read the gradient before."""
+
+
+class Phase(NamedTuple):
+    """A part of the work: floating-point operations of its matrix products, and bytes that memory must move."""
+
+    name: str
+    flops: float
+    moved_bytes: float
+
+
+class Rates(NamedTuple):
+    """What a device can do in a second."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def limit_seconds(phases: Sequence[Phase], rates: Rates) -> float:
+    """The least time: of each phase the longer of its arithmetic and its traffic, added up.
+
+    >>> limit_seconds([Phase("a", 100.0, 10.0), Phase("b", 0.0, 30.0)], Rates(10.0, 50.0))  # max(2, 1) + max(0, 3)
+    5.0
+    """
+    return sum(
+        max(phase.flops / rates.flops_per_second, phase.moved_bytes / rates.bytes_per_second) for phase in phases
+    )
+
+
+def block_weights(config: DecoderConfig) -> int:
+    """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`.
+
+    >>> from jaxft.models.config import preset
+    >>> block_weights(preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
+    3145728
+    """
+    d = config.hidden_size
+    attention = 2 * d * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return attention + 3 * d * config.intermediate_size
+
+
+def head_weights(config: DecoderConfig) -> int:
+    """Weights of the output projection, `D V`, whether it is the embedding or not; looking a token up is no product.
+
+    >>> from jaxft.models.config import preset
+    >>> head_weights(preset("qwen3-58m"))  # 512 32000
+    16384000
+    """
+    return config.hidden_size * config.vocab_size
+
+
+def matmul_weights(config: DecoderConfig) -> int:
+    """Weights that every sampled token is multiplied with.
+
+    >>> from jaxft.models.config import preset
+    >>> matmul_weights(preset("qwen3-58m"))  # 8 blocks and the head
+    41549824
+    """
+    return config.num_layers * block_weights(config) + head_weights(config)
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """All parameters: those of matrix products, the embedding if it is not the head, norms and biases.
+
+    >>> from jaxft.models.config import preset
+    >>> parameter_count(preset("qwen3-58m"))  # 41549824 + 32000 512 + 8 (2 512 + 2 64) + 512
+    57943552
+    """
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    norms = 2 * config.hidden_size + (2 * width if config.qk_norm else 0)
+    biases = width * (heads + 2 * kv_heads) if config.qkv_bias else 0
+    biases += config.hidden_size if config.output_bias else 0
+    biases += 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
+    embedding = 0 if config.tie_word_embeddings else head_weights(config)
+    return matmul_weights(config) + embedding + config.num_layers * (norms + biases) + config.hidden_size
+
+
+def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Bytes of keys and values of one token: `2 L K h` numbers.
+
+    >>> from jaxft.models.config import preset
+    >>> kv_bytes(preset("qwen3-0.6b"), itemsize=2)  # 2 28 8 128 2: 112 KiB
+    114688
+    """
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
+def tokens_seen(config: DecoderConfig, first: int, last: int) -> int:
+    """Keys that queries at the 1-based places `first .. last` see together: all up to their own, within the window.
+
+    >>> from jaxft.models.config import preset
+    >>> tokens_seen(preset("qwen3-1m"), 3, 5)  # 3 + 4 + 5
+    12
+    >>> from dataclasses import replace
+    >>> tokens_seen(replace(preset("qwen3-1m"), sliding_window=4), 3, 5)  # 3 + 4 + 4
+    11
+    """
+    if last < first:
+        return 0
+    window = last if config.sliding_window is None else config.sliding_window
+    edge = min(max(window, first - 1), last)  # places up to here see all that came before
+    return (first + edge) * (edge - first + 1) // 2 + (last - edge) * window
+
+
+def attention_flops(config: DecoderConfig, seen: int) -> int:
+    """Operations of both products of one block, `2 H h` each for every key that a query sees.
+
+    >>> from jaxft.models.config import preset
+    >>> attention_flops(preset("qwen3-58m"), seen=10)  # 10 2 (2 8 64)
+    20480
+    """
+    return 4 * config.num_heads * config.head_dim * seen
+
+
+def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) -> Phase:
+    """Filling the cache with prompts of these lengths, but for the last token of each, which is `decode`'s first.
+
+    The last block gives its keys and values alone. Weights are read and the cache is written once.
+
+    >>> from jaxft.models.config import preset
+    >>> m60 = preset("qwen3-58m")
+    >>> phase = prefill(m60, [3], itemsize=4)  # two tokens
+    >>> phase.flops == 2 * 2 * (7 * 3145728 + 2 * 512 * 256) + 7 * 4 * 512 * (1 + 2)
+    True
+    >>> phase.moved_bytes == 4 * (7 * 3145728 + 2 * 512 * 256) + 2 * 16384
+    True
+    """
+    kv_weights = 2 * config.hidden_size * config.num_kv_heads * config.head_dim
+    weights = (config.num_layers - 1) * block_weights(config) + kv_weights
+    tokens = sum(count - 1 for count in prompt_tokens)
+    seen = sum(tokens_seen(config, 1, count - 1) for count in prompt_tokens)
+    flops = 2 * weights * tokens + (config.num_layers - 1) * attention_flops(config, seen)
+    return Phase("prefill", flops, itemsize * weights + kv_bytes(config, itemsize) * tokens)
+
+
+def decode(config: DecoderConfig, prompt_tokens: int, answer_tokens: Sequence[int], slots: int, itemsize: int) -> Phase:
+    """Sampling answers of these lengths behind prompts of one length, at most `slots` at a time.
+
+    Weights are read once per step, and there are as few steps as the longest answer and the slots allow. A step reads
+    the keys and values of what its tokens see; those of a shared prompt are counted for every row.
+
+    >>> from jaxft.models.config import preset
+    >>> phase = decode(preset("qwen3-58m"), 3, [2, 2], slots=2, itemsize=4)  # two steps: 3 and 4 tokens are seen
+    >>> phase.flops == 4 * 2 * 41549824 + 8 * 4 * 512 * 2 * (3 + 4)
+    True
+    >>> phase.moved_bytes == 2 * 4 * 41549824 + 2 * (3 + 4) * 16384
+    True
+    """
+    tokens = sum(answer_tokens)
+    steps = max(*answer_tokens, -(-tokens // slots), 1)
+    seen = sum(tokens_seen(config, prompt_tokens, prompt_tokens + count - 1) for count in answer_tokens)
+    flops = 2 * matmul_weights(config) * tokens + config.num_layers * attention_flops(config, seen)
+    return Phase("decode", flops, itemsize * matmul_weights(config) * steps + kv_bytes(config, itemsize) * seen)
+
+
+def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, itemsize: int) -> Phase:
+    """A forward pass over rows of so many tokens, with the logits of `scored_tokens` of each row.
+
+    >>> from jaxft.models.config import preset
+    >>> phase = score(preset("qwen3-58m"), rows=2, tokens=3, scored_tokens=1, itemsize=4)
+    >>> phase.flops == 2 * (3 * 2 * 8 * 3145728 + 1 * 2 * 16384000 + 8 * 4 * 512 * (1 + 2 + 3))
+    True
+    """
+    blocks = config.num_layers * block_weights(config)
+    products = 2 * blocks * tokens + 2 * head_weights(config) * scored_tokens
+    attention = config.num_layers * attention_flops(config, tokens_seen(config, 1, tokens))
+    return Phase("forward", rows * (products + attention), itemsize * matmul_weights(config))
+
+
+def update(
+    config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, itemsize: int, master_itemsize: int = 4
+) -> list[Phase]:
+    """One gradient over rows of so many tokens, and a clipped AdamW step.
+
+    Three times the forward pass; weights of `itemsize` bytes are read forwards and backwards. Gradients, parameters and
+    optimiser state have `master_itemsize` bytes; gradients are written once.
+
+    >>> from jaxft.models.config import preset
+    >>> m60 = preset("qwen3-58m")
+    >>> gradient, step = update(m60, rows=64, tokens=192, scored_tokens=128, itemsize=2)
+    >>> gradient.flops == 3 * score(m60, 64, 192, 128, 2).flops, gradient.moved_bytes == (2 + 2 + 4) * 41549824
+    (True, True)
+    >>> step.moved_bytes == 8 * 4 * 57943552
+    True
+    """
+    forward = score(config, rows, tokens, scored_tokens, itemsize)
+    gradient_bytes = (2 * itemsize + master_itemsize) * matmul_weights(config)
+    optimizer = Phase("optimizer", 0.0, ADAMW_PASSES * master_itemsize * parameter_count(config))
+    return [Phase("gradient", 3 * forward.flops, gradient_bytes), optimizer]

@@ -1,0 +1,67 @@
+"""The comparison with peers, at a tiny shape and without the peers; what it finds is not judged here."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(tmp_path, *arguments):
+    """What it prints, and the file that it writes."""
+    out = tmp_path / "out" / "results.json"
+    command = [sys.executable, "benchmarks/compare.py", *arguments, "--model", "tiny", "--out", str(out)]
+    # An empty place for the peers, whatever is installed here; compiled in a hurry, as no time is looked at.
+    variables = os.environ | {"JAXFT_PEERS": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, json.loads(out.read_text())
+
+
+def test_peers_that_are_not_installed_are_named(tmp_path):
+    shown, found = run(tmp_path, "rollout", "--rounds", "1", "--environment", "EXAMPLE=1")
+    sides = found["cases"]["rollout"]["sides"]
+    assert list(sides) == ["jaxft", "huggingface", "tunix"]  # those that can do the case
+    assert sides["jaxft"]["ratio"] == 1.0 and sides["jaxft"]["tokens_per_second"] > 0
+    for peer in ("huggingface", "tunix"):
+        assert "make_environments.sh" in sides[peer]["error"]
+        assert f"{peer:<22} cannot run: no environment" in shown
+    assert "EXAMPLE=1" in shown and found["environment_variables"]["EXAMPLE"] == "1"
+    assert found["processor"] is not None and found["threads"] >= 1 and found["environment"]["versions"]["jaxft"]
+
+
+def test_jaxft_does_every_case(tmp_path):
+    cases = ["heavy_tailed", "update", "epoch"]
+    shown, found = run(tmp_path, *cases, "--sides", "jaxft", "jaxft-plain", "--rounds", "1", "--repeats", "2")
+    assert list(found["cases"]) == cases
+    for case in cases:
+        sides, work = found["cases"][case]["sides"], found["cases"][case]["work"]
+        assert list(sides) == (["jaxft", "jaxft-plain"] if case == "heavy_tailed" else ["jaxft"])
+        for side in sides.values():
+            assert len(side["rounds"]) == 1 and len(side["rounds"][0]["seconds"]) == 2
+            assert side["min_seconds"] <= side["median_seconds"] <= side["max_seconds"]
+            assert side["rounds"][0]["peak_bytes"] >= side["rounds"][0]["peak_bytes_before"] > 0
+        rows = work["prompts"] * work["generations"]
+        wanted = {"update": rows * (work["prompt_tokens"] + work["new_tokens"]), "epoch": rows * work["new_tokens"]}
+        assert sides["jaxft"]["rounds"][0]["tokens"] == wanted.get(case, sum(work["answer_tokens"] or []))
+    assert "entropy" in found["cases"]["update"]["sides"]["jaxft"]["metrics"]
+    assert "heavy_tailed tiny: 12 answers" in shown
+
+
+def test_a_side_that_fails_ends_nothing(tmp_path):
+    shown, found = run(tmp_path, "update", "--sides", "jaxft", "--rounds", "2", "--environment", "JAX_PLATFORMS=none")
+    side = found["cases"]["update"]["sides"]["jaxft"]
+    assert "none" in side["error"] and side["rounds"] == [] and "cannot run" in shown
+
+
+def test_answer_lengths(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import compare
+
+    lengths = compare.answer_lengths(**compare.ANSWERS, seed=0)
+    assert lengths == compare.answer_lengths(**compare.ANSWERS, seed=0)
+    assert len(lengths) == 256 and statistics.median(lengths) == 64 and max(lengths) == 1024 and min(lengths) >= 1
+    assert lengths != sorted(lengths)
