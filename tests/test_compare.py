@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -33,6 +35,7 @@ def test_peers_that_are_not_installed_are_named(tmp_path):
     assert found["processor"] is not None and found["threads"] >= 1 and found["environment"]["versions"]["jaxft"]
 
 
+@pytest.mark.slow
 def test_jaxft_does_every_case(tmp_path):
     cases = ["heavy_tailed", "update", "epoch"]
     shown, found = run(tmp_path, *cases, "--sides", "jaxft", "jaxft-plain", "--rounds", "1", "--repeats", "2")

@@ -302,6 +302,7 @@ def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
 # --- Compiles.
 
 
+@pytest.mark.slow
 def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
     changes = {
         "finetuning__num_epochs": 4,

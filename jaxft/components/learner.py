@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxft.components.bad_batches import BadUpdate
@@ -20,7 +21,7 @@ from jaxft.core.losses import Metrics
 from jaxft.core.objectives import score
 from jaxft.core.packing import take
 from jaxft.core.types import Batch, Model, Params, Scored
-from jaxft.core.update import TrainState, init_train_state, make_update
+from jaxft.core.update import TrainState, Update, init_train_state, make_update
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
@@ -78,9 +79,8 @@ class Learner:
         """
         self._model = model
         self._loss_config = loss
-        self._loss = make_loss(loss, max_sampler_diff if loss.is_policy_loss else None)
-        self._accept = partial(_is_own, max_share=max_disagreeing_share) if loss.is_policy_loss else None
-        self._optimizer = make_optimizer(optimizer)
+        limits = (max_sampler_diff, max_disagreeing_share) if loss.is_policy_loss else None
+        self._optimizer, self._update = update_of(model, loss, optimizer, limits)
         self._schedule = make_schedule(optimizer)
         self._microbatch_tokens = microbatch_tokens
         self._minibatches, self._updates_per_batch = minibatches, updates_per_batch
@@ -88,10 +88,7 @@ class Learner:
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         has_several = updates_per_batch * minibatches > 1
         self._needs_old = loss.is_policy_loss and (has_several or in_reward or loss.name == "ppo")
-        self._update = make_update(
-            model, self._loss, self._optimizer, max_grad_norm=optimizer.max_grad_norm, accept=self._accept
-        )
-        self._scored = jax.jit(partial(score, model))
+        self._scored = partial(scored, model)
         self.opt_state: Any = None
         self.step: Any = None
         self.ref_params = ref_params
@@ -315,6 +312,25 @@ class Learner:
         every, mixing = self._loss_config.reference.update_every, self._loss_config.reference.mixing
         if self.ref_params is not None and every is not None and self._applied_jobs % every == 0:
             self.ref_params = mix(params, self.ref_params, mixing)
+
+
+@cache
+def update_of(
+    model: Model, loss: LossConfig, optimizer: OptimizerConfig, limits: tuple[float, float] | None
+) -> tuple[optax.GradientTransformation, Update]:
+    """Optimiser and update; the same for equal settings, so that a second learner of a process compiles nothing.
+
+    Args:
+        limits: `max_logprob_diff` and `max_disagreeing_share` of the adapter, for policy losses.
+    """
+    made = make_optimizer(optimizer)
+    loss_fn = make_loss(loss, None if limits is None else limits[0])
+    accept = None if limits is None else partial(_is_own, max_share=limits[1])
+    return made, make_update(model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, accept=accept)
+
+
+scored = jax.jit(score, static_argnums=0)
+"""Log-probabilities of a batch, jitted once."""
 
 
 def _mebibytes(tree: Any) -> float:

@@ -33,6 +33,7 @@ def cases(results):
     return {case.case: case for case in results.cases}
 
 
+@pytest.mark.slow
 def test_all_cases_are_there(results):
     assert results.is_complete and results.rates_at_end is not None
     assert tuple(case.case for case in results.cases) == CASES
@@ -42,12 +43,14 @@ def test_all_cases_are_there(results):
     assert results.machine.cpu_count >= 1 and results.machine.cpu_name and results.machine.device_kind
 
 
+@pytest.mark.slow
 def test_rates_are_the_better_of_start_and_end(results):
     start, end, best = results.rates_at_start, results.rates_at_end, results.rates()
     assert best.copy_bytes == max(start.copy_bytes, end.copy_bytes) > 0
     assert all(best.matmul_flops[dtype] >= end.matmul_flops[dtype] > 0 for dtype in ("float32", "bfloat16"))
 
 
+@pytest.mark.slow
 def test_every_line_has_its_repeats_and_its_limit(results):
     rates = results.rates()
     for case in results.cases:
@@ -63,6 +66,7 @@ def test_every_line_has_its_repeats_and_its_limit(results):
             assert line.against.share > 0 and line.against.flops_share > 0
 
 
+@pytest.mark.slow
 def test_what_does_not_depend_on_time_holds(results):
     checks = [check for case in results.cases for check in case.checks]
     assert {check.name for check in checks} >= set(RATIOS)
@@ -71,6 +75,7 @@ def test_what_does_not_depend_on_time_holds(results):
     assert len(structural) == 8 and missed == []
 
 
+@pytest.mark.slow
 def test_lines_of_each_case(cases):
     names = {case: [line.name for line in found.lines] for case, found in cases.items()}
     assert names["decode"] == ["1 row", "4 rows"]
@@ -80,6 +85,7 @@ def test_lines_of_each_case(cases):
     assert (heavy.shape["requests"], heavy.shape["longest_tokens"]) == (8, 16)
 
 
+@pytest.mark.slow
 def test_compilations_and_memory(cases):
     figures = cases["compile"].figures
     for program in ("generate", "engine", "logprobs", "update"):

@@ -10,7 +10,7 @@ from jaxft.core.generate import DecodeState, RowParams, decode_near, generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sampling import sampling_params
 
-LENGTH = 600  # blocks of 64, 64, 128, 256 and 88 places
+LENGTH = 300  # blocks of 64, 64, 128 and 44 places
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 1000, 1024, 5000])
@@ -40,14 +40,14 @@ def state_at(tiny, positions):
 decode_jitted = jax.jit(decode_near, static_argnums=(0, 4, 5))
 
 
-@pytest.mark.parametrize(("position", "fewest"), [(20, 2), (119, 2), (125, 3), (250, 4), (520, 5)])
+@pytest.mark.parametrize(("position", "fewest"), [(20, 2), (119, 2), (125, 3), (250, 4)])
 def test_blocks_behind_a_row_change_no_bit(tiny, position, fewest):
     model, params = tiny
     rows = RowParams(
         sampling_params(3), jax.random.split(jax.random.key(3), 3), jnp.full((3, 1), -1), jnp.full(3, LENGTH)
     )
     state = state_at(tiny, [position, position - 3, 1])
-    results = [decode_jitted(model, params, state, rows, 9, blocks)[1] for blocks in range(fewest, 6)]
+    results = [decode_jitted(model, params, state, rows, 9, blocks)[1] for blocks in range(fewest, 5)]
     assert results[0].counts.tolist() == [9] * 3
     for other in results[1:]:
         jax.tree.map(np.testing.assert_array_equal, results[0], other)

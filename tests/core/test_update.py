@@ -296,8 +296,8 @@ def test_preferences_are_learned_against_a_reference_that_was_scored_once(tiny):
 # --- Several microbatches.
 
 
-def test_a_batch_in_parts_of_any_shape_makes_the_same_step(tiny):
-    model, params = tiny
+def test_a_batch_in_parts_of_any_shape_makes_the_same_step(bigram):
+    model, params = bigram, bigram_params()
     batch = decoder_batch()
     optimizer = optax.sgd(0.1)
     update = make_update(model, partial(grpo_loss, beta=0.1), optimizer, max_grad_norm=1.0)

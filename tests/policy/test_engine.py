@@ -340,15 +340,15 @@ def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, p
 
 
 def test_nothing_is_compiled_after_the_warm_up(make_policy, serve):
-    policy = make_policy(max_context_tokens=300)
+    policy = make_policy(max_context_tokens=200)
     run(policy.engine.warm_up)
     with counting_compiles() as compiles:
         serve(policy, *varied_requests(30))
         serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), logit_bias=((7, 1.0),), max_tokens=17))
-        conversation = request(1, prompt_tokens=220, cuts=(60, 150))
-        serve(policy, request(2, prompt_tokens=190, max_tokens=100), conversation)
-        branch = conversation.prompt_ids[:150] + (9,) * 20
-        serve(policy, request(3, prompt_ids=branch, cuts=(60, 150)))
+        conversation = request(1, prompt_tokens=180, cuts=(60, 110))
+        serve(policy, request(2, prompt_tokens=90, max_tokens=100), conversation)
+        branch = conversation.prompt_ids[:110] + (9,) * 20
+        serve(policy, request(3, prompt_ids=branch, cuts=(60, 110)))
         run(lambda: policy.update(lambda params: (params, None)))
         serve(policy, request(0))
     assert compiles.count == 0
@@ -435,11 +435,8 @@ def test_what_is_kept_changes_no_bit(make_policy, policy, serve, stored_prompts)
 
 
 def test_long_prompts_come_in_pieces_and_neighbours_change_no_bit(make_policy, serve):
-    policy = make_policy(max_context_tokens=700)
-    requests = [
-        request(number, prompt_tokens=tokens, max_tokens=40)
-        for number, tokens in enumerate((1, 2, 30, 110, 250, 530, 640))
-    ]
+    policy = make_policy(max_context_tokens=600)
+    requests = [request(number, prompt_tokens=tokens, max_tokens=40) for number, tokens in enumerate((1, 30, 110, 530))]
     together = [record_of(completion) for completion in serve(policy, *requests)]
     for each, expected in zip(requests, together, strict=True):
         forget(policy)
