@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SMALLEST_PIECE, LARGEST_PIECE = 32, 512
+SMALLEST_PIECE, LARGEST_PIECE = 16, 512
 """Tokens of a piece: a power of two between these."""
 
 Key = tuple[tuple[int, ...], bytes]
@@ -55,10 +55,10 @@ class Plan:
 
 
 def piece_width(tokens: int) -> int:
-    """The padded length of a piece: the next power of two, at least 32.
+    """The padded length of a piece: the next power of two, at least 16.
 
     >>> [piece_width(n) for n in (1, 33, 64, 65)]
-    [32, 64, 64, 128]
+    [16, 64, 64, 128]
     """
     return max(SMALLEST_PIECE, 1 << (tokens - 1).bit_length())
 
