@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxft.bench.arguments import add_arguments, jobs_of
+from jaxft.harness.compile_cache import use_compile_cache
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -14,6 +15,7 @@ def bench(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"jaxft: error: {error}", file=sys.stderr)
         return 2
+    use_compile_cache()
     from jaxft.bench.runner import run_jobs
 
     return run_jobs(jobs, arguments)

@@ -276,7 +276,7 @@ class Learner:
         wanted: dict[str, Any] = {}
         if self._needs_old:
             scored = self._score_parts(placed, params, self.value_head)
-            wanted |= {"old_logprobs": scored.logprobs} if loss.is_policy_loss else {}
+            wanted["old_logprobs"] = scored.logprobs
             wanted |= {"old_values": scored.values} if self.value_head is not None else {}
         if loss.needs_reference:
             assert self.ref_params is not None

@@ -55,8 +55,13 @@ class Engine:
         """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins.
 
         `stored_prompts` is how many prompts are kept for their other generations and next turns; by default as many as
-        there are slots.
+        there are slots, and at least 8.
+
+        Raises:
+            ValueError: `stored_prompts` is below 8.
         """
+        if stored_prompts is not None and stored_prompts < FEWEST_STORED_PROMPTS:
+            raise ValueError(f"stored_prompts is {stored_prompts}; wanted at least {FEWEST_STORED_PROMPTS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
         self._device = device
@@ -66,7 +71,7 @@ class Engine:
             seed=seed,
             slots=slots,
             length=max_context_tokens,
-            stored_prompts=max(FEWEST_STORED_PROMPTS, slots if stored_prompts is None else stored_prompts),
+            stored_prompts=max(FEWEST_STORED_PROMPTS, slots) if stored_prompts is None else stored_prompts,
         )
         self._running: dict[int, _Running] = {}
         self._waiting: deque[_Running] = deque()

@@ -418,7 +418,7 @@ def test_what_is_kept_changes_no_bit(make_policy, policy, serve, stored_prompts)
             alone[index, place] = record_of(serve(policy, turn)[0])
     small, rng = make_policy(stored_prompts=stored_prompts), random.Random(stored_prompts)
 
-    async def converse(index, gate):
+    async def converse(index):
         found = []
         for turn in episodes[index]:
             await asyncio.sleep(rng.random() * 0.05)
@@ -427,11 +427,16 @@ def test_what_is_kept_changes_no_bit(make_policy, policy, serve, stored_prompts)
 
     async def main():
         order = rng.sample(range(30), 30)
-        return dict(zip(order, await asyncio.gather(*(converse(index, None) for index in order)), strict=True))
+        return dict(zip(order, await asyncio.gather(*(converse(index) for index in order)), strict=True))
 
     for index, found in run(main).items():
         assert found == [alone[index, place] for place in range(len(found))]
     assert small.engine.counts.reused_tokens > 0
+
+
+def test_a_store_too_small_to_work_in_is_refused(make_policy):
+    with pytest.raises(ValueError, match="stored_prompts is 7; wanted at least 8"):
+        make_policy(stored_prompts=7)
 
 
 def test_long_prompts_come_in_pieces_and_neighbours_change_no_bit(make_policy, serve):
