@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.models.sums import row_sum
+
 HIDDEN = -1e30
 """Score of a key that may not be seen: finite, so that a row that sees nothing gives numbers and not NaN."""
 
@@ -78,7 +80,7 @@ def attend(
         first += block.keys.shape[-1]
     largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
     weights = [jnp.exp(s - largest) for s in scores]
-    mass = reduce(jnp.add, [w.sum(axis=-1, keepdims=True) for w in weights])  # [B K G T 1]
+    mass = reduce(jnp.add, [row_sum(w, decoding=length == 1) for w in weights])  # [B K G T 1]
     parts = [
         jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
         for w, block in zip(weights, blocks, strict=True)

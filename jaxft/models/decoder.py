@@ -30,6 +30,7 @@ from jaxft.models.attention import (
     write_tokens,
 )
 from jaxft.models.config import DecoderConfig, RopeScaling
+from jaxft.models.sums import row_sum
 
 
 class Context(NamedTuple):
@@ -64,14 +65,17 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias` on the last axis."""
+    """`x @ kernel + bias` on the last axis; the kernel may be given transposed."""
 
-    def __init__(self, inputs: int, outputs: int, use_bias: bool, rngs: nnx.Rngs) -> None:
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (inputs, outputs)) * inputs**-0.5)
+    def __init__(self, inputs: int, outputs: int, use_bias: bool, rngs: nnx.Rngs, is_transposed: bool) -> None:
+        kernel = jax.random.normal(rngs.params(), (inputs, outputs)) * inputs**-0.5
+        self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
         self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
+        self.is_transposed = is_transposed
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N F"]:
-        y = matmul(x.reshape(-1, x.shape[-1]), self.kernel[...]).reshape(*x.shape[:-1], -1)
+        kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
+        y = matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -82,21 +86,22 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    def __call__(self, x: Float[Array, "B T *N D"]) -> Float[Array, "B T *N D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        mean = row_sum(wide**2, decoding=x.shape[1] == 1) / x.shape[-1]
+        normed = wide * jax.lax.rsqrt(mean + self.eps)
         return normed.astype(x.dtype) * self.scale[...]
 
 
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, rngs)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs)
-        self.o_proj = Linear(width, config.hidden_size, config.output_bias, rngs)
+        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, rngs, is_transposed)
+        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs, is_transposed)
+        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs, is_transposed)
+        self.o_proj = Linear(width, config.hidden_size, config.output_bias, rngs, is_transposed)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -133,10 +138,11 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias, rngs)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias, rngs)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, rngs)
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
+        width, bias = config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(config.hidden_size, width, bias, rngs, is_transposed)
+        self.up_proj = Linear(config.hidden_size, width, bias, rngs, is_transposed)
+        self.down_proj = Linear(width, config.hidden_size, bias, rngs, is_transposed)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -145,11 +151,11 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, rngs)
+        self.self_attn = Attention(config, rngs, is_transposed)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config, rngs)
+        self.mlp = FeedForward(config, rngs, is_transposed)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
@@ -189,21 +195,17 @@ def as_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[[Any]
 def decoder(config: DecoderConfig) -> Model:
     """The model contract for a config; equal configs give the same functions, so nothing is compiled twice.
 
-    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0, or `layers` is a
-    list with a dict per layer (`decode_layout`).
+    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode,
+    `layers` is a list with a dict per layer, or there is instead such a list of `transposed_layers`, whose kernels are.
     """
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
-    init_block, bind_block = as_functions(lambda rngs: Block(config, rngs))
+    init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, is_transposed=False))
+    _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True))
 
     def init(key: Any) -> Params:
         ends_key, layers_key = jax.random.split(key)
         layers = jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))
         return {"ends": init_ends(ends_key), "layers": layers}
-
-    def run_layer(
-        params: Params, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
-    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
-        return bind_block(params)(x, context, cache)
 
     def apply(
         params: Params,
@@ -216,14 +218,19 @@ def decoder(config: DecoderConfig) -> Model:
         x = jnp.take(ends.embedding[...], tokens, axis=0)  # [B T D]
         context = make_context(config, positions, cache, segment_ids)
         if cache is None:
-            x = _scan_layers(run_layer, params["layers"], x, context)
+            x = _scan_layers(bind_block, params["layers"], x, context)
         else:
-            layers, updated = per_layer(params["layers"], config.num_layers), []
-            for index, layer in enumerate(layers):
-                x, blocks = run_layer(layer, x, context, [block[index] for block in cache])
+            updated = []
+            for index, layer in enumerate(bind_layers(params)):
+                x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
             cache = tuple(zip(*updated, strict=True))
         return ends.norm(x), cache
+
+    def bind_layers(params: Params) -> list[Block]:
+        if "transposed_layers" in params:
+            return list(map(bind_transposed, params["transposed_layers"]))
+        return list(map(bind_block, per_layer(params["layers"], config.num_layers)))
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         ends = params["ends"]
@@ -239,8 +246,13 @@ def decoder(config: DecoderConfig) -> Model:
             for _ in range(config.num_layers)
         )
 
-    def decode_layout(params: Params) -> Params:
-        return {**params, "layers": per_layer(params["layers"], config.num_layers)}
+    def decode_layout(params: Params, *, for_any_rows: bool = False) -> Params:
+        layers = per_layer(params["layers"], config.num_layers)
+        if for_any_rows:
+            # Contracted along their rows, products have the same bits for 8 rows as for 64 (XLA for CPU).
+            transposed = jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, layers)
+            return {"ends": params["ends"], "transposed_layers": transposed}
+        return {**params, "layers": layers}
 
     return Model(config, init, apply, unembed, init_cache, decode_layout)
 
@@ -253,13 +265,13 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
 
 
 def _scan_layers(
-    run_layer: Callable[..., tuple[Array, Any]], layers: Params, x: Float[Array, "B T D"], context: Context
+    bind_block: Callable[[Params], Block], layers: Params, x: Float[Array, "B T D"], context: Context
 ) -> Float[Array, "B T D"]:
     # Matrix products with weights are kept for the backward pass; attention scores and elementwise work are redone.
     saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
     def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
-        return run_layer(layer, x, context, None)[0], None
+        return bind_block(layer)(x, context, None)[0], None
 
     return jax.lax.scan(jax.checkpoint(step, policy=saveable), x, layers)[0]
 

@@ -104,12 +104,54 @@ def admit(near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admis
 
 @partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
 def advance(
-    model: Model, near: int, params: Params, slots: Slots, kept: Bool[Any, "R"], max_steps: int
-) -> tuple[Slots, Emitted]:
-    """Decodes up to `max_steps` tokens of every slot that is `kept`; the others are put to rest."""
-    state = slots.state._replace(active=slots.state.active & kept)
+    model: Model, near: int, params: Params, slots: Slots, chosen: Bool[Any, "R"], max_steps: int
+) -> tuple[Slots, Emitted, Bool[Array, "R"]]:
+    """Decodes up to `max_steps` tokens of the chosen slots, and says which of all are still active.
+
+    The others stay as they are, but for the place of their last token: what is written there now is overwritten before
+    it is read.
+    """
+    was_active = slots.state.active
+    state = slots.state._replace(active=was_active & chosen)
     state, emitted = decode_near(model, params, state, slots.rows, max_steps, near)
-    return slots._replace(state=state), emitted
+    state = state._replace(active=jnp.where(chosen, state.active, was_active))
+    return slots._replace(state=state), emitted, state.active
+
+
+@partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
+def advance_part(
+    model: Model, near: int, params: Params, slots: Slots, rows: Int[Any, "P"], max_steps: int
+) -> tuple[Slots, Emitted, Bool[Array, "P"]]:
+    """Decodes up to `max_steps` tokens of some slots, and of no others. Filling ones are beyond the last slot."""
+    state = slots.state._replace(cache=slots.state.cache[:near])
+    part = _taken(state, rows)
+    part = part._replace(active=part.active & (rows < state.active.shape[0]))
+    part, emitted = decode_near(model, params, part, _taken(slots.rows, rows), max_steps, near)
+    state = _put(state, part, rows)
+    return slots._replace(state=state._replace(cache=(*state.cache, *slots.state.cache[near:]))), emitted, part.active
+
+
+@partial(jax.jit, donate_argnums=0)
+def trial_slots(slots: Slots) -> Slots:
+    """The slots with numbers of all kinds in their caches, and sampling parameters of all kinds."""
+
+    def some(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros_like(leaf)
+        axes = [jax.lax.broadcasted_iota(jnp.float32, leaf.shape, axis) for axis in range(leaf.ndim)]
+        return jnp.sin(sum((axis * (1.0 + 0.37 * place) for place, axis in enumerate(axes)), jnp.float32(0)))
+
+    count = slots.state.active.shape[0]
+    kind = jnp.arange(count) % 4  # two that filter nothing, top-p with top-k, min-p
+    sampling = slots.rows.sampling._replace(
+        temperature=jnp.select([kind == 1], [jnp.float32(0.7)], jnp.float32(1.0)),
+        top_k=jnp.select([kind == 2], [jnp.int32(5)], jnp.int32(0)),
+        top_p=jnp.select([kind == 2], [jnp.float32(0.8)], jnp.float32(1.0)),
+        min_p=jnp.select([kind == 3], [jnp.float32(0.05)], jnp.float32(0.0)),
+    )
+    cache = jax.tree.map(lambda leaf: some(leaf).astype(leaf.dtype), slots.state.cache)
+    rows = slots.rows._replace(sampling=sampling, limits=jnp.full(count, jnp.iinfo(jnp.int32).max, jnp.int32))
+    return Slots(slots.state._replace(cache=cache), rows)
 
 
 def _taken(tree: Any, rows: Int[Any, "P"]) -> Any:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
 from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.types import Cache, Model, Params
+from jaxft.policy.parts import Group, divide, part_rows
 from jaxft.policy.prefixes import LARGEST_PIECE, SMALLEST_PIECE, Copy, Piece, Plan, Prefixes, piece_width
 from jaxft.policy.requests import Request
 from jaxft.policy.slots import (
@@ -25,10 +27,12 @@ from jaxft.policy.slots import (
     Slots,
     admit,
     advance,
+    advance_part,
     copy_rows,
     empty_cache,
     empty_slots,
     prefill,
+    trial_slots,
 )
 
 DISPATCH_TOKENS = 8
@@ -85,6 +89,8 @@ class Workspace:
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
         self._arrays: _Arrays | None = None
+        self._part_rows = part_rows(slots)
+        self.uses_parts = False
 
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of slots and store, whether they have been made yet or not."""
@@ -116,45 +122,85 @@ class Workspace:
         self._carry_out(params, planned)
 
     def advance(self, params: Params, tokens: dict[int, int]) -> Decoded:
-        """Decodes a few tokens of the slots named, and puts the others to rest.
+        """Decodes a few tokens of the slots named, and none of the others.
 
         Args:
             tokens: how many each of these slots holds so far, prompt included.
         """
-        arrays = self._made(params)
-        kept = np.zeros(self.slots, bool)
-        kept[list(tokens)] = True
-        near = blocks_for(max(tokens.values()) + DISPATCH_TOKENS - 1, self.length)
-        arrays.slots, emitted = advance(self._model, near, params, arrays.slots, kept, DISPATCH_TOKENS)
-        decoded = Decoded(*jax.device_get((*emitted, arrays.slots.state.active)))
+        near = {slot: blocks_for(held + DISPATCH_TOKENS - 1, self.length) for slot, held in tokens.items()}
+        rows = self._part_rows if self.uses_parts else None
+        decoded = self._decode(params, divide(near, reaches(self.length), self.slots, rows))
         self.counts.decoded_tokens += int(decoded.counts.sum())
         return decoded
 
+    def _decode(self, params: Params, groups: Sequence[Group]) -> Decoded:
+        """What every group's program has sampled, in one table of all slots."""
+        arrays, sampled = self._made(params), []
+        for group in groups:  # each is queued behind the one before; nothing is waited for yet
+            if group.is_part:
+                assert self._part_rows is not None
+                chosen, program = column(group.slots, self._part_rows, self.slots, np.int32), advance_part
+            else:
+                chosen, program = np.isin(np.arange(self.slots), group.slots), advance
+            arrays.slots, *part = program(self._model, group.near, params, arrays.slots, chosen, DISPATCH_TOKENS)
+            sampled.append(part)
+        table = Decoded(
+            *(np.zeros((self.slots, DISPATCH_TOKENS), dtype) for dtype in (np.int32, np.float32, np.float32)),
+            *(np.zeros(self.slots, dtype) for dtype in (np.int32, bool)),
+        )
+        for group, (emitted, active) in zip(groups, jax.device_get(sampled), strict=True):
+            slots, own = list(group.slots), slice(len(group.slots)) if group.is_part else list(group.slots)
+            for whole, part in zip(table, (*emitted, active), strict=True):
+                whole[slots] = part[own]
+        return table
+
     def warm_up(self, params: Params) -> None:
-        """Runs every program that requests can lead to, on rows that do not exist."""
+        """Runs every program that requests can lead to, and finds out whether parts can be used on this device."""
         arrays = self._made(params)
         blocks = list(reaches(self.length))
         nobody = Request((0,), (0,) * 6, 1)
         for near in blocks:
             arrays.store = copy_rows(near, arrays.store, *self._copies([]))
             arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, self._admission([], nobody))
-            arrays.slots, _ = advance(
-                self._model, near, params, arrays.slots, np.zeros(self.slots, bool), DISPATCH_TOKENS
-            )
         width = SMALLEST_PIECE
         while width <= min(LARGEST_PIECE, piece_width(self.length)):
             for near in blocks[blocks.index(blocks_for(width // 2 + 1, self.length)) :]:
                 arrays.store = prefill(self._model, near, params, arrays.store, self._pieces([], width))
             width *= 2
+        self.uses_parts = self._try_programs(params)
+        arrays.slots = self._empty_slots(params)
         jax.block_until_ready((arrays.store, arrays.slots))
+
+    def _try_programs(self, params: Params) -> bool:
+        """Whether a part samples the same bits as a program of all slots, tried with every number of blocks."""
+        arrays, everyone = self._made(params), tuple(range(self.slots))
+        arrays.slots, agree = trial_slots(arrays.slots), True
+        for near, reach in reaches(self.length).items():
+
+            def decode(groups: list[Group], reach: int = reach) -> Decoded:
+                positions = np.linspace(1, max(1, reach - DISPATCH_TOKENS - 1), self.slots).astype(np.int32)
+                state = arrays.slots.state._replace(
+                    tokens=jnp.zeros(self.slots, jnp.int32),
+                    positions=jnp.asarray(positions),
+                    active=jnp.ones(self.slots, bool),
+                )
+                arrays.slots = arrays.slots._replace(state=state)
+                return self._decode(params, groups)
+
+            whole = decode([Group(everyone, near, is_part=False)])
+            if self._part_rows is not None:
+                few = everyone[-1 :: -self.slots // self._part_rows][: self._part_rows]
+                part = decode([Group(few, near, is_part=True)])
+                agree &= all((a[list(few)] == b[list(few)]).all() for a, b in zip(whole, part, strict=True))
+        return agree
+
+    def _empty_slots(self, params: Params) -> Slots:
+        return empty_slots(self._model, self.slots, self.length, compute_dtype(params))
 
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
-            dtype = compute_dtype(params)
-            self._arrays = _Arrays(
-                empty_slots(self._model, self.slots, self.length, dtype),
-                empty_cache(self._model, self.stored_prompts, self.length, dtype),
-            )
+            store = empty_cache(self._model, self.stored_prompts, self.length, compute_dtype(params))
+            self._arrays = _Arrays(self._empty_slots(params), store)
         return self._arrays
 
     def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, Plan]]) -> None:

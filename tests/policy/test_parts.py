@@ -1,0 +1,102 @@
+"""Long requests are decoded apart from short ones, and a last few without the empty slots, to the same bits."""
+
+import asyncio
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxft
+from jaxft.models.config import preset
+from jaxft.policy.parts import PART_ROWS, Group, divide
+from jaxft.policy.requests import Request
+from jaxft.policy.workspace import Workspace
+
+SLOTS, CONTEXT = 16, 160
+PLACES = {2: 128, 3: 256, 4: 512}
+
+
+@given(near=st.dictionaries(st.integers(0, 63), st.sampled_from(list(PLACES)), min_size=1), rows=st.sampled_from([None, 8]))
+def test_every_slot_is_decoded_once_and_with_blocks_enough(near, rows):
+    groups = divide(near, PLACES, 64, rows)
+    assert sorted(slot for group in groups for slot in group.slots) == sorted(near)
+    for group in groups:
+        assert group.near == max(near[slot] for slot in group.slots)
+        assert not group.is_part or len(group.slots) <= 8
+    assert sum(not group.is_part for group in groups) <= 1
+    assert rows is not None or len(groups) == 1
+
+
+def test_a_long_request_does_not_slow_down_the_others():
+    near = dict.fromkeys(range(64), 2) | {5: 4}
+    long, others = divide(near, PLACES, 64, 8)
+    assert 5 in long.slots and (long.near, long.is_part) == (4, True)
+    assert others == Group(tuple(slot for slot in range(64) if slot not in long.slots), near=2, is_part=False)
+
+
+def test_alike_requests_are_decoded_together():
+    assert divide(dict.fromkeys(range(64), 4), PLACES, 64, 8) == [Group(tuple(range(64)), near=4, is_part=False)]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Requests of all lengths, served by an engine that has been warmed up and by one that has not."""
+    config = replace(preset("qwen3-50k"), vocab_size=512)
+    model, params = jaxft.init_model(config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(
+            tuple(rng.integers(0, 512, prompt_tokens).tolist()),
+            key_ids=(0, 0, 0, 0, 0, number),
+            max_tokens=max_tokens,
+            top_p=0.9 if number % 3 == 0 else 1.0,
+            min_p=0.01 if number % 5 == 0 else 0.0,
+        )
+        for number, (prompt_tokens, max_tokens) in enumerate([(9, 5), (110, 45), (20, 130)] + [(30, 7)] * 15)
+    ]
+
+    async def serve(is_warm):
+        policy = jaxft.Policy(
+            model, params, jaxft.load_tokenizer(), stop_ids=(), slots=SLOTS, max_context_tokens=CONTEXT
+        )
+        groups = []
+        try:
+            if is_warm:
+                await policy.engine.warm_up()
+            workspace = policy.engine._workspace
+            decode = workspace._decode
+            workspace._decode = lambda params, some: groups.extend(some) or decode(params, some)
+            return await asyncio.gather(*map(policy.engine.submit, requests)), groups, workspace.uses_parts
+        finally:
+            policy.close()
+
+    return [asyncio.run(serve(is_warm)) for is_warm in (True, False)]
+
+
+def test_parts_are_used_once_they_have_been_tried(served):
+    (_, groups, uses_parts), (_, plain_groups, plain_uses_parts) = served
+    assert "cpu" not in PART_ROWS or (uses_parts and not plain_uses_parts)
+    assert {(group.near, group.is_part) for group in groups} >= {(3, True), (2, False)}
+    assert not any(group.is_part for group in plain_groups)
+
+
+def test_parts_change_no_bit(served):
+    (completions, _, _), (plain, _, _) = served
+    assert len(completions) == 18
+    for one, other in zip(completions, plain, strict=True):
+        assert one == other
+    assert max(len(completion.token_ids) for completion in completions) == 130
+
+
+def test_parts_are_not_used_where_they_change_a_bit():
+    def network(params, tokens, positions):
+        return jax.nn.one_hot(tokens, 16) * (params["w"] + 1e-6 * tokens.shape[0])
+
+    model = jaxft.from_function(network)
+    workspace = Workspace(model, seed=0, slots=SLOTS, length=32, stored_prompts=8)
+    workspace.warm_up({"w": jnp.ones(())})
+    assert not workspace.uses_parts
