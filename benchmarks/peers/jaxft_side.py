@@ -31,7 +31,7 @@ import jaxft
 from jaxft.bench.plain import sample_batches
 from jaxft.policy.requests import Request
 
-MICROBATCH_ROWS = 16
+MICROBATCH_ROWS = 8
 """Rows of a forward and backward pass; `compare.py --microbatch_rows` sets it."""
 
 
@@ -80,6 +80,7 @@ def _with_engine(work: Work) -> dict[str, Any]:
         completions = await asyncio.gather(*map(policy.engine.submit, requests))
         check_counts([len(completion.token_ids) for completion in completions], work["answer_tokens"])
 
+    asyncio.run(policy.engine.warm_up())
     try:
         measured = measure(work, lambda repeat: asyncio.run(serve(repeat)))
     finally:

@@ -39,7 +39,7 @@ def compute_in(model: Model, dtype: Any) -> Model:
     def unembed(params: Params, hidden: Any) -> Any:
         return model.unembed(narrow(params), hidden)
 
-    def decode_layout(params: Params, *, for_any_rows: bool = False) -> Params:
-        return model.decode_layout(narrow(params), for_any_rows=for_any_rows)
+    def decode_layout(params: Params) -> Params:
+        return model.decode_layout(narrow(params))
 
     return model._replace(apply=apply, unembed=unembed, decode_layout=decode_layout)

@@ -5,6 +5,7 @@ row, so a row's token depends on nothing but its own logits, parameters and key.
 biased tokens.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -169,13 +170,20 @@ def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
     variate per token.
     """
     rows, size = weights.shape
-    width = max(1, int(size**0.5))
+    width = _block_width(size)
     blocks = -(-size // width)
     table = jnp.pad(weights, ((0, 0), (0, blocks * width - size))).reshape(rows, blocks, width)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
     block = _inverse_cdf(table.sum(axis=-1), uniforms[:, 0])
     inside = jnp.take_along_axis(table, block[:, None, None], axis=1)[:, 0]  # [R width]
     return block * width + _inverse_cdf(inside, uniforms[:, 1])
+
+
+def _block_width(size: int) -> int:
+    """About the root; the next smaller divisor if it is not far away, as then nothing needs to be padded."""
+    root = max(1, math.isqrt(size))
+    divisor = next(width for width in range(root, 0, -1) if size % width == 0)
+    return divisor if 4 * divisor >= root else root
 
 
 def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:

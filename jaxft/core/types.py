@@ -17,7 +17,7 @@ Cache = tuple[Any, ...]
 a block has rows on axis 0; the rest is the model's own affair."""
 
 
-def same_params(params: Params, *, for_any_rows: bool = False) -> Params:
+def same_params(params: Params) -> Params:
     """The layout of a model that decodes from the arrays as they are trained.
 
     >>> same_params({"w": 1})
@@ -39,9 +39,7 @@ class Model(NamedTuple):
             place in it is dropped. A token sees the places up to its own.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
         init_cache: `(rows, places, dtype) -> block` of a cache, empty, with room for `places` tokens a row.
-        decode_layout: `(params, for_any_rows=False) -> params`, the re-layout under which decoding is fast; run once
-            per policy version. `for_any_rows` asks for the one under which a row gets the same bits whatever the number
-            of rows that are decoded with it, if there is such a layout, at some cost in speed.
+        decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
     """
 
     config: Hashable
@@ -49,7 +47,7 @@ class Model(NamedTuple):
     apply: Callable[..., tuple[Array, Any]]
     unembed: Callable[[Params, Array], Array]
     init_cache: Callable[..., Any]
-    decode_layout: Callable[..., Params] = same_params
+    decode_layout: Callable[[Params], Params] = same_params
 
 
 class Scored(NamedTuple):

@@ -64,6 +64,11 @@ def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def transposed_matmul(x: Float[Array, "N D"], kernel: Float[Array, "F D"]) -> Float[Array, "N F"]:
+    """`x @ kernel.T`. XLA for CPU gives a row the same bits in this product whether it is one of 8 or of 64."""
+    return x @ kernel.T
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias` on the last axis; the kernel may be given transposed."""
 
@@ -74,8 +79,8 @@ class Linear(nnx.Module):
         self.is_transposed = is_transposed
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N F"]:
-        kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
-        y = matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
+        product = transposed_matmul if self.is_transposed else matmul
+        y = product(x.reshape(-1, x.shape[-1]), self.kernel[...]).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -195,8 +200,8 @@ def as_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[[Any]
 def decoder(config: DecoderConfig) -> Model:
     """The model contract for a config; equal configs give the same functions, so nothing is compiled twice.
 
-    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode,
-    `layers` is a list with a dict per layer, or there is instead such a list of `transposed_layers`, whose kernels are.
+    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode there
+    is instead a list with a dict per layer, `transposed_layers`, whose kernels are.
     """
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
     init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, is_transposed=False))
@@ -246,13 +251,10 @@ def decoder(config: DecoderConfig) -> Model:
             for _ in range(config.num_layers)
         )
 
-    def decode_layout(params: Params, *, for_any_rows: bool = False) -> Params:
+    def decode_layout(params: Params) -> Params:
         layers = per_layer(params["layers"], config.num_layers)
-        if for_any_rows:
-            # Contracted along their rows, products have the same bits for 8 rows as for 64 (XLA for CPU).
-            transposed = jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, layers)
-            return {"ends": params["ends"], "transposed_layers": transposed}
-        return {**params, "layers": layers}
+        transposed = jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, layers)
+        return {"ends": params["ends"], "transposed_layers": transposed}
 
     return Model(config, init, apply, unembed, init_cache, decode_layout)
 
@@ -276,10 +278,8 @@ def _scan_layers(
     return jax.lax.scan(jax.checkpoint(step, policy=saveable), x, layers)[0]
 
 
-def per_layer(layers: Params | list[Params], num_layers: int) -> list[Params]:
+def per_layer(layers: Params, num_layers: int) -> list[Params]:
     """Stacked block parameters as a list with a dict per layer."""
-    if isinstance(layers, list):
-        return layers
     return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]
 
 

@@ -13,7 +13,6 @@ from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.device import CompileCounter, DeviceThread
 from jaxft.policy.engine import Engine
 from jaxft.policy.faults import PolicyLostError
-from jaxft.policy.parts import part_rows
 from jaxft.policy.requests import Request
 
 HEALTH = 3
@@ -57,8 +56,7 @@ class Policy:
         self._params = params
         self._decode_params: Params | None = None
         self._lost: str | None = None
-        self._relayout = jax.jit(model.decode_layout, static_argnames="for_any_rows")
-        self._for_any_rows = part_rows(slots) is not None
+        self._relayout = jax.jit(model.decode_layout)
         self._device = DeviceThread()
         self.engine = Engine(
             model,
@@ -161,9 +159,7 @@ class Policy:
         self._check()
         if self._decode_params is None:
             is_same = self.model.decode_layout is same_params
-            self._decode_params = (
-                self._params if is_same else self._relayout(self._params, for_any_rows=self._for_any_rows)
-            )
+            self._decode_params = self._params if is_same else self._relayout(self._params)
         return self._decode_params, self.version
 
     def _check(self) -> None:
