@@ -101,7 +101,8 @@ def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
     assert finetune("--set", "llms.policy.slots=8", "--set", f"llms.policy.max_context_tokens={2**40}") == 1
     error = capsys.readouterr().err
     assert error.startswith(
-        "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8) or "
-        f"llms.<name>.max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating "
+        "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8), "
+        f"stored_prompts (now 8) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
+        "allocating "
     )
     assert error.count("\n") == 1

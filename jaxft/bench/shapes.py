@@ -42,7 +42,7 @@ class Shapes:
     rows: int = 64
     row_prompt_tokens: int = 64
     row_tokens: int = 192
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 1536
     varied_epochs: int = 20
     varied_requests: int = 16
     episodes: int = 4096

@@ -87,7 +87,7 @@ class BadBatches:
             "run_id": run_id,
             "update": update.number,
             "metrics": {figure: float(value) for figure, value in update.metrics.items()},
-            "microbatch_rows": list(placed.microbatch_rows),
+            "microbatch_shapes": [list(shape) for shape in placed.microbatch_shapes],
             "sequences": sequences,
         }
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))

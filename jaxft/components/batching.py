@@ -1,7 +1,9 @@
 """Trajectories as arrays for one update, in an order that depends on nothing but which episodes they are."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,18 +39,23 @@ class Row:
 
 
 class PlacedBatch(NamedTuple):
-    """A batch, how many of its rows each microbatch has, and where each sequence lies in it."""
+    """A batch, rows and width of each microbatch, and where each sequence lies in the batch."""
 
     batch: Batch
-    microbatch_rows: tuple[int, ...]
+    microbatch_shapes: tuple[tuple[int, int], ...]
     layout: Layout
 
     def microbatches(self) -> list[Batch]:
-        """The rows of the batch in parts."""
-        ends = list(itertools.accumulate(self.microbatch_rows))
-        spans = list(zip([0, *ends], ends, strict=False))
-        leaves, structure = jax.tree.flatten(self.batch)
-        return [jax.tree.unflatten(structure, [leaf[start:end] for leaf in leaves]) for start, end in spans]
+        """The rows of the batch in parts, each as wide as its own rows need."""
+        ends = list(itertools.accumulate(rows for rows, _ in self.microbatch_shapes))
+        return [
+            jax.tree.map(partial(_cut, rows=slice(end - rows, end), width=width), self.batch)
+            for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True)
+        ]
+
+
+def _cut(table: Any, rows: slice, width: int) -> Any:
+    return table[rows] if table.ndim == 1 else table[rows, :width]
 
 
 def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
@@ -73,29 +80,39 @@ def padded_width(tokens: int) -> int:
     return power * 3 // 4 if power >= 64 and tokens <= power * 3 // 4 else power
 
 
-def divided(count: int, largest: int) -> tuple[int, ...]:
-    """Into microbatches of which sizes so many rows are divided: of `largest`, and what is left over of its parts.
+def microbatch_shapes(lengths: Sequence[int], microbatch_tokens: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
+    """Rows and width of the microbatches that rows are divided into, the longest first.
 
-    The parts are a half, a quarter and an eighth, so that few sizes are compiled and little is filled up.
+    A microbatch is as wide as its longest row, and has as many rows as its tokens allow, or a half, a quarter or an
+    eighth of that: few shapes are compiled and little is filled up.
 
-    >>> [divided(n, 16) for n in (3, 9, 16, 17, 46)]
-    [(4,), (8, 2), (16,), (16, 2), (16, 16, 8, 4, 2)]
+    Args:
+        lengths: of units of rows, descending.
+
+    >>> [microbatch_shapes([16] * n, 256) for n in (3, 9, 17)]
+    [((4, 16),), ((8, 16), (2, 16)), ((16, 16), (2, 16))]
+    >>> microbatch_shapes([64] + [16] * 20, 256)
+    ((4, 64), (16, 16), (2, 16))
     """
-    sizes, left = [largest] * (count // largest), count % largest
-    smallest = max(1, largest // 8)
-    left = -(-left // smallest) * smallest
-    for size in (largest, largest // 2, largest // 4, smallest):
-        while size >= smallest and left >= size:
-            sizes.append(size)
-            left -= size
-    return tuple(sizes)
+    shapes: list[tuple[int, int]] = []
+    done = 0
+    while done < len(lengths):
+        width = padded_width(lengths[done])
+        largest = largest_microbatch(width, microbatch_tokens, unit)
+        smallest = max(1, largest // 8)
+        left = -(-(len(lengths) - done) // smallest) * smallest
+        size = next(size for size in (largest, largest // 2, largest // 4, smallest) if smallest <= size <= left)
+        shapes.append((unit * size, width))
+        done += size
+    return tuple(shapes)
 
 
 def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False, pairs: bool = False) -> PlacedBatch:
     """The batch of these rows, with `packing` several short ones to a row of the batch; `pairs` stay together.
 
-    Widths and sizes of microbatches are a few round ones, so that batches of any number of rows share compiled
-    programs. Filling rows train nothing.
+    Without packing the longest come first, so that the microbatches of short ones are narrow. Widths and sizes of
+    microbatches are a few round ones, so that batches of any number of rows share compiled programs. Filling rows train
+    nothing.
 
     Raises:
         ValueError: no rows.
@@ -105,11 +122,18 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
     lengths = [len(row.sequence.tokens) for row in rows]
     width = padded_width(max(lengths))
     unit = 2 if pairs else 1
-    layout = packed_layout(lengths, width) if packing else padded_layout(lengths, width)
-    sizes = tuple(
-        unit * size for size in divided(layout.height // unit, largest_microbatch(width, microbatch_tokens, unit))
-    )
-    height = sum(sizes)
+    if packing:
+        layout = packed_layout(lengths, width)
+        unit_lengths = [width] * layout.height
+    else:
+        longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
+        order = sorted(range(len(longest)), key=lambda place: -longest[place])
+        unit_lengths = [longest[place] for place in order]
+        ranks = np.argsort(order)
+        layout = padded_layout(lengths, width)
+        layout = layout._replace(rows=unit * ranks[layout.rows // unit] + layout.rows % unit)
+    shapes = microbatch_shapes(unit_lengths, microbatch_tokens, unit)
+    height = sum(count for count, _ in shapes)
 
     fields: dict[str, Any] = {
         name: place(layout, [dict(row.sequence)[name] for row in rows], dtype, height)
@@ -119,14 +143,14 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
         values = [row.signals[name] for row in rows]
         if name == "advantages" and not packing and all(np.ndim(value) == 0 for value in values):
             fields[name] = np.zeros(height, np.float32)
-            fields[name][: len(rows)] = values
+            fields[name][layout.rows] = values
         else:
             fields[name] = place(layout, values, np.float32, height)
     batch = Batch(**fields)
     if packing:
         ids: dict[str, Any] = dict(zip(("segment_ids", "positions"), segments(layout, height), strict=True))
         batch = batch._replace(**ids)
-    return PlacedBatch(batch, sizes, layout)
+    return PlacedBatch(batch, shapes, layout)
 
 
 def largest_microbatch(width: int, microbatch_tokens: int, unit: int = 1) -> int:

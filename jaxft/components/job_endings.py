@@ -50,8 +50,9 @@ def what_to_lower(config: "LocalTrainerAdapterConfig", engine: "Engine", error: 
 
     return (
         "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now "
-        f"{config.microbatch_tokens}), llms.{config.llm}.slots (now {engine.slots}) or llms.{config.llm}."
-        f"max_context_tokens (now {engine.max_context_tokens}); it said: {first_line(error)}"
+        f"{config.microbatch_tokens}), or of llms.{config.llm} slots (now {engine.slots}), stored_prompts (now "
+        f"{engine.stored_prompts}) or max_context_tokens (now {engine.max_context_tokens}); it said: "
+        f"{first_line(error)}"
     )
 
 

@@ -12,8 +12,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxft.components.bad_batches import BadUpdate
-from jaxft.components.batching import RECORDED, PlacedBatch, Row, largest_microbatch, make_batch, padded_width
+from jaxft.components.batching import RECORDED, PlacedBatch, Row, make_batch
 from jaxft.components.credit import Credit, assign_advantages
+from jaxft.components.empty_batches import EmptyBatches
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxft.core.logprobs import init_value_head
@@ -22,6 +23,8 @@ from jaxft.core.objectives import score
 from jaxft.core.packing import take
 from jaxft.core.types import Batch, Model, Params, Scored
 from jaxft.core.update import TrainState, Update, init_train_state, make_update
+from jaxft.models.attention import can_use_flash
+from jaxft.models.config import DecoderConfig
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
@@ -59,7 +62,7 @@ class Learner:
         microbatch_tokens: int = 8192,
         minibatches: int = 1,
         updates_per_batch: int = 1,
-        packing: bool = True,
+        packing: bool | None = None,
         max_sampler_diff: float = 0.1,
         max_disagreeing_share: float = 1.0,
         seed: int = 0,
@@ -177,14 +180,11 @@ class Learner:
         """
         trained: Any = jax.eval_shape(lambda p: p, params)
         if self._loss_config.name == "ppo":
-            head = jax.eval_shape(lambda p: init_value_head(self._hidden_size(p)), params)
+            head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
             trained = {"policy": trained, "value_head": head}
         state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
-        width = padded_width(longest)
-        self._pack_if_possible(params)
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._empty_batch(self._microbatch_sizes(width)[0], width)
-        )
+        self._choose_packing(params)
+        batch = jax.eval_shape(lambda: self._empty_batches().largest(longest))
         reference = _mebibytes(params) if self._loss_config.needs_reference else 0.0
         return {
             "parameters": _mebibytes(state.params),
@@ -201,8 +201,7 @@ class Learner:
         self._prepare(params)
         trained = params if self.value_head is None else {"policy": params, "value_head": self.value_head}
         state = TrainState(trained, self.opt_state, self.step)
-        widths = sorted({padded_width(tokens) for tokens in range(1, longest + 1)})
-        for batch in (self._empty_batch(rows, width) for width in widths for rows in self._microbatch_sizes(width)):
+        for batch in self._empty_batches().all(longest):
             policy = state.params if self.value_head is None else state.params["policy"]
             recorded = Batch(**{name: value for name, value in batch._asdict().items() if name in BEFORE_SCORING})
             if self._needs_old:
@@ -217,50 +216,24 @@ class Learner:
         self.value_head = state.params["value_head"]
         return state.params["policy"]
 
-    def _microbatch_sizes(self, width: int) -> list[int]:
-        """Rows of the microbatches that there are of a width, largest first."""
-        unit = 2 if self._loss_config.name == "dpo" else 1
-        largest = largest_microbatch(width, self._microbatch_tokens, unit)
-        return sorted({unit * max(1, largest // part) for part in (1, 2, 4, 8)}, reverse=True)
-
-    def _empty_batch(self, rows: int, width: int) -> Batch:
-        """A microbatch that trains nothing, with the fields that jobs of this learner have."""
-        loss, is_ppo = self._loss_config, self._loss_config.name == "ppo"
-        floats: Any = np.zeros((rows, width), np.float32)
-        whole: Any = np.zeros((rows, width), np.int32)
+    def _empty_batches(self) -> EmptyBatches:
+        is_packed = bool(self._packing) and self._loss_config.name != "dpo"
         has_old = self._updates_per_batch * self._minibatches > 1
-        is_packed = self._packing and loss.name != "dpo"
-        return Batch(
-            tokens=whole,
-            completion_mask=whole.astype(np.bool_),
-            advantages=(floats if is_packed or is_ppo else floats[:, 0]) if loss.is_policy_loss else None,
-            temperatures=floats,
-            sampler_logprobs=floats,
-            behavior_logprobs=floats,
-            old_logprobs=floats if has_old and loss.is_policy_loss else None,
-            ref_logprobs=floats if loss.needs_reference else None,
-            old_values=floats if is_ppo else None,
-            returns=floats if is_ppo else None,
-            positions=whole if is_packed else None,
-            segment_ids=whole if is_packed else None,
-        )
+        return EmptyBatches(self._loss_config, self._microbatch_tokens, is_packed, has_old)
 
-    def _pack_if_possible(self, params: Params) -> None:
-        if self._packing:
-            self._packing = can_pack(self._model, params)
-
-    def _hidden_size(self, params: Params) -> int:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        return jax.eval_shape(self._model.apply, params, tokens, tokens)[0].shape[-1]
+    def _choose_packing(self, params: Params) -> None:
+        if self._packing is None:  # fused attention takes a row as one sequence
+            self._packing = not takes_fused_attention(self._model, params)
+        self._packing = self._packing and can_pack(self._model, params)
 
     def _prepare(self, params: Params) -> None:
         """Before the first job: all that is made from the starting parameters."""
         if self.opt_state is not None:
             return
-        self._pack_if_possible(params)
+        self._choose_packing(params)
         trained = params
         if self._loss_config.name == "ppo":
-            self.value_head = init_value_head(self._hidden_size(params))
+            self.value_head = init_value_head(hidden_state(self._model, params).shape[-1])
             trained = {"policy": params, "value_head": self.value_head}
         fresh = init_train_state(trained, self._optimizer)
         self.opt_state, self.step = fresh.opt_state, fresh.step
@@ -287,7 +260,12 @@ class Learner:
 
     def _score_parts(self, placed: PlacedBatch, params: Params, value_head: Params | None) -> Scored:
         parts = [self._scored(params, part, value_head=value_head) for part in placed.microbatches()]
-        return jax.tree.map(lambda *tables: np.concatenate(tables), *jax.device_get(parts))
+        width = placed.layout.width
+
+        def join(*tables: np.ndarray) -> np.ndarray:
+            return np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
+
+        return jax.tree.map(join, *jax.device_get(parts))
 
     def _parts(self, rows: list[Row]) -> list[list[Row]]:
         """The rows of each update: the whole job, or minibatches of trajectories, shuffled anew in each pass."""
@@ -304,7 +282,7 @@ class Learner:
 
     def _batch(self, rows: list[Row]) -> PlacedBatch:
         pairs = self._loss_config.name == "dpo"
-        packing = self._packing and not pairs
+        packing = bool(self._packing) and not pairs
         return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=packing, pairs=pairs)
 
     def _follow(self, params: Params) -> None:
@@ -345,6 +323,20 @@ def _is_own(metrics: Metrics, max_share: float) -> Bool[Array, ""]:
 def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> Params:
     """`share` of the parameters and the rest of the reference."""
     return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
+
+
+def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
+    """Shape and type of the hidden state of a single token, `[1 1 D]`."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.eval_shape(model.apply, params, tokens, tokens)[0]
+
+
+def takes_fused_attention(model: Model, params: Params) -> bool:
+    """Whether rows that are not packed would go through cuDNN's fused attention."""
+    config = model.config
+    if not isinstance(config, DecoderConfig):
+        return False
+    return can_use_flash(hidden_state(model, params).dtype, config.head_dim, jax.default_backend())
 
 
 def can_pack(model: Model, params: Params) -> bool:

@@ -44,7 +44,11 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     loss: LossConfig = Field(default=LossConfig(), description="What is minimised.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="How.")
     microbatch_tokens: int = Field(default=8192, ge=1, description="Tokens of one forward and backward pass, at most.")
-    packing: bool = Field(default=True, description="Several short sequences share a row where that saves work.")
+    packing: bool | None = Field(
+        default=None,
+        description="Whether several short sequences share a row; null: unless the backend has fused attention, which "
+        "takes a row as one sequence. Rows that are not packed are put together by length.",
+    )
     minibatches: int = Field(default=1, ge=1, description="Optimiser steps of one pass over a job's trajectories.")
     updates_per_batch: int = Field(default=1, ge=1, description="Passes over a job's trajectories.")
     max_stale_share: float = Field(

@@ -28,6 +28,11 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="Of matrix products and activations, with parameters, gradients and optimiser state left in dtype; "
         "null for dtype.",
     )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="dots",
+        description="What the backward pass computes again to save memory: nothing, all but products with weights, or "
+        "whole layers.",
+    )
     max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
     slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
     stored_prompts: int | None = Field(
@@ -52,6 +57,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
 
     from jaxft.core.precision import compute_in
     from jaxft.models.config import DecoderConfig, preset
+    from jaxft.models.decoder import decoder
     from jaxft.models.hf import init_model, load_model
     from jaxft.models.hf_files import local_folder
     from jaxft.policy.chat import find_stop_ids, load_tokenizer
@@ -72,6 +78,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+    model = decoder(model.config, config.remat)
     if config.compute_dtype is not None:
         model = compute_in(model, jnp.dtype(config.compute_dtype))
     policy = Policy(

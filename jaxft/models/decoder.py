@@ -9,7 +9,7 @@ key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation 
 from collections.abc import Callable
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,13 +196,21 @@ def as_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[[Any]
     return init, bind
 
 
-@cache
-def decoder(config: DecoderConfig) -> Model:
-    """The model contract for a config; equal configs give the same functions, so nothing is compiled twice.
+Remat = Literal["none", "dots", "full"]
+"""What the backward pass computes again (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
+
+
+def decoder(config: DecoderConfig, remat: Remat = "dots") -> Model:
+    """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
 
     Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode there
     is instead a list with a dict per layer, `transposed_layers`, whose kernels are.
     """
+    return _decoder(config, remat)  # with a default filled in, or it would be cached as another
+
+
+@cache
+def _decoder(config: DecoderConfig, remat: Remat) -> Model:
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
     init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, is_transposed=False))
     _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True))
@@ -223,7 +231,7 @@ def decoder(config: DecoderConfig) -> Model:
         x = jnp.take(ends.embedding[...], tokens, axis=0)  # [B T D]
         context = make_context(config, positions, cache, segment_ids)
         if cache is None:
-            x = _scan_layers(bind_block, params["layers"], x, context)
+            x = _scan_layers(bind_block, params["layers"], x, context, remat)
         else:
             updated = []
             for index, layer in enumerate(bind_layers(params)):
@@ -267,10 +275,13 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
 
 
 def _scan_layers(
-    bind_block: Callable[[Params], Block], layers: Params, x: Float[Array, "B T D"], context: Context
+    bind_block: Callable[[Params], Block], layers: Params, x: Float[Array, "B T D"], context: Context, remat: Remat
 ) -> Float[Array, "B T D"]:
-    # Matrix products with weights are kept for the backward pass; attention scores and elementwise work are redone.
-    saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    saveable = {
+        "none": jax.checkpoint_policies.everything_saveable,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }[remat]
 
     def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
         return bind_block(layer)(x, context, None)[0], None

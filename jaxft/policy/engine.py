@@ -1,9 +1,10 @@
 """Concurrent requests, one batch: fixed decode slots over one cache, and nothing a request gets depends on the others.
 
 Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a program) or follows from the
-request alone (the pieces of its prompt), and noise comes from the request's own key. How much of the cache is read
-does follow from the longest request that runs, but changes no bit of any (`jaxft.core.cache`). So tokens and
-log-probabilities of a request are the same bits whatever runs beside it, in whichever slot, in whatever order.
+request alone (the pieces of its prompt), and noise comes from the request's own key. How much of the cache is read,
+and which slots are decoded apart, does follow from what runs, but changes no bit of any request (`jaxft.core.cache`,
+`jaxft.policy.parts`). So its tokens and log-probabilities are the same bits whatever runs beside it, in whichever slot,
+in whatever order.
 
 Here is the queue: who waits, who runs, who hears of what. The arrays are those of `jaxft.policy.workspace`.
 """
@@ -64,6 +65,7 @@ class Engine:
             raise ValueError(f"stored_prompts is {stored_prompts}; wanted at least {FEWEST_STORED_PROMPTS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
+        self.stored_prompts = max(FEWEST_STORED_PROMPTS, slots) if stored_prompts is None else stored_prompts
         self._device = device
         self._get_params = get_params
         self._workspace = Workspace(
@@ -71,7 +73,7 @@ class Engine:
             seed=seed,
             slots=slots,
             length=max_context_tokens,
-            stored_prompts=max(FEWEST_STORED_PROMPTS, slots) if stored_prompts is None else stored_prompts,
+            stored_prompts=self.stored_prompts,
         )
         self._running: dict[int, _Running] = {}
         self._waiting: deque[_Running] = deque()
@@ -152,8 +154,9 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         if is_out_of_memory(error):
             error = DeviceMemoryError(
-                f"the device has too little memory to sample: lower llms.<name>.slots (now {self.slots}) or "
-                f"llms.<name>.max_context_tokens (now {self.max_context_tokens}); it said: {first_line(error)}"
+                f"the device has too little memory to sample: lower llms.<name>.slots (now {self.slots}), "
+                f"stored_prompts (now {self.stored_prompts}) or max_context_tokens (now {self.max_context_tokens}); it "
+                f"said: {first_line(error)}"
             )
         with self._lock:
             failed = [*self._running.values(), *self._waiting]
@@ -172,6 +175,7 @@ class Engine:
             raise
 
     def _admit(self) -> None:
+        is_idle = not self._running
         free = [slot for slot in range(self.slots) if slot not in self._running]
         params, version = self._get_params()
         admitted = []
@@ -184,7 +188,7 @@ class Engine:
             self._running[slot] = running
             admitted.append((slot, running.request))
         if admitted:
-            self._workspace.admit(params, admitted)
+            self._workspace.admit(params, admitted, is_idle=is_idle)
 
     def _advance(self) -> list[_Running]:
         """Decodes a few tokens of every running request; returns those that ended, their slots free again."""

@@ -2,10 +2,10 @@
 
 A program decodes all slots, or a part of a fixed number of rows; each reads as many blocks of the cache as the longest
 of its rows needs. So long rows make only themselves slow. It is for devices on which a row's bits are the same in both
-kinds of program, which `Workspace.warm_up` tries before any part is used.
+kinds of program, which a `Workspace` tries before it uses any part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,7 +36,9 @@ def part_rows(slots: int) -> int | None:
     return rows if rows is not None and slots >= 2 * rows else None
 
 
-def divide(near: Mapping[int, int], places: Mapping[int, int], all_rows: int, rows: int | None) -> list[Group]:
+def divide(
+    near: Mapping[int, int], places: Mapping[int, int], all_rows: int, rows: int | None, allowed: Container[int]
+) -> list[Group]:
     """The cheapest way to decode slots that need different numbers of blocks.
 
     Args:
@@ -44,23 +46,32 @@ def divide(near: Mapping[int, int], places: Mapping[int, int], all_rows: int, ro
         places: of the cache, in so many blocks.
         all_rows: of the program that decodes all slots.
         rows: of a part; None: no parts.
+        allowed: numbers of blocks with which there may be parts.
 
     >>> places = {2: 128, 5: 1024}
-    >>> divide({0: 2, 1: 5}, places, all_rows=64, rows=8)
+    >>> divide({0: 2, 1: 5}, places, all_rows=64, rows=8, allowed=places)
     [Group(slots=(1, 0), near=5, is_part=True)]
-    >>> divide({slot: 5 if slot == 7 else 2 for slot in range(64)}, places, all_rows=64, rows=8)[0]
+    >>> divide({slot: 5 if slot == 7 else 2 for slot in range(64)}, places, all_rows=64, rows=8, allowed=places)[0]
     Group(slots=(7, 0, 1, 2, 3, 4, 5, 6), near=5, is_part=True)
     """
     longest_first = sorted(near, key=lambda slot: -near[slot])
-    ways = [[Group(tuple(longest_first), near[longest_first[0]], is_part=False)]]
+
+    def group(start: int, end: int | None, is_part: bool) -> Group:
+        return Group(tuple(longest_first[start:end]), near[longest_first[start]], is_part)
+
+    ways: list[list[Group]] = [[group(0, None, is_part=False)]]
+    if rows is None:
+        return ways[0]
     parts: list[Group] = []
-    for start in range(0, len(longest_first) if rows is not None else 0, rows or 1):
-        rest = tuple(longest_first[start + (rows or 1) :])
-        parts.append(Group(tuple(longest_first[start : start + (rows or 1)]), near[longest_first[start]], is_part=True))
-        ways.append([*parts, Group(rest, near[rest[0]], is_part=False)] if rest else list(parts))
+    for start in range(0, len(longest_first), rows):
+        parts.append(group(start, start + rows, is_part=True))
+        if parts[-1].near not in allowed:
+            break
+        rest = start + rows
+        ways.append([*parts, group(rest, None, is_part=False)] if rest < len(longest_first) else [*parts])
 
     def cost(groups: Sequence[Group]) -> int:
-        each = (((rows or 0) if group.is_part else all_rows, places[group.near]) for group in groups)
+        each = ((rows if group.is_part else all_rows, places[group.near]) for group in groups)
         return sum(FIXED_COST + count * (ROW_COST + reach) for count, reach in each)
 
     return min(ways, key=cost)

@@ -78,6 +78,7 @@ class Workspace:
         slots: how many requests are decoded together.
         length: tokens that each has room for.
         stored_prompts: rows of the store.
+        tried: whether parts give the bits of a program of all slots, by the number of blocks they have been tried with.
         counts: what has been done.
     """
 
@@ -90,7 +91,8 @@ class Workspace:
         self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
         self._arrays: _Arrays | None = None
         self._part_rows = part_rows(slots)
-        self.uses_parts = False
+        self.tried: dict[int, bool] = {}
+        self._wanted: set[int] = set()
 
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of slots and store, whether they have been made yet or not."""
@@ -108,8 +110,15 @@ class Workspace:
         self._arrays = None
         self._prefixes.forget()
 
-    def admit(self, params: Params, requests: Sequence[tuple[int, Request]]) -> None:
-        """Makes slots ready to decode requests; each comes with the number of its slot, which must be free."""
+    def admit(self, params: Params, requests: Sequence[tuple[int, Request]], *, is_idle: bool) -> None:
+        """Makes slots ready to decode requests; each comes with the number of its slot, which must be free.
+
+        Args:
+            is_idle: no slot is in use; the time to try the parts that would have been of use.
+        """
+        if is_idle and self._wanted:
+            self._try_parts(params, sorted(self._wanted))
+            self._wanted = set()
         planned: list[tuple[int, Request, Plan]] = []
         for slot, request in requests:
             plan = self._prefixes.plan(request.prompt_ids, request.cuts)
@@ -128,8 +137,11 @@ class Workspace:
             tokens: how many each of these slots holds so far, prompt included.
         """
         near = {slot: blocks_for(held + DISPATCH_TOKENS - 1, self.length) for slot, held in tokens.items()}
-        rows = self._part_rows if self.uses_parts else None
-        decoded = self._decode(params, divide(near, reaches(self.length), self.slots, rows))
+        places = reaches(self.length)
+        best = divide(near, places, self.slots, self._part_rows, allowed=places)
+        self._wanted |= {group.near for group in best if group.is_part} - self.tried.keys()
+        agreeing = {count for count, agrees in self.tried.items() if agrees}
+        decoded = self._decode(params, divide(near, places, self.slots, self._part_rows, allowed=agreeing))
         self.counts.decoded_tokens += int(decoded.counts.sum())
         return decoded
 
@@ -155,7 +167,7 @@ class Workspace:
         return table
 
     def warm_up(self, params: Params) -> None:
-        """Runs every program that requests can lead to, and finds out whether parts can be used on this device."""
+        """Runs every program that requests can lead to, and tries all parts."""
         arrays = self._made(params)
         blocks = list(reaches(self.length))
         nobody = Request((0,), (0,) * 6, 1)
@@ -167,32 +179,31 @@ class Workspace:
             for near in blocks[blocks.index(blocks_for(width // 2 + 1, self.length)) :]:
                 arrays.store = prefill(self._model, near, params, arrays.store, self._pieces([], width))
             width *= 2
-        self.uses_parts = self._try_programs(params)
-        arrays.slots = self._empty_slots(params)
+        self._try_parts(params, blocks)
         jax.block_until_ready((arrays.store, arrays.slots))
 
-    def _try_programs(self, params: Params) -> bool:
-        """Whether a part samples the same bits as a program of all slots, tried with every number of blocks."""
+    def _try_parts(self, params: Params, counts: Sequence[int]) -> None:
+        """Finds out whether a part samples the same bits as a program of all slots, which must be idle."""
         arrays, everyone = self._made(params), tuple(range(self.slots))
-        arrays.slots, agree = trial_slots(arrays.slots), True
-        for near, reach in reaches(self.length).items():
+        arrays.slots = trial_slots(arrays.slots)
 
-            def decode(groups: list[Group], reach: int = reach) -> Decoded:
-                positions = np.linspace(1, max(1, reach - DISPATCH_TOKENS - 1), self.slots).astype(np.int32)
-                state = arrays.slots.state._replace(
-                    tokens=jnp.zeros(self.slots, jnp.int32),
-                    positions=jnp.asarray(positions),
-                    active=jnp.ones(self.slots, bool),
-                )
-                arrays.slots = arrays.slots._replace(state=state)
-                return self._decode(params, groups)
+        def decode(group: Group) -> Decoded:
+            last = max(1, reaches(self.length)[group.near] - DISPATCH_TOKENS - 1)
+            state = arrays.slots.state._replace(
+                tokens=jnp.zeros(self.slots, jnp.int32),
+                positions=jnp.asarray(np.linspace(1, last, self.slots).astype(np.int32)),
+                active=jnp.ones(self.slots, bool),
+            )
+            arrays.slots = arrays.slots._replace(state=state)
+            return self._decode(params, [group])
 
-            whole = decode([Group(everyone, near, is_part=False)])
+        for near in counts:
+            whole = decode(Group(everyone, near, is_part=False))
             if self._part_rows is not None:
                 few = everyone[-1 :: -self.slots // self._part_rows][: self._part_rows]
-                part = decode([Group(few, near, is_part=True)])
-                agree &= all((a[list(few)] == b[list(few)]).all() for a, b in zip(whole, part, strict=True))
-        return agree
+                part, rows = decode(Group(few, near, is_part=True)), list(few)
+                self.tried[near] = all((a[rows] == b[rows]).all() for a, b in zip(whole, part, strict=True))
+        arrays.slots = self._empty_slots(params)
 
     def _empty_slots(self, params: Params) -> Slots:
         return empty_slots(self._model, self.slots, self.length, compute_dtype(params))

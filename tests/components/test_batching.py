@@ -16,8 +16,8 @@ def test_the_order_in_which_episodes_ended_is_forgotten():
 
 def test_rows_are_padded_and_filled_up(make_sequence):
     rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
-    batch, microbatch_rows, _ = make_batch(rows, microbatch_tokens=2 * 16 + 1)
-    assert microbatch_rows == (2, 2, 1)
+    batch, shapes, _ = make_batch(rows, microbatch_tokens=2 * 16 + 1)
+    assert shapes == ((2, 16), (2, 16), (1, 16))
     assert batch.tokens.shape == batch.completion_mask.shape == (5, 16)
     assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
     assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4]
@@ -40,7 +40,8 @@ def test_rows_are_padded_and_filled_up(make_sequence):
 def test_microbatches_are_of_a_few_sizes(make_sequence, rows, microbatch_tokens, expected):
     placed = make_batch([Row(make_sequence(n), 0) for n in range(rows)], microbatch_tokens=microbatch_tokens)
     parts = placed.microbatches()
-    assert placed.microbatch_rows == expected == tuple(len(part.tokens) for part in parts)
+    assert expected == tuple(len(part.tokens) for part in parts)
+    assert placed.microbatch_shapes == tuple(part.tokens.shape for part in parts)
     for name in ("tokens", "completion_mask", "temperatures"):
         whole = np.concatenate([getattr(part, name) for part in parts])
         np.testing.assert_array_equal(whole, getattr(placed.batch, name))
@@ -56,8 +57,8 @@ def test_the_longest_row_sets_the_width(make_sequence):
 
 def test_short_sequences_share_rows(make_sequence):
     rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
-    batch, microbatch_rows, layout = make_batch(rows, microbatch_tokens=16, packing=True)
-    assert (microbatch_rows, batch.tokens.shape, layout.rows.tolist()) == ((1, 1, 1), (3, 16), [0, 0, 1, 1, 2])
+    batch, shapes, layout = make_batch(rows, microbatch_tokens=16, packing=True)
+    assert (shapes, batch.tokens.shape, layout.rows.tolist()) == (((1, 16),) * 3, (3, 16), [0, 0, 1, 1, 2])
     assert batch.segment_ids[0].tolist() == [1] * 6 + [2] * 6 + [0] * 4
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0] * 4
     assert batch.advantages[1].tolist() == [2.0] * 6 + [3.0] * 6 + [0.0] * 4
@@ -75,10 +76,32 @@ def test_batches_of_any_size_share_a_few_shapes(make_sequence):
     assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
 
 
+def longer(sequence, times):
+    return sequence.model_copy(update={name: values * times for name, values in sequence if isinstance(values, list)})
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
+    times = [1, 1, 7, 1, 1, 1, 2, 3]
+    rows = [Row(longer(make_sequence(n), k), n, {"advantages": float(n)}) for n, k in enumerate(times)]
+    placed = make_batch(rows, microbatch_tokens=96, pairs=pairs)
+    assert placed.microbatch_shapes == (((2, 48), (2, 32), (4, 16)) if pairs else ((2, 48), (4, 16), (2, 16)))
+    parts = placed.microbatches()
+    assert [part.tokens.shape for part in parts] == list(placed.microbatch_shapes)
+    assert sum(int(part.completion_mask.sum()) for part in parts) == 4 * sum(times)
+    for place, row in zip(placed.layout.rows, rows, strict=True):
+        tokens = row.sequence.tokens
+        assert placed.batch.tokens[place, : len(tokens)].tolist() == tokens
+        assert placed.batch.advantages[place] == row.trajectory
+    if pairs:
+        assert (placed.layout.rows[1::2] == placed.layout.rows[::2] + 1).all()
+
+
 def test_pairs_stay_together(make_sequence):
     rows = [Row(make_sequence(n), n // 2) for n in range(6)]
     for tokens, expected in ((1, (2, 2, 2)), (5 * 16, (4, 2)), (128, (4, 2))):
-        assert make_batch(rows, microbatch_tokens=tokens, pairs=True).microbatch_rows == expected
+        shapes = make_batch(rows, microbatch_tokens=tokens, pairs=True).microbatch_shapes
+        assert tuple(count for count, _ in shapes) == expected
 
 
 def test_nothing_is_no_batch():

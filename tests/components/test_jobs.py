@@ -164,7 +164,7 @@ def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy
     assert status.status is TrainingStatusEnum.FAILED
     assert status.message.startswith(
         "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now 64), "
-        "llms.policy.slots (now 8) or llms.policy.max_context_tokens (now 96); it said: "
+        "or of llms.policy slots (now 8), stored_prompts (now 8) or max_context_tokens (now 96); it said: "
     )
     assert "Out of memory allocating" in status.message
     assert "\n" not in status.message and "JaxRuntimeError" in status.metadata["traceback"]
@@ -172,7 +172,7 @@ def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy
 
 def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
     with pytest.raises(
-        DeviceMemoryError, match=r"lower llms\.<name>\.slots \(now 8\) or llms\.<name>\.max_context_tokens"
+        DeviceMemoryError, match=r"lower llms\.<name>\.slots \(now 8\), stored_prompts \(now 8\) or max_context_tokens"
     ):
         asyncio.run(make_adapter(make_policy(max_context_tokens=2**40)).is_healthy())
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxft.components.learner as learner_module
 from jaxft.components.batching import Row
 from jaxft.components.credit import gather_credit
 from jaxft.components.learner import Learner, can_pack
@@ -66,6 +67,15 @@ def test_packed_and_padded_rows_make_the_same_update(job, start):
     moved = difference(padded, start)
     assert difference(padded, packed) <= 1e-5 * moved
     assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-5)
+
+
+def test_rows_are_not_packed_where_fused_attention_takes_them(job, start, monkeypatch):
+    def batch_rows(**options):
+        return learn(job, start, {"name": "grpo"}, microbatch_tokens=16, **options)[2][0]["batch_rows"]
+
+    assert batch_rows() == batch_rows(packing=True) == 2
+    monkeypatch.setattr(learner_module, "can_use_flash", lambda dtype, head_dim, backend: True)
+    assert (batch_rows(), batch_rows(packing=True)) == (4, 2)
 
 
 def test_several_updates_divide_by_the_policy_before_the_first(job, start):

@@ -49,8 +49,25 @@ score = jax.jit(token_logprobs, static_argnums=0)
 
 
 def test_equal_configs_are_one_model():
-    assert decoder(replace(SMALL)) is decoder(preset("qwen3-50k"))
+    assert decoder(replace(SMALL)) is decoder(preset("qwen3-50k")) is decoder(SMALL, "dots")
     assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
+
+
+def test_remat_saves_memory_and_changes_no_gradient():
+    _, params = peaked()
+    tokens = random_tokens(8, 64)
+
+    def loss(model, params):
+        return logits_of(model, params, tokens).var()
+
+    gradients, memory = {}, {}
+    for name in ("none", "dots", "full"):
+        compiled = jax.jit(jax.grad(loss, argnums=1), static_argnums=0).lower(decoder(SMALL, name), params).compile()
+        gradients[name] = compiled(params)
+        memory[name] = compiled.memory_analysis().temp_size_in_bytes
+    assert memory["none"] > memory["dots"] > memory["full"]
+    for name in ("none", "full"):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), gradients[name], gradients["dots"])
 
 
 def test_padding_and_row_order_change_nothing():

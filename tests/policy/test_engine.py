@@ -517,6 +517,6 @@ def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
     answers = run(main)
     assert all(answer is answers[0] for answer in answers)
     assert isinstance(answers[0], PolicyError) and str(answers[0]).startswith(
-        "the device has too little memory to sample: lower llms.<name>.slots (now 8) or llms.<name>.max_context_tokens "
-        f"(now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating"
+        "the device has too little memory to sample: lower llms.<name>.slots (now 8), stored_prompts (now 8) or "
+        f"max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating"
     )
