@@ -144,6 +144,9 @@ def line_cells(line: Line) -> list[str]:
 def comparison_text(name: str, given: dict[str, Any]) -> str:
     """All tables of a file of `compare.py`: a side's time over jaxft's."""
     parts = [f"## {name}: {given['model']}, {given['rounds']} rounds in turn on {given['processor']}"]
+    variables = [f"`{variable}={value}`" for variable, value in given.get("environment_variables", {}).items()]
+    if variables:
+        parts.append(f"Set for every side: {', '.join(variables)}.")
     for case, found in given["cases"].items():
         rows = [side_cells(side, figures) for side, figures in found["sides"].items()]
         parts += [f"### {case}", markdown(COMPARED_COLUMNS, rows)]

@@ -88,6 +88,7 @@ def served():
     return first, second, *asyncio.run(serve(is_warm=True, times=1))
 
 
+@pytest.mark.slow
 def test_parts_are_used_once_they_have_been_tried(served):
     first, second, warm = ({(group.near, group.is_part) for group in groups} for _, groups, _ in served)
     assert first == {(2, False), (3, False)}
@@ -95,6 +96,7 @@ def test_parts_are_used_once_they_have_been_tried(served):
     assert served[2][2] == {2: True, 3: True}
 
 
+@pytest.mark.slow
 def test_parts_change_no_bit(served):
     (plain, _, _), *others = served
     assert len(plain) == 18 and max(len(completion.token_ids) for completion in plain) == 130
