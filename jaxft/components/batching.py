@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,13 +48,13 @@ class PlacedBatch(NamedTuple):
         """The rows of the batch in parts, each as wide as its own rows need."""
         ends = list(itertools.accumulate(rows for rows, _ in self.microbatch_shapes))
         return [
-            jax.tree.map(partial(_cut, rows=slice(end - rows, end), width=width), self.batch)
+            _cut(self.batch, slice(end - rows, end), width)
             for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True)
         ]
 
 
-def _cut(table: Any, rows: slice, width: int) -> Any:
-    return table[rows] if table.ndim == 1 else table[rows, :width]
+def _cut(batch: Batch, rows: slice, width: int) -> Batch:
+    return jax.tree.map(lambda table: table[rows, :width], batch)
 
 
 def sort_trajectories(groups: list[list[Trajectory]]) -> list[Trajectory]:
@@ -140,12 +139,7 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
         for name, dtype in RECORDED.items()
     }
     for name in rows[0].signals:
-        values = [row.signals[name] for row in rows]
-        if name == "advantages" and not packing and all(np.ndim(value) == 0 for value in values):
-            fields[name] = np.zeros(height, np.float32)
-            fields[name][layout.rows] = values
-        else:
-            fields[name] = place(layout, values, np.float32, height)
+        fields[name] = place(layout, [row.signals[name] for row in rows], np.float32, height)
     batch = Batch(**fields)
     if packing:
         ids: dict[str, Any] = dict(zip(("segment_ids", "positions"), segments(layout, height), strict=True))

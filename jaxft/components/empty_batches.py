@@ -51,7 +51,7 @@ class EmptyBatches:
         return Batch(
             tokens=whole,
             completion_mask=whole.astype(np.bool_),
-            advantages=(floats if self.is_packed or is_ppo else floats[:, 0]) if loss.is_policy_loss else None,
+            advantages=floats if loss.is_policy_loss else None,
             temperatures=floats,
             sampler_logprobs=floats,
             behavior_logprobs=floats,

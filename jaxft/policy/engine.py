@@ -98,6 +98,7 @@ class Engine:
 
         def run() -> None:
             params, _ = self._get_params()
+            self.finish_running()
             self._workspace.warm_up(params)
 
         await self._device.run(run)

@@ -131,27 +131,44 @@ def advance_part(
     return slots._replace(state=state._replace(cache=(*state.cache, *slots.state.cache[near:]))), emitted, part.active
 
 
-@partial(jax.jit, donate_argnums=0)
-def trial_slots(slots: Slots) -> Slots:
-    """The slots with numbers of all kinds in their caches, and sampling parameters of all kinds."""
+@partial(jax.jit, donate_argnums=0, keep_unused=True)
+def trial_slots(slots: Slots, position: Int[Any, ""], filtering: Bool[Any, ""]) -> Slots:
+    """Slots that are all active at places up to `position`, with numbers of all kinds in their caches.
+
+    With `filtering`, every eighth of them has a kind of sampling parameters of its own; without, none filters anything.
+    """
 
     def some(leaf: Array) -> Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros_like(leaf)
         axes = [jax.lax.broadcasted_iota(jnp.float32, leaf.shape, axis) for axis in range(leaf.ndim)]
-        return jnp.sin(sum((axis * (1.0 + 0.37 * place) for place, axis in enumerate(axes)), jnp.float32(0)))
+        steps = sum((axis * (1.0 + 0.37 * place) for place, axis in enumerate(axes)), jnp.float32(0))
+        return jnp.sin(steps).astype(leaf.dtype)
 
     count = slots.state.active.shape[0]
-    kind = jnp.arange(count) % 4  # two that filter nothing, top-p with top-k, min-p
-    sampling = slots.rows.sampling._replace(
-        temperature=jnp.select([kind == 1], [jnp.float32(0.7)], jnp.float32(1.0)),
-        top_k=jnp.select([kind == 2], [jnp.int32(5)], jnp.int32(0)),
-        top_p=jnp.select([kind == 2], [jnp.float32(0.8)], jnp.float32(1.0)),
-        min_p=jnp.select([kind == 3], [jnp.float32(0.05)], jnp.float32(0.0)),
+    kind = jnp.where(filtering, jnp.arange(count) * 8 // count, 0)
+
+    def only(number: int, value: float, others: float, like: Array) -> Array:
+        return jnp.where(kind == number, value, others).astype(like.dtype)
+
+    old = slots.rows.sampling
+    assert old.logit_bias is not None
+    ids = jnp.where((kind == 6)[:, None], jnp.arange(MAX_BIASED_IDS), -1).astype(jnp.int32)
+    sampling = SamplingParams(
+        temperature=only(1, 0.7, 1.0, old.temperature) * only(5, 0.0, 1.0, old.temperature),
+        top_k=only(2, 5, 0, old.top_k),
+        top_p=only(3, 0.8, 1.0, old.top_p),
+        min_p=only(4, 0.05, 0.0, old.min_p),
+        logit_bias=LogitBias(ids, jnp.full_like(old.logit_bias.values, 0.5)),
     )
-    cache = jax.tree.map(lambda leaf: some(leaf).astype(leaf.dtype), slots.state.cache)
-    rows = slots.rows._replace(sampling=sampling, limits=jnp.full(count, jnp.iinfo(jnp.int32).max, jnp.int32))
-    return Slots(slots.state._replace(cache=cache), rows)
+    state = DecodeState(
+        cache=jax.tree.map(some, slots.state.cache),
+        tokens=jnp.zeros_like(slots.state.tokens),
+        positions=(1 + jnp.arange(count) * (position - 1) // max(count - 1, 1)).astype(jnp.int32),
+        active=jnp.ones_like(slots.state.active),
+    )
+    limits = jnp.full_like(slots.rows.limits, jnp.iinfo(jnp.int32).max)
+    return Slots(state, slots.rows._replace(sampling=sampling, limits=limits))
 
 
 def _taken(tree: Any, rows: Int[Any, "P"]) -> Any:

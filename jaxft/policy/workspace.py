@@ -117,8 +117,8 @@ class Workspace:
             is_idle: no slot is in use; the time to try the parts that would have been of use.
         """
         if is_idle and self._wanted:
-            self._try_parts(params, sorted(self._wanted))
-            self._wanted = set()
+            wanted, self._wanted = sorted(self._wanted), set()
+            self._try_parts(params, wanted)
         planned: list[tuple[int, Request, Plan]] = []
         for slot, request in requests:
             plan = self._prefixes.plan(request.prompt_ids, request.cuts)
@@ -174,44 +174,42 @@ class Workspace:
         for near in blocks:
             arrays.store = copy_rows(near, arrays.store, *self._copies([]))
             arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, self._admission([], nobody))
+            chosen = np.zeros(self.slots, bool)
+            arrays.slots, *_ = advance(self._model, near, params, arrays.slots, chosen, DISPATCH_TOKENS)
         width = SMALLEST_PIECE
         while width <= min(LARGEST_PIECE, piece_width(self.length)):
             for near in blocks[blocks.index(blocks_for(width // 2 + 1, self.length)) :]:
                 arrays.store = prefill(self._model, near, params, arrays.store, self._pieces([], width))
             width *= 2
-        self._try_parts(params, blocks)
+        if self._part_rows is not None:
+            self._try_parts(params, blocks)
         jax.block_until_ready((arrays.store, arrays.slots))
 
     def _try_parts(self, params: Params, counts: Sequence[int]) -> None:
         """Finds out whether a part samples the same bits as a program of all slots, which must be idle."""
+        assert self._part_rows is not None
         arrays, everyone = self._made(params), tuple(range(self.slots))
-        arrays.slots = trial_slots(arrays.slots)
-
-        def decode(group: Group) -> Decoded:
-            last = max(1, reaches(self.length)[group.near] - DISPATCH_TOKENS - 1)
-            state = arrays.slots.state._replace(
-                tokens=jnp.zeros(self.slots, jnp.int32),
-                positions=jnp.asarray(np.linspace(1, last, self.slots).astype(np.int32)),
-                active=jnp.ones(self.slots, bool),
-            )
-            arrays.slots = arrays.slots._replace(state=state)
-            return self._decode(params, [group])
-
+        few = everyone[-1 :: -self.slots // self._part_rows][: self._part_rows]
+        rows = list(few)
         for near in counts:
-            whole = decode(Group(everyone, near, is_part=False))
-            if self._part_rows is not None:
-                few = everyone[-1 :: -self.slots // self._part_rows][: self._part_rows]
-                part, rows = decode(Group(few, near, is_part=True)), list(few)
-                self.tried[near] = all((a[rows] == b[rows]).all() for a, b in zip(whole, part, strict=True))
-        arrays.slots = self._empty_slots(params)
-
-    def _empty_slots(self, params: Params) -> Slots:
-        return empty_slots(self._model, self.slots, self.length, compute_dtype(params))
+            position = np.int32(max(1, reaches(self.length)[near] - DISPATCH_TOKENS - 1))
+            self.tried[near] = True
+            for filtering in (np.bool_(False), np.bool_(True)):
+                decoded = []
+                for group in (Group(everyone, near, is_part=False), Group(few, near, is_part=True)):
+                    arrays.slots = trial_slots(arrays.slots, position, filtering)
+                    decoded.append(self._decode(params, [group]))
+                self.tried[near] &= all((a[rows] == b[rows]).all() for a, b in zip(*decoded, strict=True))
+        state = arrays.slots.state  # what the caches hold now, nobody reads
+        arrays.slots = arrays.slots._replace(state=state._replace(active=jnp.zeros_like(state.active)))
 
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
-            store = empty_cache(self._model, self.stored_prompts, self.length, compute_dtype(params))
-            self._arrays = _Arrays(self._empty_slots(params), store)
+            dtype = compute_dtype(params)
+            self._arrays = _Arrays(
+                empty_slots(self._model, self.slots, self.length, dtype),
+                empty_cache(self._model, self.stored_prompts, self.length, dtype),
+            )
         return self._arrays
 
     def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, Plan]]) -> None:

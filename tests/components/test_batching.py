@@ -21,7 +21,7 @@ def test_rows_are_padded_and_filled_up(make_sequence):
     assert batch.tokens.shape == batch.completion_mask.shape == (5, 16)
     assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
     assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4]
-    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert batch.advantages[:, 0].tolist() == batch.advantages[:, 5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert batch.temperatures[0, :6].tolist() == [1.0] * 6
     assert batch.sampler_logprobs[0, :6].tolist() == batch.behavior_logprobs[0, :6].tolist() == [0.0] * 2 + [-5.0] * 4
     assert {np.asarray(each).dtype.name for each in batch if each is not None} == {"int32", "bool", "float32"}
@@ -92,7 +92,7 @@ def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
     for place, row in zip(placed.layout.rows, rows, strict=True):
         tokens = row.sequence.tokens
         assert placed.batch.tokens[place, : len(tokens)].tolist() == tokens
-        assert placed.batch.advantages[place] == row.trajectory
+        assert placed.batch.advantages[place, 0] == row.trajectory
     if pairs:
         assert (placed.layout.rows[1::2] == placed.layout.rows[::2] + 1).all()
 

@@ -74,10 +74,18 @@ def served():
             if is_warm:
                 await policy.engine.warm_up()
             workspace = policy.engine._workspace
-            decode = workspace._decode
+            decode, advance = workspace._decode, workspace.advance
             for _ in range(times):
                 groups = []
-                workspace._decode = lambda params, some, groups=groups: groups.extend(some) or decode(params, some)
+
+                def recorded(params, tokens, groups=groups):
+                    """Of `advance` alone: trials decode, too."""
+                    workspace._decode = lambda params, some: groups.extend(some) or decode(params, some)
+                    decoded = advance(params, tokens)
+                    workspace._decode = decode
+                    return decoded
+
+                workspace.advance = recorded
                 served.append((await asyncio.gather(*map(policy.engine.submit, requests)), groups, workspace.tried))
                 policy.engine.forget_prompts()
         finally:
