@@ -17,14 +17,13 @@ from jaxft.components.credit import Credit, assign_advantages
 from jaxft.components.empty_batches import EmptyBatches
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from jaxft.components.packing_choice import choose_packing, hidden_state
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.losses import Metrics
 from jaxft.core.objectives import score
 from jaxft.core.packing import take
 from jaxft.core.types import Batch, Model, Params, Scored
 from jaxft.core.update import TrainState, Update, init_train_state, make_update
-from jaxft.models.attention import can_use_flash
-from jaxft.models.config import DecoderConfig
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
@@ -183,7 +182,7 @@ class Learner:
             head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
             trained = {"policy": trained, "value_head": head}
         state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
-        self._choose_packing(params)
+        self._packing = choose_packing(self._model, params, self._packing)
         batch = jax.eval_shape(lambda: self._empty_batches().largest(longest))
         reference = _mebibytes(params) if self._loss_config.needs_reference else 0.0
         return {
@@ -221,16 +220,11 @@ class Learner:
         has_old = self._updates_per_batch * self._minibatches > 1
         return EmptyBatches(self._loss_config, self._microbatch_tokens, is_packed, has_old)
 
-    def _choose_packing(self, params: Params) -> None:
-        if self._packing is None:  # fused attention takes a row as one sequence
-            self._packing = not takes_fused_attention(self._model, params)
-        self._packing = self._packing and can_pack(self._model, params)
-
     def _prepare(self, params: Params) -> None:
         """Before the first job: all that is made from the starting parameters."""
         if self.opt_state is not None:
             return
-        self._choose_packing(params)
+        self._packing = choose_packing(self._model, params, self._packing)
         trained = params
         if self._loss_config.name == "ppo":
             self.value_head = init_value_head(hidden_state(self._model, params).shape[-1])
@@ -323,30 +317,6 @@ def _is_own(metrics: Metrics, max_share: float) -> Bool[Array, ""]:
 def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> Params:
     """`share` of the parameters and the rest of the reference."""
     return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
-
-
-def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
-    """Shape and type of the hidden state of a single token, `[1 1 D]`."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return jax.eval_shape(model.apply, params, tokens, tokens)[0]
-
-
-def takes_fused_attention(model: Model, params: Params) -> bool:
-    """Whether rows that are not packed would go through cuDNN's fused attention."""
-    config = model.config
-    if not isinstance(config, DecoderConfig):
-        return False
-    return can_use_flash(hidden_state(model, params).dtype, config.head_dim, jax.default_backend())
-
-
-def can_pack(model: Model, params: Params) -> bool:
-    """Whether the model keeps the segments of a row apart; a bridged network does not."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    try:
-        jax.eval_shape(lambda: model.apply(params, tokens, tokens, segment_ids=tokens))
-    except ValueError:
-        return False
-    return True
 
 
 def merge_metrics(history: list[dict[str, Any]]) -> dict[str, float]:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxft.components.learner as learner_module
+import jaxft.components.packing_choice as packing_choice
 from jaxft.components.batching import Row
 from jaxft.components.credit import gather_credit
-from jaxft.components.learner import Learner, can_pack
+from jaxft.components.learner import Learner
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import Trajectory
@@ -74,7 +74,7 @@ def test_rows_are_not_packed_where_fused_attention_takes_them(job, start, monkey
         return learn(job, start, {"name": "grpo"}, microbatch_tokens=16, **options)[2][0]["batch_rows"]
 
     assert batch_rows() == batch_rows(packing=True) == 2
-    monkeypatch.setattr(learner_module, "can_use_flash", lambda dtype, head_dim, backend: True)
+    monkeypatch.setattr(packing_choice, "can_use_flash", lambda dtype, head_dim, backend: True)
     assert (batch_rows(), batch_rows(packing=True)) == (4, 2)
 
 
@@ -140,5 +140,5 @@ def echo(params, tokens, positions):
 
 
 def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
-    assert can_pack(MODEL, start)
-    assert not can_pack(from_function(echo), {"scale": jnp.ones(())})
+    assert packing_choice.can_pack(MODEL, start)
+    assert not packing_choice.can_pack(from_function(echo), {"scale": jnp.ones(())})
