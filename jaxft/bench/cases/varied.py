@@ -1,4 +1,4 @@
-"""Epochs of which no two are alike, on a live policy: what is compiled in the first of them, and what afterwards."""
+"""Epochs of which no two are alike, on a live policy: what is compiled before them, and what in them."""
 
 import asyncio
 import random
@@ -26,26 +26,27 @@ class Found(NamedTuple):
 
 
 def varied_epochs(setting: Setting) -> Found:
-    """Two rounds of epochs from the same ranges but with other draws: the first warms up, the second is counted.
+    """A warm-up, as `--strict-compile` makes it, and then epochs that must not compile anything.
 
-    Temperature, top-p, prompt lengths, answer lengths and the number of requests change from epoch to epoch. The engine
-    compiles everything beforehand; updates go through the trainer adapter's own batching and compile as they come.
+    Temperature, top-p, prompt lengths, answer lengths and the number of requests change from epoch to epoch; updates go
+    through the trainer adapter's own batching.
     """
     shapes = setting.shapes
     context = shapes.prompt_tokens + shapes.new_tokens
     learner = Learner(setting.model, LossConfig(), OptimizerConfig(), microbatch_tokens=shapes.microbatch_tokens)
-    compiled = {}
     with setting.policy(slots=shapes.slots, max_context_tokens=context) as policy:
         asyncio.run(policy.engine.warm_up())
-        for kind in ("warm-up", "afterwards"):
-            counts = np.array([_epoch(setting, policy, learner, kind, n) for n in range(shapes.varied_epochs)])
-            compiled[kind] = counts.sum(axis=0)
+        of_engine = policy.compiles.count
+        asyncio.run(policy.update(lambda params: (learner.warm_up(params, context), None)))
+        compiled = {"warm-up": np.array([of_engine, policy.compiles.count - of_engine])}
+        counts = [_epoch(setting, policy, learner, number) for number in range(shapes.varied_epochs)]
+        compiled["afterwards"] = np.array(counts).sum(axis=0)
     figures = {
         f"{part}, {kind}: compilations": float(count)
         for kind, counts in compiled.items()
         for part, count in zip(("engine", "update"), counts, strict=True)
     }
-    name = f"compilations in {shapes.varied_epochs} varied epochs after as many to warm up"
+    name = f"compilations in {shapes.varied_epochs} varied epochs after warm-up"
     checks = [
         Check(name=f"{name}, {part}", value=float(count), relation="exactly", wanted=0)
         for part, count in zip(("engine", "update"), compiled["afterwards"], strict=True)
@@ -53,9 +54,9 @@ def varied_epochs(setting: Setting) -> Found:
     return Found(figures, checks)
 
 
-def _epoch(setting: Setting, policy: Policy, learner: Learner, kind: str, number: int) -> tuple[int, int]:
+def _epoch(setting: Setting, policy: Policy, learner: Learner, number: int) -> tuple[int, int]:
     """Compilations of the engine and of the update in one epoch."""
-    requests = _requests(setting, random.Random(f"{kind} {number}"), number)
+    requests = _requests(setting, random.Random(f"epoch {number}"), number)
     before = policy.compiles.count
     completions = serve(policy, requests)
     between = policy.compiles.count
