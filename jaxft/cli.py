@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif parsed.verb == "export":
             export(parsed.source, parsed.folder, parsed.dtype)
         else:
-            doctor(None if parsed.config_file is None else load_config(parsed.config_file))
+            config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
+            doctor(config, sharding=parsed.sharding)
 
     return exit_code_of(run)
 
@@ -90,6 +91,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and try it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")
+    checking.add_argument(
+        "--sharding", action="store_true", help="show how parameters are cut over a mesh of devices, as is configured"
+    )
+    override_arguments(checking)
     return parser
 
 

@@ -1,6 +1,7 @@
 """Trajectories as arrays for one update, in an order that depends on nothing but which episodes they are."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,12 +107,14 @@ def microbatch_shapes(lengths: Sequence[int], microbatch_tokens: int, unit: int 
     return tuple(shapes)
 
 
-def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False, pairs: bool = False) -> PlacedBatch:
+def make_batch(
+    rows: list[Row], *, microbatch_tokens: int, packing: bool = False, pairs: bool = False, row_shares: int = 1
+) -> PlacedBatch:
     """The batch of these rows, with `packing` several short ones to a row of the batch; `pairs` stay together.
 
     Without packing the longest come first, so that the microbatches of short ones are narrow. Widths and sizes of
-    microbatches are a few round ones, so that batches of any number of rows share compiled programs. Filling rows train
-    nothing.
+    microbatches are a few round ones, so that batches of any number of rows share compiled programs; each divides over
+    the `row_shares` of a mesh. Filling rows train nothing.
 
     Raises:
         ValueError: no rows.
@@ -131,7 +134,8 @@ def make_batch(rows: list[Row], *, microbatch_tokens: int, packing: bool = False
         ranks = np.argsort(order)
         layout = padded_layout(lengths, width)
         layout = layout._replace(rows=unit * ranks[layout.rows // unit] + layout.rows % unit)
-    shapes = microbatch_shapes(unit_lengths, microbatch_tokens, unit)
+    whole = math.lcm(unit, row_shares)
+    shapes = microbatch_shapes(unit_lengths[:: whole // unit], microbatch_tokens, whole)
     height = sum(count for count, _ in shapes)
 
     fields: dict[str, Any] = {

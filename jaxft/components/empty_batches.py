@@ -1,5 +1,6 @@
 """Microbatches that train nothing, of every shape that the jobs of a learner can have: to compile them beforehand."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,14 @@ class EmptyBatches:
         microbatch_tokens: of one microbatch, at most.
         is_packed: several sequences may share a row.
         has_old: a job makes several updates, and notes the log-probabilities before the first.
+        row_shares: parts of a mesh that rows divide over.
     """
 
     loss: LossConfig
     microbatch_tokens: int
     is_packed: bool
     has_old: bool
+    row_shares: int = 1
 
     def all(self, longest: int) -> Iterator[Batch]:
         """One of each shape, for rows of up to `longest` tokens."""
@@ -40,7 +43,7 @@ class EmptyBatches:
 
     def _sizes(self, width: int) -> list[int]:
         """Rows of the microbatches that there are of a width, largest first."""
-        unit = 2 if self.loss.name == "dpo" else 1
+        unit = math.lcm(2 if self.loss.name == "dpo" else 1, self.row_shares)
         largest = largest_microbatch(width, self.microbatch_tokens, unit)
         return sorted({unit * max(1, largest // part) for part in (1, 2, 4, 8)}, reverse=True)
 

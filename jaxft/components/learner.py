@@ -20,6 +20,7 @@ from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_sc
 from jaxft.components.packing_choice import choose_packing, hidden_state
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.losses import Metrics
+from jaxft.core.mesh import device_bytes
 from jaxft.core.objectives import score
 from jaxft.core.packing import take
 from jaxft.core.types import Batch, Model, Params, Scored
@@ -91,6 +92,7 @@ class Learner:
         has_several = updates_per_batch * minibatches > 1
         self._needs_old = loss.is_policy_loss and (has_several or in_reward or loss.name == "ppo")
         self._scored = partial(scored, model)
+        self._row_shares = 1 if model.layout is None else model.layout.row_shares
         self.opt_state: Any = None
         self.step: Any = None
         self.ref_params = ref_params
@@ -175,20 +177,25 @@ class Learner:
     def memory(self, params: Params, longest: int) -> dict[str, float]:
         """What a job on rows of `longest` tokens needs, in MiB by purpose; compiles its update and changes nothing.
 
+        On a mesh that is what each device needs.
+
         `update` is what the compiled program needs for itself: activations, gradients, and logits chunk by chunk.
         """
         trained: Any = jax.eval_shape(lambda p: p, params)
         if self._loss_config.name == "ppo":
             head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
             trained = {"policy": trained, "value_head": head}
-        state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer), trained)
+        state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer, self._model), trained)
         self._packing = choose_packing(self._model, params, self._packing)
         batch = jax.eval_shape(lambda: self._empty_batches().largest(longest))
-        reference = _mebibytes(params) if self._loss_config.needs_reference else 0.0
+
+        def size(tree: Any) -> float:
+            return device_bytes(self._model.layout, tree) / 2**20
+
         return {
-            "parameters": _mebibytes(state.params),
-            "optimizer": _mebibytes(state.opt_state),
-            "reference": reference,
+            "parameters": size(state.params),
+            "optimizer": size(state.opt_state),
+            "reference": size(params) if self._loss_config.needs_reference else 0.0,
             "update": self._update.temporary_bytes(state, batch) / 2**20,
         }
 
@@ -218,7 +225,7 @@ class Learner:
     def _empty_batches(self) -> EmptyBatches:
         is_packed = bool(self._packing) and self._loss_config.name != "dpo"
         has_old = self._updates_per_batch * self._minibatches > 1
-        return EmptyBatches(self._loss_config, self._microbatch_tokens, is_packed, has_old)
+        return EmptyBatches(self._loss_config, self._microbatch_tokens, is_packed, has_old, self._row_shares)
 
     def _prepare(self, params: Params) -> None:
         """Before the first job: all that is made from the starting parameters."""
@@ -229,7 +236,7 @@ class Learner:
         if self._loss_config.name == "ppo":
             self.value_head = init_value_head(hidden_state(self._model, params).shape[-1])
             trained = {"policy": params, "value_head": self.value_head}
-        fresh = init_train_state(trained, self._optimizer)
+        fresh = init_train_state(trained, self._optimizer, self._model)
         self.opt_state, self.step = fresh.opt_state, fresh.step
         if self._loss_config.needs_reference and self.ref_params is None:
             self.ref_params = jax.tree.map(jnp.copy, params)  # the originals are about to be donated
@@ -277,7 +284,8 @@ class Learner:
     def _batch(self, rows: list[Row]) -> PlacedBatch:
         pairs = self._loss_config.name == "dpo"
         packing = bool(self._packing) and not pairs
-        return make_batch(rows, microbatch_tokens=self._microbatch_tokens, packing=packing, pairs=pairs)
+        tokens, shares = self._microbatch_tokens, self._row_shares
+        return make_batch(rows, microbatch_tokens=tokens, packing=packing, pairs=pairs, row_shares=shares)
 
     def _follow(self, params: Params) -> None:
         """Moves the reference towards the policy when it is its time."""
@@ -303,10 +311,6 @@ def update_of(
 
 scored = jax.jit(score, static_argnums=0)
 """Log-probabilities of a batch, jitted once."""
-
-
-def _mebibytes(tree: Any) -> float:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20
 
 
 def _is_own(metrics: Metrics, max_share: float) -> Bool[Array, ""]:

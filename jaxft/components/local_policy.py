@@ -5,11 +5,48 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxft.harness.fields import PathOrName, fault
+from jaxft.harness.fields import ConfigModel, PathOrName, fault
 from jaxft.harness.registry import LLMConfig, register_llm
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+    from jaxft.models.config import DecoderConfig
     from jaxft.policy.client import ChatClient
+
+
+class MeshConfig(ConfigModel):
+    """Devices as a mesh. The sizes multiply to the number of devices; one of them may be -1: what is left."""
+
+    data: int = Field(default=-1, description="Parts of the rows; each has all parameters, but for fsdp and tensor.")
+    fsdp: int = Field(
+        default=1, description="Parts of the rows, and of parameters and optimiser state, gathered layer by layer."
+    )
+    tensor: int = Field(default=1, description="Parts of the heads and of the feed-forward's width; for all rows.")
+    strict: bool = Field(
+        default=False,
+        description="Whether a parameter that does not divide is an error; else every device holds the whole of it, "
+        "and a warning names it.",
+    )
+
+    def make(self) -> "Mesh":
+        """The mesh of all devices there are.
+
+        Raises:
+            ValueError: the sizes do not multiply to their number.
+        """
+        from jaxft.core.mesh import make_mesh
+
+        return make_mesh(self.data, self.fsdp, self.tensor)
+
+    def planned(self) -> "Mesh | AbstractMesh":
+        """The mesh; where all sizes are given, of devices that need not be here."""
+        from jax.sharding import AbstractMesh
+
+        from jaxft.core.mesh import AXES
+
+        sizes = self.data, self.fsdp, self.tensor
+        return self.make() if min(sizes) < 1 else AbstractMesh(sizes, AXES)
 
 
 class LocalPolicyConfig(LLMConfig, name="local_policy"):
@@ -33,6 +70,9 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="What the backward pass computes again to save memory: nothing, all but products with weights, or "
         "whole layers.",
     )
+    mesh: MeshConfig | None = Field(
+        default=None, description="Devices that share model, rows and requests; null for the first device alone."
+    )
     max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
     slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
     stored_prompts: int | None = Field(
@@ -48,6 +88,27 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
             raise fault("needs 'path' (a checkpoint) or 'preset' (the shape of a model of random weights)")
         return self
 
+    def sharding_table(self) -> str | None:
+        """As every language model's; nothing without a mesh."""
+        from jaxft.models.sharding import layout_of, parameters_table
+
+        if self.mesh is None:
+            return None
+        shape = self.shape()
+        return parameters_table(shape, layout_of(shape, self.mesh.planned(), strict=self.mesh.strict))
+
+    def shape(self) -> "DecoderConfig":
+        """The shape of the model, for which no weights are read."""
+        from jaxft.models.config import preset
+        from jaxft.models.hf_config import load_config
+        from jaxft.models.hf_files import local_folder
+        from jaxft.policy.chat import load_tokenizer
+
+        if self.path is not None:
+            return load_config(local_folder(self.path) / "config.json")
+        assert self.preset is not None
+        return preset(self.preset, vocab_size=len(load_tokenizer(self.tokenizer)))
+
 
 @register_llm(config_type=LocalPolicyConfig)
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterator[ChatClient]":
@@ -56,7 +117,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     import jax.numpy as jnp
 
     from jaxft.core.precision import compute_in
-    from jaxft.models.config import DecoderConfig, preset
+    from jaxft.models.config import DecoderConfig
     from jaxft.models.decoder import decoder
     from jaxft.models.hf import init_model, load_model
     from jaxft.models.hf_files import local_folder
@@ -68,17 +129,18 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     dtype = jnp.dtype(config.dtype)
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
+    on_mesh: dict[str, Any] = {}
+    if config.mesh is not None:
+        on_mesh = {"mesh": config.mesh.make(), "strict": config.mesh.strict}
     if folder is not None:
-        model, params = load_model(folder, dtype=dtype)
+        model, params = load_model(folder, dtype=dtype, **on_mesh)
     else:
-        assert config.preset is not None
-        shape = preset(config.preset, vocab_size=len(tokenizer))
-        model, params = init_model(shape, jax.random.key(seed, impl="threefry2x32"), dtype=dtype)
+        model, params = init_model(config.shape(), jax.random.key(seed, impl="threefry2x32"), dtype=dtype, **on_mesh)
     assert isinstance(model.config, DecoderConfig)
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
-    model = decoder(model.config, config.remat)
+    model = decoder(model.config, config.remat, model.layout)
     if config.compute_dtype is not None:
         model = compute_in(model, jnp.dtype(config.compute_dtype))
     policy = Policy(

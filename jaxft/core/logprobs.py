@@ -163,15 +163,8 @@ def token_logprobs(
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
 
     hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
-    logprobs, entropy = _score_in_chunks(
-        model,
-        params,
-        hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-        tokens[:, 1:].reshape(-1),
-        temperature[:, 1:].reshape(-1),
-        entropy_gradient,
-        chunk_tokens,
-    )
+    scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
+    logprobs, entropy = _score_in_chunks(model, params, *scored, entropy_gradient, chunk_tokens)
     values = None
     if value_head is not None:
         wide = hidden[:, :-1].astype(jnp.promote_types(hidden.dtype, jnp.float32))
@@ -200,37 +193,45 @@ def init_value_head(hidden_size: int) -> Params:
 def _score_in_chunks(
     model: Model,
     params: Params,
-    hidden: Float[Array, "N D"],
-    tokens: Int[Array, "N"],
-    temperature: Float[Array, "N"],
+    hidden: Float[Array, "B S D"],
+    tokens: Int[Array, "B S"],
+    temperature: Float[Array, "B S"],
     entropy_gradient: bool,
     chunk_tokens: int | None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """Scores of the `N = B S` tokens. On a mesh, a chunk has equally many tokens of each device's own rows."""
+
     def score(
         params: Params, hidden: Float[Array, "C D"], tokens: Int[Array, "C"], temperature: Float[Array, "C"]
     ) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
         logprobs, entropy = logits_logprobs(model.unembed(params, hidden), tokens, temperature)
         return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
-    total = hidden.shape[0]
+    total, layout = tokens.size, model.layout
+    shares = layout.row_shares if layout is not None and hidden.shape[0] % layout.row_shares == 0 else 1
+    devices = 1 if layout is None else layout.devices
     if chunk_tokens is None:
-        vocabulary = jax.eval_shape(model.unembed, params, hidden).shape[-1]
-        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary)
+        vocabulary = jax.eval_shape(model.unembed, params, hidden[0]).shape[-1]
+        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
-    if total <= chunk_tokens:
-        return rechecked(params, hidden, tokens, temperature)
-
-    chunks = -(-total // chunk_tokens)
-    chunk_tokens = -(-total // chunks)  # even ones, or the last would be mostly padding
-    padding = chunks * chunk_tokens - total
+    chunks, of_share = max(1, -(-total // chunk_tokens)), total // shares
+    width = -(-of_share // chunks)  # even ones, or the last would be mostly padding
+    width = -(-width * shares // devices) * devices // shares  # each device of a share gets as many
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1), mode="edge")
-        return padded.reshape(chunks, chunk_tokens, *x.shape[1:])
+        by_share = x.reshape(shares, of_share, *x.shape[2:])
+        padding = ((0, 0), (0, chunks * width - of_share)) + ((0, 0),) * (x.ndim - 2)
+        parts = jnp.pad(by_share, padding, mode="edge").reshape(shares, chunks, width, *x.shape[2:])
+        return parts.swapaxes(0, 1).reshape(chunks, shares * width, *x.shape[2:])
 
-    logprobs, entropy = jax.lax.map(
-        lambda chunk: rechecked(params, *chunk), (split(hidden), split(tokens), split(temperature))
-    )
-    return logprobs.reshape(-1)[:total], entropy.reshape(-1)[:total]
+    def join(x: Float[Array, "..."]) -> Float[Array, "N"]:
+        return x.reshape(chunks, shares, width).swapaxes(0, 1).reshape(shares, -1)[:, :of_share].reshape(-1)
+
+    given = split(hidden), split(tokens), split(temperature)
+    if chunks == 1:
+        logprobs, entropy = rechecked(params, *(x[0] for x in given))
+    else:
+        logprobs, entropy = jax.lax.map(lambda chunk: rechecked(params, *chunk), given)
+    return join(logprobs), join(entropy)

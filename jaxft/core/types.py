@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.mesh import Layout
+
 Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
 
@@ -40,6 +42,9 @@ class Model(NamedTuple):
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
         init_cache: `(rows, places, dtype) -> block` of a cache, empty, with room for `places` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
+        layout: where everything lies on a mesh of devices; None on a single one.
+        lora: numbers of the adapters, when parameters are `{"base": ..., "adapter": ...}` and only the latter are
+            trained (`jaxft.core.frozen`); None when everything is.
     """
 
     config: Hashable
@@ -48,6 +53,8 @@ class Model(NamedTuple):
     unembed: Callable[[Params, Array], Array]
     init_cache: Callable[..., Any]
     decode_layout: Callable[[Params], Params] = same_params
+    layout: Layout | None = None
+    lora: Hashable = None
 
 
 class Scored(NamedTuple):

@@ -11,7 +11,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxft.core.arrays import check_batch_shapes
+from jaxft.core.frozen import join, split, trained
 from jaxft.core.losses import Metrics
+from jaxft.core.mesh import held
 from jaxft.core.reductions import count_trained
 from jaxft.core.types import Batch, Denominators, Model, Params
 
@@ -34,13 +36,19 @@ class Sums(NamedTuple):
     grads: Params
 
 
-def init_train_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_train_state(params: Params, optimizer: optax.GradientTransformation, model: Model | None = None) -> TrainState:
     """The state before the first update. `make_update` donates it: keep a copy of `params` that must outlive it.
+
+    Args:
+        model: needed where it has adapters, which alone are trained, or lies on a mesh: what the optimiser keeps of a
+            parameter lies where the parameter does.
 
     >>> print(init_train_state({"kernel": jnp.ones(2)}, optax.sgd(0.1)).step)
     0
     """
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    moved = params if model is None else trained(model, params)
+    state = TrainState(params, optimizer.init(moved), jnp.zeros((), jnp.int32))
+    return state if model is None or model.layout is None else model.layout.place(state)
 
 
 def make_update(
@@ -87,6 +95,8 @@ def make_update(
     if microbatch_rows is not None and microbatch_rows < 1:
         raise ValueError(f"microbatch_rows is {microbatch_rows}; wanted at least 1, or None for one pass")
 
+    layout = model.layout
+
     def finish(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         loss, metrics, grads = sums
         norm = optax.global_norm(grads)
@@ -99,10 +109,11 @@ def make_update(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.where(is_applied, norm, 1.0))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        proposed = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-        state = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state)
+        params, frozen = split(model, state.params)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        proposed = TrainState(join(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
+        state = held(layout, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
         metrics |= {
             "loss": loss,
             "grad_norm": norm,
@@ -125,9 +136,10 @@ class Update:
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
-        self._rows = microbatch_rows
+        self._rows, self._layout = microbatch_rows, model.layout
         self._count = jax.jit(count_trained)
-        self._begin = jax.jit(no_sums, static_argnums=1)
+        self._begin = jax.jit(partial(no_sums, model), static_argnums=1)
+        self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
 
@@ -140,7 +152,7 @@ class Update:
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
         """The state after one optimiser step, or the very same, and the metrics."""
-        parts = self.microbatches(batch)
+        parts = self._placed(self.microbatches(batch))
         if len(parts) == 1:
             return self._whole(state, parts[0])
         counts = [self._count(part.completion_mask, part.segment_ids) for part in parts]
@@ -154,25 +166,36 @@ class Update:
         """What is computed one after the other.
 
         Raises:
-            ValueError: a sequence without a batch, or a field of a batch that has another shape than its tokens.
+            ValueError: a sequence without a batch, a field of a batch that has another shape than its tokens, or rows
+                that do not divide over a mesh.
         """
         given = [batch] if isinstance(batch, Batch) else list(batch)
         if not given:
             raise ValueError("the sequence of microbatches is empty; wanted at least one batch")
         for each in given:
             check_batch_shapes(each)
-        return [part for each in given for part in split_rows(each, self._rows)]
+        parts = [part for each in given for part in split_rows(each, self._rows)]
+        if self._layout is not None:
+            for part in parts:
+                self._layout.check_rows(part.tokens.shape[0], "rows of a microbatch")
+        return parts
+
+    def _placed(self, parts: list[Batch]) -> list[Batch]:
+        return parts if self._layout is None else [self._layout.place_rows(part) for part in parts]
 
     def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
-        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone."""
-        parts, largest = self.microbatches(batch), 0
+        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone. On a mesh
+        that of each device."""
+        parts, largest = self._placed(self.microbatches(batch)), 0
+        state = state if self._layout is None else self._layout.place(state)
         if len(parts) == 1:
             analysis: Any = self._whole.lower(state, parts[0]).compile().memory_analysis()
             return analysis.temp_size_in_bytes
         for part in parts:
             counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids)
             reports = self._reported(state.params, part, counts)
-            sums = jax.eval_shape(lambda params, reports=reports: no_sums(params, reports), state.params)
+            sums = jax.eval_shape(lambda params, reports=reports: self._no_sums(params, reports), state.params)
+            sums = sums if self._layout is None else self._layout.place(sums)
             compiled: Any = self._add.lower(state.params, sums, part, counts).compile().memory_analysis()
             largest = max(largest, compiled.temp_size_in_bytes + compiled.output_size_in_bytes)
         return largest
@@ -217,26 +240,42 @@ def reported(model: Model, loss_fn: LossFn, params: Params, part: Batch, denomin
     return (("loss", loss.dtype), *((name, x.dtype) for name, x in sorted(metrics.items())))
 
 
-def no_sums(params: Params, reports: Reports) -> Sums:
+def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
     """What the first microbatch is added to. Gradients are summed in float32 or wider, whatever the parameters are."""
     (_, loss_dtype), *metrics = reports
-    return Sums(
+    zeros = Sums(
         jnp.zeros((), loss_dtype),
         {name: jnp.full((), -jnp.inf if name.endswith("_max") else 0, dtype) for name, dtype in metrics},
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params),
+        jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained(model, params)
+        ),
     )
+    return held(model.layout, zeros)
+
+
+def value_and_gradients(
+    model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators
+) -> tuple[tuple[Float[Array, ""], Metrics], Params]:
+    """Loss, metrics and the gradients of all that is trained."""
+    moved, frozen = split(model, params)
+
+    def loss(moved: Params) -> tuple[Float[Array, ""], Metrics]:
+        return loss_fn(model, join(moved, frozen), part, denominators)
+
+    return jax.value_and_grad(loss, has_aux=True)(moved)
 
 
 def add_microbatch(
     model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
 ) -> Sums:
     """The sums with one microbatch more; metrics whose name ends in `_max` are combined by maximum."""
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)(model, params, part, denominators)
+    (loss, metrics), grads = value_and_gradients(model, loss_fn, params, part, denominators)
     joined = {
         name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
         for name, x in metrics.items()
     }
-    return Sums(sums.loss + loss, joined, jax.tree.map(lambda total, g: total + g, sums.grads, grads))
+    grads = jax.tree.map(lambda total, g: total + g, sums.grads, grads)
+    return held(model.layout, Sums(sums.loss + loss, joined, grads))
 
 
 def loss_and_gradients(
@@ -260,10 +299,8 @@ def loss_and_gradients(
     denominators = count_trained(batch.completion_mask, batch.segment_ids)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)(
-            model, params, batch, denominators
-        )
-        return loss, metrics, grads
+        (loss, metrics), grads = value_and_gradients(model, loss_fn, params, batch, denominators)
+        return loss, metrics, held(model.layout, grads)
 
     parts = -(-rows // microbatch_rows)
 
@@ -275,7 +312,7 @@ def loss_and_gradients(
     reports = reported(model, loss_fn, params, jax.tree.map(lambda x: x[0], split_batch), denominators)
     sums, _ = jax.lax.scan(
         lambda sums, part: (add_microbatch(model, loss_fn, params, sums, part, denominators), None),
-        no_sums(params, reports),
+        no_sums(model, params, reports),
         split_batch,
     )
     return Sums(*sums)

@@ -171,8 +171,8 @@ def export(source: Path, folder: Path, dtype: str) -> None:
     Console().message(f"{count:,} parameters in {dtype} written to {folder}")
 
 
-def doctor(config: Config | None) -> None:
-    """Shows what this machine has, and tries what a run needs of it.
+def doctor(config: Config | None, *, sharding: bool = False) -> None:
+    """Shows what this machine has, and tries what a run needs of it; with `sharding` how parameters are cut as well.
 
     Raises:
         CheckFailed: something does not work.
@@ -195,6 +195,8 @@ def doctor(config: Config | None) -> None:
     show(f"{'writable':<14} {folder}")
     if config is not None:
         show(f"{'configuration':<14} no faults")
+    if sharding:
+        _show_sharding(show, config)
     show("all checks passed")
 
 
@@ -214,6 +216,20 @@ def _show_devices(show: Any) -> None:
         memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
         show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
     show(f"{'cores':<14} {os.cpu_count()}")
+
+
+def _show_sharding(show: Any, config: Config | None) -> None:
+    """The rules of all families, and what becomes of them with the models of a configuration."""
+    from jaxft.models.sharding import rules_table
+
+    show(f"\n{rules_table()}\n")
+    for name, llm in ({} if config is None else config.llms).items():
+        try:
+            table = llm.sharding_table()
+        except ValueError as error:
+            raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
+        if table is not None:
+            show(f"llms.{name}\n{table}\n")
 
 
 def _check_writable(folder: Path) -> None:

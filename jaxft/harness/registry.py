@@ -47,6 +47,14 @@ class LLMConfig(ComponentConfig):
 
     component_kind = "llm"
 
+    def sharding_table(self) -> str | None:
+        """Which of its parameters lie where on a mesh of devices, as text; None for those that this process has not.
+
+        Raises:
+            ValueError: they cannot lie so.
+        """
+        return None
+
 
 class WorkflowConfig(ComponentConfig):
     """An agent: `async def f(example: dict) -> Any`."""

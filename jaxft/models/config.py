@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -73,6 +74,59 @@ class DecoderConfig:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (arXiv 2106.09685): some kernels `W` are used as `W + scale A B`, of which `A B` is trained.
+
+    Attributes:
+        rank: width `r` of the product.
+        alpha: `scale = alpha / rank`, so that the rank can be changed with the learning rate left alone.
+        targets: which projections have one, by name or path with `*`: `q_proj`, `mlp/*`.
+        use_rslora: `scale = alpha / sqrt(rank)` (arXiv 2312.03732).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("*_proj",)
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; wanted at least 1")
+        for target in self.targets or ("",):
+            if not any(matches(target, path) for path in PROJECTIONS):
+                raise ValueError(f"target {target!r} matches no projection; there are {', '.join(PROJECTIONS)}")
+
+    @property
+    def scale(self) -> float:
+        """The factor of `A B`."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def is_target(self, path: str) -> bool:
+        """Whether the projection at this path has an adapter.
+
+        >>> [path for path in PROJECTIONS if Lora(8, 16, ("q_proj", "mlp/*")).is_target(path)]
+        ['self_attn/q_proj', 'mlp/gate_proj', 'mlp/up_proj', 'mlp/down_proj']
+        """
+        return any(matches(target, path) for target in self.targets)
+
+
+PROJECTIONS = (
+    *(f"self_attn/{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp/{name}_proj" for name in ("gate", "up", "down")),
+)
+"""The paths of all that may have an adapter, within a layer."""
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path, or its end, fits a pattern.
+
+    >>> matches("q_proj", "self_attn/q_proj"), matches("attn/q_proj", "self_attn/q_proj")
+    (True, False)
+    """
+    return fnmatchcase(f"/{path}", f"*/{pattern}")
 
 
 def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> DecoderConfig:

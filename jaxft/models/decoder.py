@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.mesh import Layout, gather
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -29,8 +29,9 @@ from jaxft.models.attention import (
     write_token,
     write_tokens,
 )
-from jaxft.models.config import DecoderConfig, RopeScaling
-from jaxft.models.sums import row_sum
+from jaxft.models.config import DecoderConfig, Lora
+from jaxft.models.layers import Linear, RMSNorm, adapter_of
+from jaxft.models.rotary import rotary, rotate
 
 
 class Context(NamedTuple):
@@ -40,69 +41,34 @@ class Context(NamedTuple):
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
+    layout: Layout | None
     is_plain: bool  # each row is one sequence without a cache: what it sees is before it, and within the window
 
 
-@jax.custom_vjp
-def matmul(x: Float[Array, "N D"], kernel: Float[Array, "D F"]) -> Float[Array, "N F"]:
-    """`x @ kernel`, with the kernel's gradient as one product over tokens in the kernel's own layout.
-
-    Automatic differentiation forms it transposed, which makes a whole update on CPU 2 to 4 times slower.
-    """
-    return x @ kernel
+def by_rows(layout: Layout | None, tree: Any) -> Any:
+    """On a mesh, arrays whose rows are divided and nothing else."""
+    return tree if layout is None else layout.hold_rows(tree)
 
 
-def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ kernel, (x, kernel)
-
-
-def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    x, kernel = saved
-    return cotangent @ kernel.T, jax.lax.dot_general(x, cotangent, (((0,), (0,)), ((), ()))).astype(kernel.dtype)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-class Linear(nnx.Module):
-    """`x @ kernel + bias` on the last axis; the kernel may be given transposed."""
-
-    def __init__(self, inputs: int, outputs: int, use_bias: bool, rngs: nnx.Rngs, is_transposed: bool) -> None:
-        kernel = jax.random.normal(rngs.params(), (inputs, outputs)) * inputs**-0.5
-        self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
-        self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
-        self.is_transposed = is_transposed
-
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N F"]:
-        # Transposed, XLA for CPU gives a row the same bits in this product whether it is one of 8 or of 64.
-        kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
-        y = matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias[...]
-
-
-class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale`, computed in float32 or wider."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones(size))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "B T *N D"]) -> Float[Array, "B T *N D"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = row_sum(wide**2, decoding=x.shape[1] == 1) / x.shape[-1]
-        normed = wide * jax.lax.rsqrt(mean + self.eps)
-        return normed.astype(x.dtype) * self.scale[...]
+def by_heads(layout: Layout | None, tree: Any) -> Any:
+    """On a mesh, activations `[B T N ...]` whose rows and heads (or width) are divided."""
+    return tree if layout is None else layout.hold_heads(tree)
 
 
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: Lora | None) -> None:
+        hidden = config.hidden_size
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, rngs, is_transposed)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs, is_transposed)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias, rngs, is_transposed)
-        self.o_proj = Linear(width, config.hidden_size, config.output_bias, rngs, is_transposed)
+
+        def linear(name: str, inputs: int, outputs: int, use_bias: bool) -> Linear:
+            return Linear(inputs, outputs, use_bias, rngs, is_transposed, adapter_of(lora, f"self_attn/{name}"))
+
+        self.q_proj = linear("q_proj", hidden, width, config.qkv_bias)
+        self.k_proj = linear("k_proj", hidden, kv_width, config.qkv_bias)
+        self.v_proj = linear("v_proj", hidden, kv_width, config.qkv_bias)
+        self.o_proj = linear("o_proj", width, hidden, config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -118,6 +84,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        q, k, v = by_heads(context.layout, (q, k, v))
 
         if context.is_plain and can_use_flash(q.dtype, self.head_dim, jax.default_backend()):
             mixed = flash_attention(q, k, v, self.window, "cudnn")
@@ -133,37 +100,45 @@ class Attention(nnx.Module):
             whole = write_tokens(joined(cache), now, context.positions[:, 0])
             attended = attend(q, [whole], context.visible)
             cache = parted(whole, [block.values.shape[2] for block in cache])
+        attended = by_heads(context.layout, attended)
         return self.o_proj(attended.reshape(rows, length, -1)), cache
 
 
 class FeedForward(nnx.Module):
     """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
-        width, bias = config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(config.hidden_size, width, bias, rngs, is_transposed)
-        self.up_proj = Linear(config.hidden_size, width, bias, rngs, is_transposed)
-        self.down_proj = Linear(width, config.hidden_size, bias, rngs, is_transposed)
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: Lora | None) -> None:
+        hidden, width = config.hidden_size, config.intermediate_size
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        def linear(name: str, inputs: int, outputs: int) -> Linear:
+            return Linear(inputs, outputs, config.mlp_bias, rngs, is_transposed, adapter_of(lora, f"mlp/{name}"))
+
+        self.gate_proj = linear("gate_proj", hidden, width)
+        self.up_proj = linear("up_proj", hidden, width)
+        self.down_proj = linear("down_proj", width, hidden)
+
+    def __call__(self, x: Float[Array, "B T D"], layout: Layout | None) -> Float[Array, "B T D"]:
+        return self.down_proj(by_heads(layout, jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Block(nnx.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: Lora | None = None
+    ) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, rngs, is_transposed)
+        self.self_attn = Attention(config, rngs, is_transposed, lora)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config, rngs, is_transposed)
+        self.mlp = FeedForward(config, rngs, is_transposed, lora)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
     ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
-        attended, cache = self.self_attn(self.input_layernorm(x), context, cache)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        attended, cache = self.self_attn(by_rows(context.layout, self.input_layernorm(x)), context, cache)
+        x = by_rows(context.layout, x + attended)
+        normed = by_rows(context.layout, self.post_attention_layernorm(x))
+        return by_rows(context.layout, x + self.mlp(normed, context.layout)), cache
 
 
 class Ends(nnx.Module):
@@ -195,26 +170,40 @@ def as_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[[Any]
 Remat = Literal["none", "dots", "full"]
 """What the backward pass computes again (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
 
+SAVEABLE = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
-def decoder(config: DecoderConfig, remat: Remat = "dots") -> Model:
+
+def decoder(
+    config: DecoderConfig, remat: Remat = "dots", layout: Layout | None = None, lora: Lora | None = None
+) -> Model:
     """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
 
     Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode there
     is instead a list with a dict per layer, `transposed_layers`, whose kernels are.
+
+    Args:
+        remat: what the backward pass computes again.
+        layout: of `jaxft.models.sharding`, to compute on a mesh; None for one device.
+        lora: some kernels of `layers` have `lora_a` and `lora_b` beside them.
     """
-    return _decoder(config, remat)  # with a default filled in, or it would be cached as another
+    return _decoder(config, remat, layout, lora)  # with defaults filled in, or it would be cached as another
 
 
 @cache
-def _decoder(config: DecoderConfig, remat: Remat) -> Model:
+def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: Lora | None) -> Model:
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
-    init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, is_transposed=False))
+    init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, lora=lora))
     _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True))
 
     def init(key: Any) -> Params:
         ends_key, layers_key = jax.random.split(key)
         layers = jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))
-        return {"ends": init_ends(ends_key), "layers": layers}
+        params = {"ends": init_ends(ends_key), "layers": layers}
+        return params if layout is None else layout.hold(params)
 
     def apply(
         params: Params,
@@ -223,44 +212,61 @@ def _decoder(config: DecoderConfig, remat: Remat) -> Model:
         cache: Cache | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        ends = bind_ends(params["ends"])
-        x = jnp.take(ends.embedding[...], tokens, axis=0)  # [B T D]
-        context = make_context(config, positions, cache, segment_ids)
+        ends = bind_ends(used(params["ends"]))
+        x = by_rows(layout, jnp.take(ends.embedding[...], by_rows(layout, tokens), axis=0))  # [B T D]
+        context = make_context(config, by_rows(layout, positions), cache, segment_ids, layout)
+
+        def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
+            return bind_block(used(layer))(x, context, None)[0], None
+
         if cache is None:
-            x = _scan_layers(bind_block, params["layers"], x, context, remat)
+            x = jax.lax.scan(jax.checkpoint(step, policy=SAVEABLE[remat]), x, params["layers"])[0]
         else:
             updated = []
             for index, layer in enumerate(bind_layers(params)):
                 x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
-            cache = tuple(zip(*updated, strict=True))
+            cache = kept(tuple(zip(*updated, strict=True)))
         return ends.norm(x), cache
 
     def bind_layers(params: Params) -> list[Block]:
         if "transposed_layers" in params:
             return list(map(bind_transposed, params["transposed_layers"]))
-        return list(map(bind_block, per_layer(params["layers"], config.num_layers)))
+        return list(map(bind_block, used(per_layer(params["layers"], config.num_layers))))
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-        ends = params["ends"]
-        head = ends["embedding"] if config.tie_word_embeddings else ends["lm_head"]
-        return _project_to_vocabulary(hidden, head)
+        name = "embedding" if config.tie_word_embeddings else "lm_head"
+        head = {name: params["ends"][name]}
+        if layout is None:
+            return _project_to_vocabulary(hidden, head[name])
+        if "transposed_layers" in params:  # few rows: each device makes its share of the logits, and gets its own rows
+            logits = layout.hold_cache(_project_to_vocabulary(hidden, used(head)[name]))
+            return layout.hold_spread(logits)
+        whole = gather(layout, layout.whole(), head)[name]  # many: logits never leave the device of their token
+        return _project_to_vocabulary(layout.hold_spread(hidden), whole)
 
     def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
         shape = rows, config.num_kv_heads
-        return tuple(
+        block = tuple(
             LayerCache(
                 jnp.zeros((*shape, config.head_dim, places), dtype), jnp.zeros((*shape, places, config.head_dim), dtype)
             )
             for _ in range(config.num_layers)
         )
+        return kept(block)
 
     def decode_layout(params: Params) -> Params:
         layers = per_layer(params["layers"], config.num_layers)
         transposed = jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, layers)
-        return {"ends": params["ends"], "transposed_layers": transposed}
+        return used({"ends": params["ends"], "transposed_layers": transposed})
 
-    return Model(config, init, apply, unembed, init_cache, decode_layout)
+    def used(params: Any) -> Any:
+        return params if layout is None else gather(layout, layout.gathered(), params)
+
+    def kept(cache: Any) -> Any:
+        return cache if layout is None else layout.hold_cache(cache)
+
+    return Model(config, init, apply, unembed, init_cache, decode_layout, layout)
 
 
 def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
@@ -268,21 +274,6 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
     wide = jnp.promote_types(flat.dtype, jnp.float32)
     logits = jax.lax.dot_general(flat, head, (((1,), (1,)), ((), ())), preferred_element_type=wide)
     return logits.reshape(*hidden.shape[:-1], -1)
-
-
-def _scan_layers(
-    bind_block: Callable[[Params], Block], layers: Params, x: Float[Array, "B T D"], context: Context, remat: Remat
-) -> Float[Array, "B T D"]:
-    saveable = {
-        "none": jax.checkpoint_policies.everything_saveable,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "full": jax.checkpoint_policies.nothing_saveable,
-    }[remat]
-
-    def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
-        return bind_block(layer)(x, context, None)[0], None
-
-    return jax.lax.scan(jax.checkpoint(step, policy=saveable), x, layers)[0]
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
@@ -295,6 +286,7 @@ def make_context(
     positions: Int[Array, "B T"],
     cache: Cache | None,
     segment_ids: Int[Array, "B T"] | None,
+    layout: Layout | None = None,
 ) -> Context:
     """Rotations, and who sees whom: earlier places of the same segment, within the window.
 
@@ -319,31 +311,4 @@ def make_context(
     if segment_ids is not None:
         visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
     visible = jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1]))
-    return Context(cos, sin, positions, visible, is_plain=cache is None and segment_ids is None)
-
-
-def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
-    """Cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    if config.rope_scaling is not None:
-        frequencies = stretch_frequencies(frequencies, config.rope_scaling)
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScaling) -> Float[np.ndarray, "P"]:
-    """Llama 3.1's rotary frequencies (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
-    return frequencies * (blend + (1.0 - blend) / scaling.factor)
-
-
-def rotate(
-    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
-) -> Float[Array, "B T N h"]:
-    """Turns each pair (i, i + h/2) of a head's components by its angle."""
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return Context(cos, sin, positions, visible, layout, is_plain=cache is None and segment_ids is None)

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
+from jaxft.core.mesh import held
 from jaxft.core.types import Model, Params
 from jaxft.models.config import DecoderConfig, preset
 from jaxft.models.decoder import decoder
@@ -35,6 +37,7 @@ from jaxft.models.hf_files import (
     write_json,
 )
 from jaxft.models.manifest import sync_folder, write_manifest
+from jaxft.models.sharding import layout_of
 
 
 class Tensor(NamedTuple):
@@ -69,48 +72,77 @@ TENSORS: tuple[Tensor, ...] = (
 """Every parameter that a decoder can have; a config decides which of them it has."""
 
 
-def init_model(config: DecoderConfig | str, key: Any, *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
+def init_model(
+    config: DecoderConfig | str, key: Any, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, strict: bool = False
+) -> tuple[Model, Params]:
     """A decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
 
+    Args:
+        mesh: of `make_mesh`, to have every device hold its share; see `layout_of`. None for one device.
+        strict: a dimension that does not divide over the mesh is an error, and not a warning.
+
     Raises:
-        ValueError: no preset has this name, or `dtype` is none that weights can have.
+        ValueError: no preset has this name, `dtype` is none that weights can have, or the model does not divide over
+            `mesh`.
     """
-    model = decoder(preset(config) if isinstance(config, str) else config)
+    config = preset(config) if isinstance(config, str) else config
+    model = decoder(config, layout=None if mesh is None else layout_of(config, mesh, strict=strict))
     return model, _init(model, _weights_dtype(dtype), key)
 
 
 @partial(jax.jit, static_argnames=("model", "dtype"))
 def _init(model: Model, dtype: Any, key: Any) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key))
+    return held(model.layout, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key)))
 
 
-def load_model(path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
+def load_model(
+    path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float32, mesh: Mesh | None = None, strict: bool = False
+) -> tuple[Model, Params]:
     """A Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
 
-    Weights are read one tensor at a time and cast to `dtype`. Of `model.safetensors` and an index of shards, the single
-    file wins, as in transformers. Where `save_model` left a manifest, the files it lists are checked first.
+    Weights are read one tensor at a time, cast to `dtype`, and put on the devices that hold them: the host never has
+    more than one parameter. Of `model.safetensors` and an index of shards, the single file wins, as in transformers.
+    Where `save_model` left a manifest, the files it lists are checked first.
+
+    Args:
+        mesh: of `make_mesh`, to have every device hold its share; see `layout_of`. None for one device.
+        strict: a dimension that does not divide over the mesh is an error, and not a warning.
 
     Raises:
         ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for.
-        ValueError: `dtype` is none that weights can have.
+        ValueError: `dtype` is none that weights can have, or the model does not divide over `mesh`.
     """
     dtype = _weights_dtype(dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
-    model = decoder(load_config(folder / "config.json"))
+    config = load_config(folder / "config.json")
+    layout = None if mesh is None else layout_of(config, mesh, strict=strict)
+    model = decoder(config, layout=layout)
     stored = stored_tensors(folder)
     shapes = _parameter_shapes(model)
     _check_stored(folder, stored, shapes)
-
+    one_device = SingleDeviceSharding(jnp.zeros(()).device)
     flat = {}
     for tensor, shape in shapes.items():
-        stacked = np.empty(shape, dtype)
-        parts = stacked if _is_per_layer(tensor) else stacked[None]
-        for part, name in zip(parts, _names(tensor, shape), strict=True):
-            values = read_tensor(stored[name])
-            part[...] = values.T if tensor.is_transposed else values
-        flat[tensor.path] = jnp.asarray(stacked)
+        sharding = one_device if layout is None else layout.sharding(tensor.path, shape)
+        flat[tensor.path] = _read_parameter(tensor, shape, stored, dtype, sharding)
     return model, unflatten_dict(flat, sep="/")
+
+
+def _read_parameter(
+    tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: Sharding
+) -> jax.Array:
+    """The parameter, layer by layer, cut for the devices of this process that hold it."""
+    cuts: Any = sharding.addressable_devices_indices_map(shape)
+    shares = {str(cut): (cut, np.empty(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
+    for layer, name in enumerate(_names(tensor, shape)):
+        values = read_tensor(stored[name])
+        values = values.T if tensor.is_transposed else values
+        for cut, share in shares.values():
+            part, of_layer = (share[layer], cut[1:]) if _is_per_layer(tensor) else (share, cut)
+            part[...] = values[of_layer]
+    arrays = [jax.device_put(shares[str(cut)][1], device) for device, cut in cuts.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _weights_dtype(dtype: Any) -> np.dtype[Any]:

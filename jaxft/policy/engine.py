@@ -65,7 +65,8 @@ class Engine:
             raise ValueError(f"stored_prompts is {stored_prompts}; wanted at least {FEWEST_STORED_PROMPTS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
-        self.stored_prompts = max(FEWEST_STORED_PROMPTS, slots) if stored_prompts is None else stored_prompts
+        fewest = slots * -(-FEWEST_STORED_PROMPTS // slots)  # a multiple: divides over a mesh where slots do
+        self.stored_prompts = fewest if stored_prompts is None else stored_prompts
         self._device = device
         self._get_params = get_params
         self._workspace = Workspace(

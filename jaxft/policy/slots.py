@@ -66,7 +66,8 @@ def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slot
     bias = LogitBias(jnp.full((slots, MAX_BIASED_IDS), -1, jnp.int32), jnp.zeros((slots, MAX_BIASED_IDS)))
     sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots), bias)
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), slots)
-    return Slots(state, RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros))
+    rows = RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros)
+    return _held(model, Slots(state, rows))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -74,17 +75,17 @@ def prefill(model: Model, near: int, params: Params, store: Cache, pieces: Piece
     """Computes the keys and values of the pieces, each behind what its row holds already."""
     positions = pieces.starts[:, None] + jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
     _, written = model.apply(params, pieces.tokens, positions, cache=_taken(store[:near], pieces.rows))
-    return _put_near(store, written, pieces.rows)
+    return _held_cache(model, _put_near(store, written, pieces.rows))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def copy_rows(near: int, store: Cache, sources: Int[Any, "P"], targets: Int[Any, "P"]) -> Cache:
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def copy_rows(model: Model, near: int, store: Cache, sources: Int[Any, "P"], targets: Int[Any, "P"]) -> Cache:
     """The store with some rows' first blocks in other rows, too."""
-    return _put_near(store, _taken(store[:near], sources), targets)
+    return _held_cache(model, _put_near(store, _taken(store[:near], sources), targets))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def admit(near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def admit(model: Model, near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
     """Copies prompts into slots, and makes these ready to decode."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     state, keys = slots.state, jax.vmap(partial(fold_ids, key))(admission.key_ids)
@@ -99,7 +100,7 @@ def admit(near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admis
         admission.slots,
     )
     cache = _put_near(state.cache, _taken(store[:near], admission.stored), admission.slots)
-    return Slots(DecodeState(cache, tokens, positions, active), rows)
+    return _held(model, Slots(DecodeState(cache, tokens, positions, active), rows))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
@@ -115,7 +116,7 @@ def advance(
     state = slots.state._replace(active=was_active & chosen)
     state, emitted = decode_near(model, params, state, slots.rows, max_steps, near)
     state = state._replace(active=jnp.where(chosen, state.active, was_active))
-    return slots._replace(state=state), emitted, state.active
+    return _held(model, slots._replace(state=state)), emitted, state.active
 
 
 @partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
@@ -169,6 +170,19 @@ def trial_slots(slots: Slots, position: Int[Any, ""], filtering: Bool[Any, ""]) 
     )
     limits = jnp.full_like(slots.rows.limits, jnp.iinfo(jnp.int32).max)
     return Slots(state, slots.rows._replace(sampling=sampling, limits=limits))
+
+
+def _held(model: Model, slots: Slots) -> Slots:
+    """The slots, each on the devices that decode it."""
+    if model.layout is None:
+        return slots
+    cache = _held_cache(model, slots.state.cache)
+    state, rows = model.layout.hold_rows((slots.state._replace(cache=()), slots.rows))
+    return Slots(state._replace(cache=cache), rows)
+
+
+def _held_cache(model: Model, cache: Cache) -> Cache:
+    return cache if model.layout is None else model.layout.hold_cache(cache)
 
 
 def _taken(tree: Any, rows: Int[Any, "P"]) -> Any:

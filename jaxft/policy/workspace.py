@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
+from jaxft.core.mesh import device_bytes
 from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.types import Cache, Model, Params
 from jaxft.policy.parts import Group, divide, part_rows
@@ -90,16 +91,21 @@ class Workspace:
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
         self._arrays: _Arrays | None = None
-        self._part_rows = part_rows(slots)
+        self._shares, self._part_rows = 1, part_rows(slots)
+        if model.layout is not None:  # whose parts of a mesh each have slots and stored prompts of their own
+            model.layout.check_rows(slots, "slots")
+            model.layout.check_rows(stored_prompts, "stored prompts")
+            self._shares, self._part_rows = model.layout.row_shares, None
         self.tried: dict[int, bool] = {}
         self._wanted: set[int] = set()
 
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of slots and store, whether they have been made yet or not."""
+        """Bytes of the keys and values of slots and store, on each device, whether they have been made yet or not."""
         params = jax.eval_shape(self._model.init, jax.random.key(0))
         rows = self.slots + self.stored_prompts
         cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, compute_dtype(params)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        devices = 1 if self._model.layout is None else self._model.layout.devices  # rows and heads divide over all
+        return device_bytes(None, cache) // devices
 
     def forget_prompts(self) -> None:
         """What the store holds belongs to other weights from now on."""
@@ -172,8 +178,8 @@ class Workspace:
         blocks = list(reaches(self.length))
         nobody = Request((0,), (0,) * 6, 1)
         for near in blocks:
-            arrays.store = copy_rows(near, arrays.store, *self._copies([]))
-            arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, self._admission([], nobody))
+            arrays.store = copy_rows(self._model, near, arrays.store, *self._copies([]))
+            arrays.slots = admit(self._model, near, arrays.slots, arrays.store, self._seed, self._admission([], nobody))
             chosen = np.zeros(self.slots, bool)
             arrays.slots, *_ = advance(self._model, near, params, arrays.slots, chosen, DISPATCH_TOKENS)
         width = SMALLEST_PIECE
@@ -217,7 +223,7 @@ class Workspace:
         arrays, plans = self._made(params), [plan for _, _, plan in planned]
         copies = [plan.copy for plan in plans if plan.copy is not None]
         for near, some in batches(copies, lambda copy: blocks_for(copy.tokens, self.length), lambda near: COPIED_ROWS):
-            arrays.store = copy_rows(near, arrays.store, *self._copies(some))
+            arrays.store = copy_rows(self._model, near, arrays.store, *self._copies(some))
         for depth in range(max((len(plan.pieces) for plan in plans), default=0)):
             pieces = [plan.pieces[depth] for plan in plans if len(plan.pieces) > depth]
             for (width, near), part in batches(pieces, self._shape, lambda shape: self._rows(shape[0])):
@@ -226,7 +232,7 @@ class Workspace:
             planned, lambda seat: blocks_for(len(seat[1].prompt_ids) - 1, self.length), lambda near: COPIED_ROWS
         ):
             admission = self._admission(group, group[0][1])
-            arrays.slots = admit(near, arrays.slots, arrays.store, self._seed, admission)
+            arrays.slots = admit(self._model, near, arrays.slots, arrays.store, self._seed, admission)
         self._prefixes.settle()
         self.counts.prefilled_tokens += sum(len(piece.tokens) for plan in plans for piece in plan.pieces)
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
@@ -235,7 +241,7 @@ class Workspace:
         return piece.width, blocks_for(piece.start + len(piece.tokens), self.length)
 
     def _rows(self, width: int) -> int:
-        return max(1, self._prefill_tokens // width)
+        return self._shares * max(1, self._prefill_tokens // width)
 
     def _pieces(self, pieces: Sequence[Piece], width: int) -> Pieces:
         rows = self._rows(width)

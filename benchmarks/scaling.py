@@ -1,0 +1,174 @@
+"""How far a mesh of devices agrees with a single one.
+
+    python benchmarks/scaling.py                             # meshes of eight CPU devices: a minute or two
+    python benchmarks/scaling.py --mesh 2x2x2 --out agreement.json
+
+Of every mesh (data x fsdp x tensor): the loss, each gradient and the parameters after a step of SGD, the
+log-probabilities of the same tokens, and what `generate` and the engine sample, all beside those of one device; and an
+training state that was written on the mesh and restored on another one. Without an accelerator, the CPU is divided
+into eight devices. Exit code 1 when something differs by more than it may.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before jax is imported
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxft
+from jaxft.core.update import loss_and_gradients
+from jaxft.policy.requests import Request
+from jaxft.runs.checkpoint import Checkpoints
+from jaxft.runs.directory import RunDirectory
+
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2))
+ROWS, WIDTH, PROMPT, NEW = 16, 48, 16, 24
+ALLOWED = {
+    "loss": 1e-5,
+    "gradients": 1e-5,
+    "parameters after a step": 1e-5,
+    "log-probabilities": 1e-5,
+    "log-probabilities of generate": 1e-5,
+    "log-probabilities of the engine": 1e-5,
+    "restored on another mesh": 0.0,
+}
+"""The largest differences: gradients and parameters of each leaf, relative to the largest of it."""
+
+
+def main() -> int:
+    """Prints a table, a column per mesh."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", type=mesh_sizes, nargs="+", default=MESHES, metavar="DATAxFSDPxTENSOR")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    arguments = parser.parse_args()
+    alone = measured(None)
+    found = {"x".join(map(str, sizes)): compared(alone, sizes) for sizes in arguments.mesh}
+    width = max(map(len, ALLOWED)) + 2
+    print(f"{'largest difference to one device':<{width + 4}}" + "".join(f"{name:>10}" for name in found))
+    for name in next(iter(found.values())):
+        print(f"{name:<{width + 4}}" + "".join(f"{figures[name]:>10.2g}" for figures in found.values()))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"allowed": ALLOWED, "found": found}, indent=2) + "\n")
+    return int(any(figures[name] > most for figures in found.values() for name, most in ALLOWED.items()))
+
+
+def mesh_sizes(text: str) -> tuple[int, ...]:
+    """The three sizes in `2x2x2`."""
+    sizes = text.split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; wanted three sizes, such as 2x2x2")
+    return tuple(map(int, sizes))
+
+
+def compared(alone: dict[str, Any], sizes: Sequence[int]) -> dict[str, float]:
+    """The largest differences between a mesh and one device."""
+    mesh = jaxft.make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    on_mesh = measured(mesh)
+    figures = {
+        "loss": abs(on_mesh["loss"] - alone["loss"]) / abs(alone["loss"]),
+        "gradients": relative(on_mesh["gradients"], alone["gradients"]),
+        "parameters after a step": relative(on_mesh["stepped"], alone["stepped"]),
+        "log-probabilities": float(np.abs(on_mesh["logprobs"] - alone["logprobs"]).max()),
+    }
+    for who in ("generate", "the engine"):
+        tokens, logprobs = on_mesh[who]
+        wanted_tokens, wanted = alone[who]
+        is_same = np.cumprod(tokens == wanted_tokens, axis=1, dtype=bool)  # up to where a row begins to differ
+        figures[f"log-probabilities of {who}"] = float(np.abs(np.where(is_same, logprobs - wanted, 0)).max())
+        figures[f"  rows of {who} that diverge"] = float((~is_same).any(axis=1).mean())
+    return {**figures, "restored on another mesh": restored(mesh, on_mesh["state"])}
+
+
+def measured(mesh: Any) -> dict[str, Any]:
+    """All that is compared, on the host; on one device without a mesh."""
+    model, params = jaxft.init_model(config(), jax.random.key(0), mesh=mesh, strict=True)
+    rng, vocabulary = np.random.default_rng(0), config().vocab_size
+    batch = jaxft.Batch(
+        tokens=rng.integers(0, vocabulary, (ROWS, WIDTH)).astype(np.int32),
+        completion_mask=np.broadcast_to(np.arange(WIDTH) >= PROMPT, (ROWS, WIDTH)),
+        advantages=rng.normal(size=ROWS).astype(np.float32),
+    )
+    loss, _, gradients = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))(params, batch)
+    score = jax.jit(lambda params, tokens: jaxft.token_logprobs(model, params, tokens).logprobs)
+    prompts = rng.integers(0, vocabulary, (4, PROMPT)).tolist()
+    rollout = jaxft.generate(model, params, prompts, jax.random.key(1), num_generations=4, max_new_tokens=NEW)
+    found = {
+        "loss": float(loss),
+        "gradients": jax.device_get(gradients),
+        "logprobs": np.asarray(score(params, batch.tokens)),
+        "generate": (np.asarray(rollout.tokens), np.asarray(rollout.sampler_logprobs)),
+        "the engine": served(model, jax.tree.map(jnp.copy, params), prompts),
+    }
+    descend = optax.sgd(0.1)
+    update = jaxft.make_update(model, jaxft.grpo_loss, descend, microbatch_rows=ROWS // 2)
+    kept = jax.tree.map(jnp.copy, params)
+    stepped, _ = update(jaxft.init_train_state(kept, descend, model), batch)
+    found["stepped"] = jax.device_get(stepped.params)
+    adam = optax.adamw(1e-3)
+    state = jaxft.init_train_state(params, adam, model)
+    found["state"], _ = jaxft.make_update(model, jaxft.grpo_loss, adam)(state, batch)
+    return found
+
+
+def served(model: jaxft.Model, params: Any, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probabilities of the engine's answers."""
+    policy = jaxft.Policy(model, params, jaxft.load_tokenizer(), stop_ids=(), slots=8, max_context_tokens=PROMPT + NEW)
+    requests = [
+        Request(tuple(prompt), (0, 0, 0, 0, index, number), NEW)
+        for index, prompt in enumerate(prompts)
+        for number in range(4)
+    ]
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(policy.engine.submit(request) for request in requests))
+
+    answers = asyncio.run(ask())
+    policy.close()
+    return np.array([x.token_ids for x in answers]), np.array([x.sampler_logprobs for x in answers])
+
+
+def relative(found: Any, wanted: Any) -> float:
+    """The largest difference of a leaf, relative to the largest number of it."""
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def restored(mesh: Any, state: Any) -> float:
+    """How far a state that was saved on a mesh, restored on one whose axes are the other way round, is from itself."""
+    devices, (data, fsdp, tensor) = mesh.devices.flatten(), mesh.shape.values()
+    layout = jaxft.layout_of(config(), jaxft.make_mesh(fsdp, data * tensor, 1, devices=devices))
+    with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
+        checkpoints = Checkpoints(directory)
+        checkpoints.save(1, {}, state)
+        checkpoints.wait()
+        newest = checkpoints.newest(print)
+        assert newest is not None
+        again = checkpoints.arrays(newest, layout.place(jax.tree.map(jnp.zeros_like, state)))
+        checkpoints.close()
+    assert all(leaf.sharding.mesh == layout.mesh for leaf in jax.tree.leaves(again))
+    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True)
+    return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def config() -> jaxft.DecoderConfig:
+    """Small, with four heads and a vocabulary that divides."""
+    return replace(jaxft.preset("qwen3-50k"), num_kv_heads=4, vocab_size=264)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
