@@ -35,6 +35,10 @@ from jaxft.core.losses import (
     policy_loss as policy_loss,
     value_loss as value_loss,
 )
+from jaxft.core.mesh import (
+    Layout as Layout,
+    make_mesh as make_mesh,
+)
 from jaxft.core.objectives import (
     dpo_loss as dpo_loss,
     grpo_loss as grpo_loss,
@@ -166,6 +170,9 @@ from jaxft.models.hf import (
     init_model as init_model,
     load_model as load_model,
     save_model as save_model,
+)
+from jaxft.models.sharding import (
+    layout_of as layout_of,
 )
 from jaxft.policy.chat import (
     load_tokenizer as load_tokenizer,
