@@ -164,12 +164,23 @@ from jaxft.models.bridge import (
 )
 from jaxft.models.config import (
     DecoderConfig as DecoderConfig,
+    Lora as Lora,
     preset as preset,
 )
 from jaxft.models.hf import (
     init_model as init_model,
     load_model as load_model,
     save_model as save_model,
+)
+from jaxft.models.lora import (
+    init_adapter as init_adapter,
+    lora_decoder as lora_decoder,
+    merge as merge,
+)
+from jaxft.models.peft import (
+    adapter_numbers as adapter_numbers,
+    load_adapter as load_adapter,
+    save_adapter as save_adapter,
 )
 from jaxft.models.sharding import (
     layout_of as layout_of,

@@ -95,6 +95,8 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; wanted at least 1")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"alpha is {self.alpha}; wanted a positive number")
         for target in self.targets or ("",):
             if not any(matches(target, path) for path in PROJECTIONS):
                 raise ValueError(f"target {target!r} matches no projection; there are {', '.join(PROJECTIONS)}")

@@ -5,8 +5,6 @@ as `[in, out]`. `TENSORS` is the one place that says which is which.
 """
 
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -32,11 +30,11 @@ from jaxft.models.hf_files import (
     StoredTensor,
     check_manifest,
     local_folder,
+    new_folder,
     read_tensor,
     stored_tensors,
     write_json,
 )
-from jaxft.models.manifest import sync_folder, write_manifest
 from jaxft.models.sharding import layout_of
 
 
@@ -245,9 +243,6 @@ def save_model(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; wanted at least 1")
-    folder = Path(folder).expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelFileError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
     if not isinstance(model.config, DecoderConfig):
         raise ModelFileError(f"the model's config is a {type(model.config).__name__}; only a decoder can be written")
     flat = flatten_dict(params, sep="/")
@@ -260,20 +255,11 @@ def save_model(
         "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
     }
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    unfinished.mkdir()
-    try:
+    with new_folder(folder) as unfinished:
         write_json(unfinished / "config.json", values)
         _write_weights(unfinished, model, flat, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        write_manifest(unfinished)
-        unfinished.rename(folder)
-        sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _check_params(model: Model, flat: dict[str, Any]) -> None:

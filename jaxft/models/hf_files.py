@@ -1,8 +1,12 @@
 """The files of a model folder: JSON, and safetensors whose tensors are read one at a time."""
 
+import contextlib
 import json
 import os
+import shutil
 import struct
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxft.models.manifest import MANIFEST, ManifestError, verify_manifest
+from jaxft.models.manifest import MANIFEST, ManifestError, sync_folder, verify_manifest, write_manifest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -81,6 +85,29 @@ def check_manifest(folder: Path) -> None:
         raise ModelFileError(f"{error}; export it again, or remove {MANIFEST} to load it as it is") from error
 
 
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A place for a folder's files, which becomes the folder in one step, with a manifest: it is whole or absent.
+
+    Raises:
+        ModelFileError: it exists and holds something.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelFileError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        write_manifest(unfinished)
+        unfinished.rename(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
 def load_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -110,7 +137,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ModelFileError: no safetensors, a corrupt file, or an index that disagrees with its shards.
     """
     if (folder / WEIGHTS).is_file():
-        return _read_header(folder / WEIGHTS)
+        return tensors_of_file(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         for file in sorted(folder.iterdir()):
             _refuse_pickle(file)
@@ -130,7 +157,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         _refuse_pickle(folder / shard)
         if not (folder / shard).is_file():
             raise ModelFileError(f"{index} names the file {shard!r}, which is not in {folder}")
-        held = _read_header(folder / shard)
+        held = tensors_of_file(folder / shard)
         for name in held:
             if weight_map.get(name) != shard:
                 place = f"puts it in {weight_map[name]!r}" if name in weight_map else "does not know it"
@@ -150,7 +177,8 @@ def _refuse_pickle(file: Path) -> None:
         )
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a safetensors file by name; nothing but its header is read."""
     try:
         # The library checks the header against the file: lengths, overlaps, gaps.
         with safe_open(file, framework="np"):

@@ -1,0 +1,66 @@
+"""LoRA (arXiv 2106.09685): a frozen base, and low-rank adapters beside its kernels, which alone are trained.
+
+Parameters are `{"base": ..., "adapter": ...}`: the base as any decoder's, and a tree with `lora_a [L D r]` and
+`lora_b [L r F]` of every projection that has an adapter. Training applies them beside the kernels; decoding uses merged
+kernels, made once per policy version (`Model.decode_layout`).
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxft.core.frozen import ADAPTER, BASE
+from jaxft.core.mesh import Layout, held
+from jaxft.core.types import Model, Params
+from jaxft.models.config import DecoderConfig, Lora
+from jaxft.models.decoder import Remat, decoder
+
+
+def lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat = "dots", layout: Layout | None = None) -> Model:
+    """A decoder with adapters; equal arguments give the same functions."""
+    return _lora_decoder(config, lora, remat, layout)
+
+
+@cache
+def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layout | None) -> Model:
+    plain, beside = decoder(config, remat, layout), decoder(config, remat, layout, lora)
+
+    def init(key: Any) -> Params:
+        base_key, adapter_key = jax.random.split(key)
+        flat = flatten_dict(beside.init(adapter_key))
+        adapter = unflatten_dict({path: x for path, x in flat.items() if path[-1].startswith("lora_")})
+        return {BASE: plain.init(base_key), ADAPTER: held(layout, adapter)}
+
+    def apply(params: Params, *arguments: Any, **named: Any) -> Any:
+        if BASE not in params:  # merged, to decode
+            return plain.apply(params, *arguments, **named)
+        together = {**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])}
+        return beside.apply(unflatten_dict(together), *arguments, **named)
+
+    def unembed(params: Params, hidden: Any) -> Any:
+        return plain.unembed(params.get(BASE, params), hidden)
+
+    def decode_layout(params: Params) -> Params:
+        return plain.decode_layout(merge(lora, params))
+
+    return plain._replace(init=init, apply=apply, unembed=unembed, decode_layout=decode_layout, lora=lora)
+
+
+@partial(jax.jit, static_argnums=0)
+def init_adapter(model: Model, key: Any) -> Params:
+    """Fresh adapters of such a decoder: A uniform in `±1/sqrt(D)`, B zero, so that they change nothing yet."""
+    return model.init(key)[ADAPTER]
+
+
+def merge(lora: Lora, params: Params) -> Params:
+    """The base with every adapter added to its kernel: the parameters of a model without adapters."""
+    flat, adapter = flatten_dict(params[BASE]), flatten_dict(params[ADAPTER])
+    for path in [path for path in adapter if path[-1] == "lora_a"]:
+        kernel = flat[(*path[:-1], "kernel")]
+        wide = jnp.promote_types(kernel.dtype, jnp.float32)
+        a, b = adapter[path].astype(wide), adapter[(*path[:-1], "lora_b")].astype(wide)
+        flat[(*path[:-1], "kernel")] = (kernel + lora.scale * (a @ b)).astype(kernel.dtype)
+    return unflatten_dict(flat)

@@ -1,0 +1,47 @@
+"""Records what PEFT makes of adapters, for tests/models/test_peft.py. Needs torch, transformers and peft.
+
+    python scripts/peft_oracle.py tests/data/hf/qwen2 tests/data/peft/by_jaxft          # adapters that jaxft saved
+    python scripts/peft_oracle.py tests/data/hf/llama tests/data/peft/by_peft --make    # adapters of PEFT's own
+
+Writes `logits.json` into the adapter's folder: tokens, and the float32 logits of the base with the adapter.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    """Reads or makes the adapter, runs the model once, writes the logits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("--make", action="store_true", help="make and save one with random weights first")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
+    if arguments.make:
+        targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+        config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=True, task_type="CAUSAL_LM")
+        made = get_peft_model(base, config)
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        made.save_pretrained(arguments.adapter)
+        base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, arguments.adapter).eval()
+    tokens = torch.randint(0, base.config.vocab_size, (2, 12))
+    with torch.no_grad():
+        logits = model(tokens).logits
+        plain = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)(tokens).logits
+    assert (logits - plain).abs().max() > 0.01, "the adapter changes nothing: a test with it could not fail"
+    figures = {"tokens": tokens.tolist(), "logits": logits.tolist()}
+    (arguments.adapter / "logits.json").write_text(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Adapters in PEFT's format: what PEFT made of ours, what we make of PEFT's, and files that are none.
+
+`tests/data/peft` was recorded by `scripts/peft_oracle.py` with peft 0.21.2, transformers 5.23.0 and torch 2.13.0.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxft
+from jaxft.models.hf_files import ModelFileError
+from jaxft.models.lora import lora_decoder, merge
+from jaxft.models.manifest import MANIFEST
+from jaxft.models.peft import ABOUT_BASE, CONFIG, WEIGHTS, adapter_numbers, load_adapter, save_adapter
+
+DATA = Path(__file__).parents[1] / "data"
+BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
+
+
+def loaded(name, base=None):
+    plain, base_params = jaxft.load_model(DATA / "hf" / (base or BASES[name]))
+    lora = adapter_numbers(DATA / "peft" / name)
+    params = {"base": base_params, "adapter": load_adapter(DATA / "peft" / name, plain.config, base_params)}
+    return plain, lora_decoder(plain.config, lora), params
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_logits_are_those_of_peft(name):
+    plain, model, params = loaded(name)
+    recorded = json.loads((DATA / "peft" / name / "logits.json").read_text())
+    tokens = jnp.array(recorded["tokens"])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    for each, weights in ((model, params), (plain, merge(model.lora, params))):
+        logits = each.unembed(weights, each.apply(weights, tokens, positions)[0])
+        np.testing.assert_allclose(logits, recorded["logits"], atol=1e-4)
+
+
+def test_saved_and_loaded_again(tmp_path):
+    _, model, params = loaded("by_jaxft")
+    save_adapter(tmp_path / "again", model, params)
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (DATA / "peft" / "by_jaxft" / WEIGHTS).read_bytes()
+    assert adapter_numbers(tmp_path / "again") == model.lora
+    same = load_adapter(tmp_path / "again", model.config, params["base"])
+    jax.tree.map(np.testing.assert_array_equal, same, params["adapter"])
+    with pytest.raises(ModelFileError, match="exists and is not an empty folder"):
+        save_adapter(tmp_path / "again", model, params)
+    with pytest.raises(ModelFileError, match="no adapters to save"):
+        save_adapter(tmp_path / "other", jaxft.load_model(DATA / "hf" / "qwen2")[0], params["base"])
+
+
+def test_an_adapter_of_another_base():
+    with pytest.raises(ModelFileError, match=f"an adapter of another base: its {ABOUT_BASE} does not fit"):
+        loaded("by_jaxft", base="llama")
+    with pytest.raises(ModelFileError, match=r"lora_[AB] of .* the base (asks for|has)"):
+        loaded("by_peft", base="qwen3")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of PEFT's own, to be spoiled."""
+    return Path(shutil.copytree(DATA / "peft" / "by_peft", tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; wanted 'LORA'"),
+        ({"use_dora": True}, "use_dora is True; only False is supported"),
+        ({"bias": "all"}, "bias is 'all'; only 'none' is supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; only None"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is .*; only {} is supported"),
+        ({"r": 0}, "r is 0; wanted a whole number of at least 1"),
+        ({"r": True}, "r is True; wanted a whole number"),
+        ({"lora_alpha": "high"}, "lora_alpha is 'high'; wanted a number"),
+        ({"r": 3}, r"lora_A of self_attn/q_proj in layer 0 is F32\[4, 32\]; the base asks for \[3, 32\]"),
+    ],
+)
+def test_numbers_that_cannot_be(folder, changes, said):
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | changes))
+    model, base = jaxft.load_model(DATA / "hf" / "llama")
+    with pytest.raises(ModelFileError, match=said):
+        load_adapter(folder, model.config, base)
+
+
+def test_tensors_that_cannot_be(folder):
+    model, base = jaxft.load_model(DATA / "hf" / "llama")
+    tensors = load_file(folder / WEIGHTS)
+    name = next(name for name in tensors if "layers.1.self_attn.q_proj.lora_A" in name)
+    save_file({key: value for key, value in tensors.items() if key != name}, folder / WEIGHTS)
+    with pytest.raises(ModelFileError, match=r"lora_A of self_attn/q_proj is there for layers \[0, 2\]; the base has 3"):
+        load_adapter(folder, model.config, base)
+    save_file(tensors | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 64), np.float32)}, folder / WEIGHTS)
+    with pytest.raises(ModelFileError, match=r"tensor 'base_model.model.lm_head.lora_A.weight' is no adapter of"):
+        load_adapter(folder, model.config, base)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ModelFileError, match=f"holds no {WEIGHTS}"):
+        load_adapter(folder, model.config, base)
+
+
+def test_damage_is_found(tmp_path):
+    folder = Path(shutil.copytree(DATA / "peft" / "by_jaxft", tmp_path / "adapter"))
+    (folder / "logits.json").unlink()
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-9] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    assert (folder / MANIFEST).exists()
+    model, base = jaxft.load_model(DATA / "hf" / "qwen2")
+    with pytest.raises(ModelFileError, match=f"{WEIGHTS}: other content"):
+        load_adapter(folder, model.config, base)
