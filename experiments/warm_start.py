@@ -25,7 +25,7 @@ async def warm_start(
     batch_rows: int,
     learning_rate: float,
 ) -> None:
-    """Trains the policy for `steps` updates on batches drawn from `conversations`.
+    """Trains the policy for `steps` updates on batches drawn from `conversations`; of one with adapters the base.
 
     The learning rate falls linearly to a tenth of its start. Draws and order depend on the run's seed alone.
     """
@@ -37,16 +37,23 @@ async def warm_start(
         tokens[row, : len(ids)], mask[row, : len(ids)] = ids, trained
 
     optimizer = optax.adam(optax.linear_schedule(learning_rate, learning_rate / 10, steps), b2=0.95)
-    update = jaxft.make_update(policy.model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
+    has_adapters = policy.model.lora is not None
+    model = jaxft.base_model(policy.model) if has_adapters else policy.model
+    update = jaxft.make_update(model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
     draw = random.Random(session.config.finetuning.seed)
-    opt_state, step = await policy.read(lambda params: (optimizer.init(params), jnp.int32(0)))
+
+    def begin(params: dict) -> tuple[optax.OptState, jnp.ndarray]:
+        return jaxft.init_train_state(params["base"] if has_adapters else params, optimizer, model)[1:]
+
+    opt_state, step = await policy.read(begin)
 
     def train(params: dict, count: int) -> tuple[dict, tuple[optax.OptState, jnp.ndarray, float]]:
-        state = TrainState(params, opt_state, step)
+        state = TrainState(params["base"] if has_adapters else params, opt_state, step)
         for _ in range(count):
             chosen = draw.sample(range(len(rows)), batch_rows)
             state, metrics = update(state, jaxft.Batch(jnp.asarray(tokens[chosen]), jnp.asarray(mask[chosen])))
-        return state.params, (state.opt_state, state.step, float(metrics["loss"]))
+        trained = {**params, "base": state.params} if has_adapters else state.params
+        return trained, (state.opt_state, state.step, float(metrics["loss"]))
 
     for start in range(0, steps, PRINT_EVERY):
         count = min(PRINT_EVERY, steps - start)

@@ -35,7 +35,7 @@ _HOMES = {
     "jaxft.models.bridge": ("from_function", "from_linen", "from_nnx"),
     "jaxft.models.config": ("DecoderConfig", "Lora", "preset"),
     "jaxft.models.sharding": ("layout_of",),
-    "jaxft.models.lora": ("init_adapter", "lora_decoder", "merge"),
+    "jaxft.models.lora": ("base_model", "init_adapter", "lora_decoder", "merge"),
     "jaxft.models.peft": ("adapter_numbers", "load_adapter", "save_adapter"),
     "jaxft.models.hf": ("init_model", "load_model", "save_model"),
     "jaxft.policy.chat": ("load_tokenizer",),

@@ -173,6 +173,7 @@ from jaxft.models.hf import (
     save_model as save_model,
 )
 from jaxft.models.lora import (
+    base_model as base_model,
     init_adapter as init_adapter,
     lora_decoder as lora_decoder,
     merge as merge,

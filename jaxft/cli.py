@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
         elif parsed.verb == "export":
-            export(parsed.source, parsed.folder, parsed.dtype)
+            export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
         else:
             config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
             doctor(config, sharding=parsed.sharding)
@@ -86,6 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
     writing.add_argument("folder", type=Path, help="where to; it must not hold anything")
     writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default %(default)s)")
+
+    writing.add_argument(
+        "--merge", action="store_true", help="of adapters: write the whole model, merged with the base"
+    )
 
     bench_arguments(verbs.add_parser("bench", help="measure what this machine does per second, and of its limit"))
 

@@ -18,6 +18,7 @@ from jaxft.components.empty_batches import EmptyBatches
 from jaxft.components.losses import LossConfig, make_loss
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxft.components.packing_choice import choose_packing, hidden_state
+from jaxft.core.frozen import join, split, trainable
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.losses import Metrics
 from jaxft.core.mesh import device_bytes
@@ -157,29 +158,29 @@ class Learner:
         return {"jobs": self.jobs, "applied_jobs": self._applied_jobs, "bad_updates": self.bad_updates}
 
     def arrays(self, params: Params) -> dict[str, Any]:
-        """All arrays that decide the next jobs, those of the policy among them."""
+        """All arrays that decide the next jobs, those of the policy among them; but for a frozen base."""
         self._prepare(params)
         return {
-            "params": params,
+            "params": trainable(self._model, params),
             "opt_state": self.opt_state,
             "step": self.step,
             "ref_params": self.ref_params,
             "value_head": self.value_head,
         }
 
-    def restore(self, state: dict[str, int], arrays: dict[str, Any]) -> Params:
-        """Goes on from a `state` and its `arrays`; the policy's parameters."""
+    def restore(self, state: dict[str, int], arrays: dict[str, Any], params: Params) -> Params:
+        """Goes on from a `state` and its `arrays`; the policy's parameters, whose frozen base is that of `params`."""
         self.jobs, self._applied_jobs, self.bad_updates = state["jobs"], state["applied_jobs"], state["bad_updates"]
         self.opt_state, self.step = arrays["opt_state"], arrays["step"]
         self.ref_params, self.value_head = arrays["ref_params"], arrays["value_head"]
-        return arrays["params"]
+        return join(arrays["params"], split(self._model, params)[1])
 
     def memory(self, params: Params, longest: int) -> dict[str, float]:
         """What a job on rows of `longest` tokens needs, in MiB by purpose; compiles its update and changes nothing.
 
         On a mesh that is what each device needs.
 
-        `update` is what the compiled program needs for itself: activations, gradients, and logits chunk by chunk.
+        `update` is what the compiled program needs beside the gradients: activations, and logits chunk by chunk.
         """
         trained: Any = jax.eval_shape(lambda p: p, params)
         if self._loss_config.name == "ppo":
@@ -192,11 +193,14 @@ class Learner:
         def size(tree: Any) -> float:
             return device_bytes(self._model.layout, tree) / 2**20
 
+        moved = trainable(self._model, trained)
+        gradients = size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved))
         return {
             "parameters": size(state.params),
             "optimizer": size(state.opt_state),
-            "reference": size(params) if self._loss_config.needs_reference else 0.0,
-            "update": self._update.temporary_bytes(state, batch) / 2**20,
+            "reference": size(trainable(self._model, params)) if self._loss_config.needs_reference else 0.0,
+            "gradients": gradients,
+            "update": max(0.0, self._update.temporary_bytes(state, batch) / 2**20 - gradients),
         }
 
     def warm_up(self, params: Params, longest: int) -> Params:
@@ -239,7 +243,8 @@ class Learner:
         fresh = init_train_state(trained, self._optimizer, self._model)
         self.opt_state, self.step = fresh.opt_state, fresh.step
         if self._loss_config.needs_reference and self.ref_params is None:
-            self.ref_params = jax.tree.map(jnp.copy, params)  # the originals are about to be donated
+            # Copied, as the originals are about to be donated; a frozen base is shared.
+            self.ref_params = jax.tree.map(jnp.copy, trainable(self._model, params))
 
     def _score(self, rows: list[Row], params: Params) -> None:
         """Adds what advantages and losses need of the policy before the first update, and of the reference."""
@@ -254,7 +259,8 @@ class Learner:
             wanted |= {"old_values": scored.values} if self.value_head is not None else {}
         if loss.needs_reference:
             assert self.ref_params is not None
-            wanted["ref_logprobs"] = self._score_parts(placed, self.ref_params, None).logprobs
+            reference = join(self.ref_params, split(self._model, params)[1])
+            wanted["ref_logprobs"] = self._score_parts(placed, reference, None).logprobs
         for name, table in wanted.items():
             for row, numbers in zip(rows, take(placed.layout, table), strict=True):
                 row.signals[name] = numbers
@@ -291,7 +297,8 @@ class Learner:
         """Moves the reference towards the policy when it is its time."""
         every, mixing = self._loss_config.reference.update_every, self._loss_config.reference.mixing
         if self.ref_params is not None and every is not None and self._applied_jobs % every == 0:
-            self.ref_params = mix(params, self.ref_params, mixing)
+            moving = (trainable(self._model, each) for each in (params, self.ref_params))
+            self.ref_params = join(mix(*moving, mixing), self.ref_params)
 
 
 @cache

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from jaxft.components.bad_batches import BadBatches, BadUpdate
 from jaxft.components.job_endings import ending, memory_errors, why_failed
 from jaxft.components.losses import LossConfig
+from jaxft.components.making import make_learner
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import (
     FinetuneConfig,
@@ -25,10 +26,10 @@ from jaxft.harness.errors import ComponentError, ConfigError, UserCodeError, use
 from jaxft.harness.fields import LLMRef, fault
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
+from jaxft.runs.directory import RestoreError
 
 if TYPE_CHECKING:
     from jaxft.components.credit import Credit
-    from jaxft.components.learner import Learner
     from jaxft.components.rows import Gathered
     from jaxft.policy.policy import Policy
 
@@ -211,18 +212,25 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
 
     async def memory(self) -> dict[str, float]:
-        """Parameters, optimiser, reference and value head, the largest update's own needs, and the sampler's cache."""
-        longest = self.policy.engine.max_context_tokens
-        figures = await self.policy.read(lambda params: self.learner.memory(params, longest))
-        return {**figures, "sampling": self.policy.engine.cache_bytes() / 2**20}
+        """Parameters, optimiser and reference, the largest update's own needs, the sampler's weights and its cache."""
+        from jaxft.components.memory_needs import memory_needs
+
+        return await self.policy.read(partial(memory_needs, self.learner, self.policy))
+
+    def memory_advice(self, memory: dict[str, float]) -> str | None:
+        """What to change where the device is too small for it."""
+        from jaxft.components.memory_needs import advice
+
+        return advice(self.adapter_config, self.policy, memory)
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Counters, and the arrays of policy, optimiser, reference and value head, on the device thread."""
         with memory_errors(self.adapter_config, self.policy.engine):
-            return await self.policy.read(lambda params: save(self._values(), self.learner.arrays(params)))
+            return await self.policy.read(lambda params: save(self._values(params), self.learner.arrays(params)))
 
-    def _values(self) -> dict[str, Any]:
-        return {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
+    def _values(self, params: Any) -> dict[str, Any]:
+        values = {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
+        return values if self.policy.model.lora is None else {**values, "base": _fingerprint(params)}
 
     async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
         """Goes on from a checkpoint.
@@ -232,9 +240,15 @@ class LocalTrainerAdapter(TrainerAdapter):
         """
         self._has_warned = values["has_warned"]
         with memory_errors(self.adapter_config, self.policy.engine):
-            await self.policy.restore(
-                lambda params: self.learner.restore(values, read(self.learner.arrays(params))), values["policy_version"]
+            await self.policy.restore(partial(self._restored, values, read), values["policy_version"])
+
+    def _restored(self, values: dict[str, Any], read: Callable[[Any], Any], params: Any) -> Any:
+        if "base" in values and (self.policy.model.lora is None or values["base"] != _fingerprint(params)):
+            raise RestoreError(
+                f"the checkpoint holds adapters of another base than that of llms.{self.adapter_config.llm}: continue "
+                "it with the base it was made with"
             )
+        return self.learner.restore(values, read(self.learner.arrays(params)), params)
 
     def is_busy(self) -> bool:
         """Whether a job has not ended."""
@@ -334,33 +348,11 @@ class LocalTrainerAdapter(TrainerAdapter):
         return params, {**figures, **learned, "policy_version": version}
 
 
-def make_learner(config: LocalTrainerAdapterConfig, policy: "Policy", seed: int) -> "Learner":
-    """The learner of an adapter; a reference of its own is loaded here, before anything is trained."""
-    from jaxft.components.learner import Learner
+def _fingerprint(params: Any) -> str:
+    from jaxft.core.frozen import BASE
+    from jaxft.models.peft import base_fingerprint
 
-    ref_params = None
-    if config.loss.needs_reference and config.loss.reference.path is not None:
-        from jaxft.models.hf import load_model
-
-        reference, ref_params = load_model(config.loss.reference.path)
-        if reference.config != policy.model.config:
-            raise ComponentError(
-                f"loss.reference.path: {config.loss.reference.path} holds {reference.config}; "
-                f"the policy is {policy.model.config}"
-            )
-    return Learner(
-        policy.model,
-        config.loss,
-        config.optimizer,
-        microbatch_tokens=config.microbatch_tokens,
-        minibatches=config.minibatches,
-        updates_per_batch=config.updates_per_batch,
-        packing=config.packing,
-        max_sampler_diff=config.max_logprob_diff,
-        max_disagreeing_share=config.max_disagreeing_share,
-        seed=seed,
-        ref_params=ref_params,
-    )
+    return base_fingerprint(params[BASE])
 
 
 @register_trainer_adapter(config_type=LocalTrainerAdapterConfig)

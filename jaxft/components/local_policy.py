@@ -11,8 +11,14 @@ from jaxft.harness.registry import LLMConfig, register_llm
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from jaxft.models.config import DecoderConfig
+    from jaxft.core.types import Model, Params
+    from jaxft.models.config import DecoderConfig, Lora
+    from jaxft.models.decoder import Remat
     from jaxft.policy.client import ChatClient
+
+
+ADAPTER_STREAM = 4
+"""Of random numbers: what fresh adapters are drawn with."""
 
 
 class MeshConfig(ConfigModel):
@@ -49,6 +55,35 @@ class MeshConfig(ConfigModel):
         return self.make() if min(sizes) < 1 else AbstractMesh(sizes, AXES)
 
 
+class LoraConfig(ConfigModel):
+    """Low-rank adapters (arXiv 2106.09685) beside the kernels of a model that itself stays as it is."""
+
+    rank: int = Field(default=8, ge=1, description="Of each adapter.")
+    alpha: float = Field(default=16.0, gt=0.0, allow_inf_nan=False, description="Adapters count alpha / rank times.")
+    targets: tuple[str, ...] = Field(
+        default=("*_proj",), description="Projections that have one, by name or path: q_proj, self_attn/*, mlp/up_proj."
+    )
+    use_rslora: bool = Field(default=False, description="alpha / sqrt(rank) instead (arXiv 2312.03732).")
+    path: PathOrName | None = Field(
+        default=None,
+        description="A folder of adapters in PEFT's format to go on from; its rank, alpha and targets count.",
+    )
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> "LoraConfig":
+        try:
+            self.numbers()
+        except ValueError as error:
+            raise fault(f"{error}") from None
+        return self
+
+    def numbers(self) -> "Lora":
+        """What the model has to know of them."""
+        from jaxft.models.config import Lora
+
+        return Lora(self.rank, self.alpha, self.targets, self.use_rslora)
+
+
 class LocalPolicyConfig(LLMConfig, name="local_policy"):
     """A Hugging Face checkpoint, or a model of random weights by the name of its shape."""
 
@@ -72,6 +107,9 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     )
     mesh: MeshConfig | None = Field(
         default=None, description="Devices that share model, rows and requests; null for the first device alone."
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="Adapters, which alone are trained; null: all parameters are."
     )
     max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
     slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
@@ -140,7 +178,11 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
-    model = decoder(model.config, config.remat, model.layout)
+    if config.lora is None:
+        model = decoder(model.config, config.remat, model.layout)
+    else:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), ADAPTER_STREAM)
+        model, params = with_adapters(model, params, config.lora, config.remat, key)
     if config.compute_dtype is not None:
         model = compute_in(model, jnp.dtype(config.compute_dtype))
     policy = Policy(
@@ -152,7 +194,26 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,
         stored_prompts=config.stored_prompts,
+        base=None if folder is None else str(folder.absolute()),
     )
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
     yield ChatClient(policy, name)
     policy.close()
+
+
+def with_adapters(
+    model: "Model", params: "Params", config: LoraConfig, remat: "Remat", key: Any
+) -> "tuple[Model, Params]":
+    """A loaded model as the base of adapters: those of a folder, or fresh ones drawn with `key`."""
+    from jaxft.core.frozen import ADAPTER, BASE
+    from jaxft.models.lora import init_adapter, lora_decoder
+    from jaxft.models.peft import adapter_numbers, load_adapter
+
+    shape: Any = model.config
+    lora = config.numbers() if config.path is None else adapter_numbers(config.path)
+    adapted = lora_decoder(shape, lora, remat, model.layout)
+    if config.path is None:
+        adapter = init_adapter(adapted, key)
+    else:
+        adapter = load_adapter(config.path, shape, params, layout=model.layout)
+    return adapted, {BASE: params, ADAPTER: adapter}

@@ -32,7 +32,7 @@ def split(model: Model, params: Params) -> tuple[Params, Params]:
     return only(False), only(True)
 
 
-def trained(model: Model, params: Params) -> Params:
+def trainable(model: Model, params: Params) -> Params:
     """The trained parameters alone."""
     return split(model, params)[0]
 

@@ -40,6 +40,8 @@ def compute_in(model: Model, dtype: Any) -> Model:
         return model.unembed(narrow(params), hidden)
 
     def decode_layout(params: Params) -> Params:
+        if model.lora is not None:  # merged in full before it is rounded once
+            return narrow(model.decode_layout(params))
         return model.decode_layout(narrow(params))
 
     return model._replace(apply=apply, unembed=unembed, decode_layout=decode_layout)

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxft.core.arrays import check_batch_shapes
-from jaxft.core.frozen import join, split, trained
+from jaxft.core.frozen import join, split, trainable
 from jaxft.core.losses import Metrics
 from jaxft.core.mesh import held
 from jaxft.core.reductions import count_trained
@@ -46,7 +46,7 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     >>> print(init_train_state({"kernel": jnp.ones(2)}, optax.sgd(0.1)).step)
     0
     """
-    moved = params if model is None else trained(model, params)
+    moved = params if model is None else trainable(model, params)
     state = TrainState(params, optimizer.init(moved), jnp.zeros((), jnp.int32))
     return state if model is None or model.layout is None else model.layout.place(state)
 
@@ -247,7 +247,7 @@ def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
         jnp.zeros((), loss_dtype),
         {name: jnp.full((), -jnp.inf if name.endswith("_max") else 0, dtype) for name, dtype in metrics},
         jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained(model, params)
+            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trainable(model, params)
         ),
     )
     return held(model.layout, zeros)

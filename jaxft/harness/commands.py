@@ -104,7 +104,10 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             if memory:
                 show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
             if memory:
-                show("memory       of the policy that is trained; that of other models comes on top")
+                show("memory       of each device, of the policy that is trained; that of other models comes on top")
+                advice = adapter.memory_advice(memory)
+                if advice is not None:
+                    raise CheckFailed(advice)
             if holds_run(config.finetuning.output_dir):
                 show(f"output_dir   {config.finetuning.output_dir} holds a run: give another one, or --overwrite")
             show("the configuration can be trained; nothing was written")
@@ -141,8 +144,9 @@ async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept:
     )
 
 
-def export(source: Path, folder: Path, dtype: str) -> None:
-    """Loads a model (a run directory's, or any folder in Hugging Face's file format) and writes it in another dtype.
+def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
+    """Loads a model (a run directory's, or any folder in Hugging Face's file format) and writes it in another dtype;
+    with `merge` the whole model that adapters make of their base.
 
     Raises:
         ConfigError: no model is there, it is not complete, the folder is not empty, or it cannot be written.
@@ -151,15 +155,23 @@ def export(source: Path, folder: Path, dtype: str) -> None:
     import jax.numpy as jnp
 
     from jaxft.models.hf import load_model, save_model
+    from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
+    from jaxft.models.peft import load_merged
     from jaxft.policy.chat import load_tokenizer
 
     model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
-    if not (model_folder / "config.json").is_file():
+    is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
+    if is_adapter and not merge:
+        raise ConfigError([f"{source}: holds adapters, which are ready to use: copy {model_folder}, or give --merge"])
+    if merge and not is_adapter:
+        raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
+    if not is_adapter and not (model_folder / "config.json").is_file():
         raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
     if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
         raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
     try:
-        model, params = load_model(model_folder, dtype=jnp.dtype(dtype))
+        load = load_merged if merge else load_model
+        model, params = load(model_folder, dtype=jnp.dtype(dtype))
         tokenizer = load_tokenizer(model_folder)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{model_folder}: {error}"]) from error

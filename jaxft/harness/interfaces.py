@@ -155,6 +155,10 @@ class TrainerAdapter(ABC):
         """
         return {}
 
+    def memory_advice(self, memory: dict[str, float]) -> str | None:
+        """What to change where `memory` is more than there is; None where it fits, or nobody knows."""
+        return None
+
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """The result of `save(values, arrays)`, called while no job runs: all that decides the next jobs.
 

@@ -56,7 +56,8 @@ class Linear(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         y = matmul(flat, kernel)
         if self.lora_a is not None and self.lora_b is not None:
-            y = y + self.lora_scale * matmul(matmul(flat, self.lora_a[...]), self.lora_b[...])
+            a, b = (matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b))  # of a narrow base's dtype
+            y = y + self.lora_scale * matmul(matmul(flat, a), b)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...]
 

@@ -49,6 +49,12 @@ def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layou
     return plain._replace(init=init, apply=apply, unembed=unembed, decode_layout=decode_layout, lora=lora)
 
 
+def base_model(model: Model, remat: Remat = "dots") -> Model:
+    """The model of the base alone, whose parameters are `params["base"]`."""
+    assert isinstance(model.config, DecoderConfig)
+    return decoder(model.config, remat, model.layout)
+
+
 @partial(jax.jit, static_argnums=0)
 def init_adapter(model: Model, key: Any) -> Params:
     """Fresh adapters of such a decoder: A uniform in `±1/sqrt(D)`, B zero, so that they change nothing yet."""

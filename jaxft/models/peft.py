@@ -20,6 +20,7 @@ from jaxft.core.frozen import ADAPTER, BASE
 from jaxft.core.mesh import Layout
 from jaxft.core.types import Model, Params
 from jaxft.models.config import PROJECTIONS, DecoderConfig, Lora
+from jaxft.models.hf import load_model, save_model
 from jaxft.models.hf_files import (
     DTYPES,
     ModelFileError,
@@ -31,6 +32,7 @@ from jaxft.models.hf_files import (
     tensors_of_file,
     write_json,
 )
+from jaxft.models.lora import base_model, merge
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
 FINGERPRINT = "base_fingerprint"
@@ -68,7 +70,8 @@ def save_adapter(
 
     Args:
         folder: made, with its parents; may exist when empty.
-        base: where the base is to be found, a path or a hub id; None where it has no such place.
+        base: where the base is to be found, a path or a hub id; None where it has no such place: then it is written as
+            well, into the folder `base` there.
         tokenizer: anything with transformers' `save_pretrained`.
 
     Raises:
@@ -101,6 +104,8 @@ def save_adapter(
         write_json(unfinished / ABOUT_BASE, {FINGERPRINT: base_fingerprint(params[BASE])})
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
+        if base is None:
+            save_model(unfinished / BASE, base_model(model), params[BASE])
 
 
 def adapter_numbers(folder: str | os.PathLike[str]) -> Lora:
@@ -167,6 +172,23 @@ def load_adapter(
             flat[f"layers/{path}/lora_{kind}"] = jnp.asarray(np.stack(parts))
     adapter = unflatten_dict(flat, sep="/")
     return adapter if layout is None else layout.place(adapter)
+
+
+def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
+    """The model that a folder's adapters make of their base: a plain one, to be saved or trained as any other.
+
+    Raises:
+        ModelFileError: the base is not where `adapter_config.json` says, or not the adapters' own.
+    """
+    folder = Path(folder).expanduser()
+    lora = adapter_numbers(folder)
+    named = load_json(folder / CONFIG).get("base_model_name_or_path")
+    place = folder / BASE if (folder / BASE).is_dir() else named
+    if not isinstance(place, str | Path):
+        raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is {named!r}; wanted where the base is")
+    model, base = load_model(place, dtype=dtype)
+    assert isinstance(model.config, DecoderConfig)
+    return model, merge(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
 
 
 def base_fingerprint(base: Params) -> str:

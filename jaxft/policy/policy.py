@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,8 +45,10 @@ class Policy:
         slots: int = 64,
         max_context_tokens: int = 512,
         stored_prompts: int | None = None,
+        base: str | None = None,
     ) -> None:
-        """`stored_prompts`: how many the engine keeps for further generations and turns; None for as many as slots."""
+        """`stored_prompts`: how many the engine keeps for further generations and turns; None for as many as slots.
+        `base`: where the base of adapters came from; None where it has no such place."""
         if slots < 1 or max_context_tokens < 2:
             raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
         self.model = model
@@ -53,6 +56,7 @@ class Policy:
         self.template = ChatTemplate(tokenizer, stop_ids)
         self.version = 0
         self.compiles = CompileCounter()
+        self._base = base
         self._params = params
         self._decode_params: Params | None = None
         self._lost: str | None = None
@@ -143,11 +147,13 @@ class Policy:
         return len(completion.token_ids) == 1 and math.isfinite(completion.sampler_logprobs[0])
 
     async def save(self, folder: str | Path) -> Path:
-        """Writes model and tokenizer in Hugging Face's file format."""
+        """Writes model and tokenizer in Hugging Face's file format; adapters in PEFT's, with their base if it is
+        nowhere else."""
         from jaxft.models.hf import save_model
+        from jaxft.models.peft import save_adapter
 
-        path = Path(folder)
-        await self.read(lambda params: save_model(path, self.model, params, tokenizer=self.tokenizer))
+        path, save = Path(folder), save_model if self.model.lora is None else partial(save_adapter, base=self._base)
+        await self.read(lambda params: save(path, self.model, params, tokenizer=self.tokenizer))
         return path
 
     def close(self) -> None:

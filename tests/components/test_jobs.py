@@ -127,7 +127,7 @@ def test_what_is_validated_is_not_trained(strict, make_sequence):
 
 
 def test_a_job_can_be_cancelled_before_and_while_it_runs(make_policy, make_collection):
-    adapter = make_adapter(make_policy(), minibatches=2, updates_per_batch=4, **FOREIGN)
+    adapter = make_adapter(make_policy(), minibatches=2, updates_per_batch=100, **FOREIGN)  # time to cancel it
 
     async def main():
         first, second = [await adapter.submit(make_collection(name)) for name in ("first", "second")]
@@ -144,7 +144,7 @@ def test_a_job_can_be_cancelled_before_and_while_it_runs(make_policy, make_colle
     assert (whole.status, whole.progress) == (TrainingStatusEnum.COMPLETED, 100.0) and again == whole
     assert part.status is TrainingStatusEnum.CANCELED and part.progress < 100
     updates = part.metadata["metrics"]["updates"]
-    assert part.message == f"canceled after {updates} of 8 updates"
+    assert part.message == f"canceled after {updates} of 200 updates"
     assert adapter.policy.version == 1 + (updates > 0)
 
 
@@ -269,7 +269,11 @@ def test_conversations_without_tokens_are_imitated(policy):
 def test_memory_is_told_without_training(policy, loss):
     before = flat(policy)
     memory = asyncio.run(make_adapter(policy, loss).memory())
-    assert set(memory) == {"parameters", "optimizer", "reference", "update", "sampling"}
+    parts = {"parameters", "optimizer", "reference", "gradients", "update", "sampling weights", "sampling"}
+    assert set(memory) == parts
+    assert memory["gradients"] == pytest.approx(memory["parameters"], rel=1e-3)  # of a value head, too
+    layers = asyncio.run(policy.read(lambda params: sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))))
+    assert memory["sampling weights"] == layers / 2**20  # the ends are shared
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=1e-3) and memory["update"] > 0
     assert (memory["reference"] > 0) == (loss["name"] == "dpo")
     assert bool((flat(policy) == before).all())

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxft
-from jaxft.core.frozen import trained
+from jaxft.core.frozen import trainable
 from jaxft.core.precision import compute_in
 from jaxft.models.config import PROJECTIONS, Lora, preset
 from jaxft.models.decoder import decoder
@@ -103,8 +103,8 @@ def test_the_base_has_no_optimiser_state(params):
     state = jaxft.init_train_state(params, optax.adamw(1e-3), MODEL)
     adapters = sum(leaf.size for leaf in jax.tree.leaves(params["adapter"]))
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * adapters + 1
-    assert jax.tree.structure(trained(MODEL, params)["adapter"]) == jax.tree.structure(params["adapter"])
-    assert jax.tree.leaves(trained(MODEL, params)["base"]) == []
+    assert jax.tree.structure(trainable(MODEL, params)["adapter"]) == jax.tree.structure(params["adapter"])
+    assert jax.tree.leaves(trainable(MODEL, params)["base"]) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -94,7 +94,9 @@ def test_tensors_that_cannot_be(folder):
     tensors = load_file(folder / WEIGHTS)
     name = next(name for name in tensors if "layers.1.self_attn.q_proj.lora_A" in name)
     save_file({key: value for key, value in tensors.items() if key != name}, folder / WEIGHTS)
-    with pytest.raises(ModelFileError, match=r"lora_A of self_attn/q_proj is there for layers \[0, 2\]; the base has 3"):
+    with pytest.raises(
+        ModelFileError, match=r"lora_A of self_attn/q_proj is there for layers \[0, 2\]; the base has 3"
+    ):
         load_adapter(folder, model.config, base)
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 64), np.float32)}, folder / WEIGHTS)
     with pytest.raises(ModelFileError, match=r"tensor 'base_model.model.lm_head.lora_A.weight' is no adapter of"):

@@ -1,0 +1,69 @@
+"""What a run needs of each device's memory, and what to change where that is too much."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxft.core.mesh import device_bytes, path_text
+from jaxft.core.types import Model, Params
+
+if TYPE_CHECKING:
+    from jaxft.components.learner import Learner
+    from jaxft.components.local_adapter import LocalTrainerAdapterConfig
+    from jaxft.policy.policy import Policy
+
+
+def memory_needs(learner: "Learner", policy: "Policy", params: Params) -> dict[str, float]:
+    """MiB of each device by purpose; compiles the largest update."""
+    return {
+        **learner.memory(params, policy.engine.max_context_tokens),
+        "sampling weights": sampling_bytes(policy.model, params) / 2**20,
+        "sampling": policy.engine.cache_bytes() / 2**20,
+    }
+
+
+def sampling_bytes(model: Model, params: Params) -> int:
+    """Bytes of the weights that are decoded with, less what they share with those that are trained."""
+    decoded = jax.eval_shape(model.decode_layout, params)
+    layout = None if model.layout is None else model.layout.gathered()
+    is_cut = model.layout is not None and model.layout.mesh.shape["fsdp"] > 1
+    trained = {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def is_shared(path: Any, leaf: Any) -> bool:
+        own = trained.get(path_text(path))
+        return not is_cut and own is not None and own.shape == leaf.shape and own.dtype == leaf.dtype
+
+    extra = jax.tree_util.tree_map_with_path(lambda path, leaf: None if is_shared(path, leaf) else leaf, decoded)
+    return device_bytes(layout, extra)
+
+
+def advice(config: "LocalTrainerAdapterConfig", policy: "Policy", memory: dict[str, float]) -> str | None:
+    """What to change where a device has less than all that together; None where it fits, or nobody knows."""
+    has, needs = device_mebibytes(), sum(memory.values())
+    if has is None or needs <= has:
+        return None
+    engine, largest = policy.engine, max(memory, key=lambda purpose: memory[purpose])
+    remedies = {
+        "update": f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens}), or set "
+        f"llms.{config.llm}.remat to full",
+        "sampling": f"lower llms.{config.llm}.slots (now {engine.slots}), stored_prompts (now "
+        f"{engine.stored_prompts}) or max_context_tokens (now {engine.max_context_tokens})",
+    }
+    of_weights = (
+        f"train adapters (llms.{config.llm}.lora), divide the model over more devices (llms.{config.llm}.mesh, fsdp or "
+        "tensor), or keep its parameters in bfloat16 (dtype)"
+    )
+    return (
+        f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
+        f"{remedies.get(largest, of_weights)}"
+    )
+
+
+def device_mebibytes() -> float | None:
+    """The memory of one device: what jax may use of an accelerator's, or the machine's divided by its CPU devices."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return None if limit is None else limit / 2**20
