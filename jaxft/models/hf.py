@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from safetensors.numpy import save_file
 
 from jaxft.core.mesh import held
 from jaxft.core.types import Model, Params
@@ -31,9 +30,12 @@ from jaxft.models.hf_files import (
     check_manifest,
     local_folder,
     new_folder,
+    put_transposed,
     read_tensor,
+    scratch,
     stored_tensors,
     write_json,
+    write_tensors,
 )
 from jaxft.models.sharding import layout_of
 
@@ -132,14 +134,21 @@ def _read_parameter(
 ) -> jax.Array:
     """The parameter, layer by layer, cut for the devices of this process that hold it."""
     cuts: Any = sharding.addressable_devices_indices_map(shape)
-    shares = {str(cut): (cut, np.empty(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
+    shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
     for layer, name in enumerate(_names(tensor, shape)):
         values = read_tensor(stored[name])
-        values = values.T if tensor.is_transposed else values
         for cut, share in shares.values():
             part, of_layer = (share[layer], cut[1:]) if _is_per_layer(tensor) else (share, cut)
-            part[...] = values[of_layer]
-    arrays = [jax.device_put(shares[str(cut)][1], device) for device, cut in cuts.items()]
+            if tensor.is_transposed:
+                put_transposed(part, values[of_layer[::-1]])
+            else:
+                part[...] = values[of_layer]
+    arrays, waiting = [], [str(cut) for cut in cuts.values()]
+    for device in cuts:
+        own = waiting.pop(0)
+        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # given up as soon as nobody waits for it
+        arrays.append(jax.block_until_ready(jax.device_put(share, device)))
+        del share
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -228,8 +237,8 @@ def save_model(
 ) -> None:
     """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
-    Weights keep their dtype. All is written beside the folder and moved in one step: a folder is whole or absent. A
-    manifest says what was written; equal models give equal bytes.
+    Weights keep their dtype, and come to the host one tensor at a time. All is written beside the folder and moved in
+    one step: a folder is whole or absent. A manifest says what was written; equal models give equal bytes.
 
     Args:
         folder: made, with its parents; may exist when empty.
@@ -277,7 +286,8 @@ def _check_params(model: Model, flat: dict[str, Any]) -> None:
 def _write_weights(folder: Path, model: Model, flat: dict[str, Any], max_shard_bytes: float) -> None:
     shards: list[list[tuple[str, Tensor, int]]] = [[]]
     filled = total = 0
-    for tensor, shape in _parameter_shapes(model).items():
+    shapes = _parameter_shapes(model)
+    for tensor, shape in shapes.items():
         size = flat[tensor.path].nbytes // (shape[0] if _is_per_layer(tensor) else 1)
         for layer, name in enumerate(_names(tensor, shape)):
             if shards[-1] and filled + size > max_shard_bytes:
@@ -290,8 +300,8 @@ def _write_weights(folder: Path, model: Model, flat: dict[str, Any], max_shard_b
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        # Transformers refuses a file whose metadata does not say that its kernels are laid out as torch's are.
-        save_file({name: _for_file(flat, tensor, i) for name, tensor, i in shard}, folder / file, {"format": "pt"})
+        kinds = {name: (flat[tensor.path].dtype, _shape_in_file(tensor, shapes[tensor])) for name, tensor, _ in shard}
+        write_tensors(folder / file, kinds, (_for_file(flat, tensor, layer) for _, tensor, layer in shard))
         weight_map |= {name: file for name, _, _ in shard}
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

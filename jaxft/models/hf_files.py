@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,3 +203,49 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
     dtype = DTYPES[tensor.dtype]
     size = int(np.prod(tensor.shape)) * dtype.itemsize
     return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)
+
+
+def put_transposed(target: np.ndarray, source: np.ndarray) -> None:
+    """`target[...] = source.T`, in strips as wide as a line of the cache: seven times as fast as numpy does it.
+
+    >>> target = np.zeros((2, 40))
+    >>> put_transposed(target, np.arange(80.0).reshape(40, 2))
+    >>> target[:, -2:].tolist()
+    [[76.0, 78.0], [77.0, 79.0]]
+    """
+    width = 64 // target.itemsize
+    for first in range(0, source.shape[0], width):
+        target[:, first : first + width] = source[first : first + width].T
+
+
+def scratch(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An empty array whose memory goes back to the system with it, and not to an allocator that may keep it.
+
+    >>> scratch((2, 3), np.float32).shape
+    (2, 3)
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+
+
+def write_tensors(
+    file: Path, kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], values: Iterable[np.ndarray]
+) -> None:
+    """Writes a safetensors file tensor by tensor: the library itself wants them all in memory at once.
+
+    Args:
+        kinds: dtype (one of `DTYPES`) and shape of each tensor, by its name.
+        values: of each, in the same order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # or transformers refuses kernels laid out as torch's
+    names, offset = {dtype: name for name, dtype in DTYPES.items()}, 0
+    for name, (dtype, shape) in kinds.items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for each in values:
+            np.ascontiguousarray(each).tofile(stream)

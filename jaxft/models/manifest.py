@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -134,8 +135,14 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
         names = sorted(listed if only_listed else {*listed, *_names(folder)})
     except OSError as error:
         raise ManifestError(f"{folder} cannot be listed: {error}") from error
-    faults = {name: _fault(folder / name, listed.get(name), follow_links=only_listed) for name in names}
-    bad = [f"{name}: {fault}" for name, fault in faults.items() if fault is not None]
+
+    def fault(name: str) -> str | None:
+        return _fault(folder / name, listed.get(name), follow_links=only_listed)
+
+    with ThreadPoolExecutor() as threads:  # sums are made outside of the interpreter's lock
+        bad = [
+            f"{name}: {what}" for name, what in zip(names, threads.map(fault, names), strict=True) if what is not None
+        ]
     if bad:
         raise ManifestError(f"{folder} is not what its {MANIFEST} says: {'; '.join(bad)}")
     return manifest

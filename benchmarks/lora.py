@@ -1,0 +1,126 @@
+"""What adapters save: bytes of gradients, optimiser and a whole update, beside full finetuning; and how to decode them.
+
+    python benchmarks/lora.py                          # m60, rank 8: a few minutes on two CPU cores
+    python benchmarks/lora.py --model m2 --rank 4 --out lora.json
+
+Bytes follow from the compiled update, with microbatches of one row of 192 tokens. Rollouts are measured in turn with
+merged weights (merging counted) and with adapters applied beside the kernels; logits of both are compared. Exit code 1
+when gradients and optimiser take more than a tenth, the whole update more than 0.4, or logits differ by more than 1e-5.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxft
+from jaxft.bench.arguments import ALIASES
+from jaxft.core.cache import init_cache
+from jaxft.core.frozen import trainable
+from jaxft.core.generate import DecodeState, RowParams, decode
+from jaxft.core.mesh import device_bytes
+from jaxft.core.sampling import sampling_params
+
+ROWS, WIDTH, PROMPT, STEPS = 64, 192, 64, 32
+MOST = {"gradients and optimiser": 0.1, "whole update": 0.4, "logits": 1e-5}
+
+
+def main() -> int:
+    """Prints the bytes, the seconds and the difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="m60", help="m2, m60 or the name of a preset (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=8, help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="of the rollouts (default %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    arguments = parser.parse_args()
+    config = jaxft.preset(ALIASES.get(arguments.model, arguments.model))
+    plain, base = jaxft.init_model(config, jax.random.key(0))
+    model = jaxft.lora_decoder(config, jaxft.Lora(arguments.rank, 2.0 * arguments.rank))
+    adapter = jax.tree.map(lambda x: x + 0.01, jaxft.init_adapter(model, jax.random.key(1)))
+    params = {"base": base, "adapter": adapter}
+
+    whole, own = update_bytes(plain, base), update_bytes(model, params)
+    print(f"{'MiB':<26} {'full':>9} {'LoRA':>9} {'share':>7}")
+    for name in whole:
+        print(f"{name:<26} {whole[name] / 2**20:>9.1f} {own[name] / 2**20:>9.1f} {own[name] / whole[name]:>7.1%}")
+    difference = logits_difference(plain, model, params)
+    print(f"largest difference of logits, merged to beside: {difference:.2e}")
+    seconds = decoding_seconds(model, params, arguments.rounds)
+    merged = statistics.median(seconds["merged"])
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"{STEPS} tokens of {ROWS} rows, {name:<24} {middle:>7.3f} s ({middle / merged:.2f})")
+    found = {"full": whole, "lora": own, "logits": difference, "seconds": seconds}
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+    shares = {name: own[name] / whole[name] for name in whole} | {"logits": difference}
+    return int(any(shares[name] > most for name, most in MOST.items()))
+
+
+def update_bytes(model: jaxft.Model, params: Any) -> dict[str, int]:
+    """Bytes of a whole update with microbatches of one row, and of its parts."""
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(lambda p: jaxft.init_train_state(p, optimizer, model), params)
+    rng = np.random.default_rng(0)
+    batch = jaxft.Batch(
+        tokens=rng.integers(0, model.config.vocab_size, (2, WIDTH)).astype(np.int32),
+        completion_mask=np.broadcast_to(np.arange(WIDTH) >= PROMPT, (2, WIDTH)),
+        advantages=np.ones(2, np.float32),
+    )
+    update = jaxft.make_update(model, jaxft.grpo_loss, optimizer, microbatch_rows=1)
+    parts = {
+        "parameters": device_bytes(None, state.params),
+        "gradients and optimiser": device_bytes(None, trainable(model, state.params))
+        + device_bytes(None, state.opt_state),
+    }
+    temporary = update.temporary_bytes(state, batch)  # with the sums of the gradients
+    return parts | {"whole update": parts["parameters"] + device_bytes(None, state.opt_state) + temporary}
+
+
+def logits_difference(plain: jaxft.Model, model: jaxft.Model, params: Any) -> float:
+    """The largest, of 2 x 64 random tokens."""
+    tokens = jax.random.randint(jax.random.key(2), (2, 64), 0, plain.config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(64), tokens.shape)
+
+    def logits(model: jaxft.Model, params: Any) -> jax.Array:
+        return jax.jit(lambda p: model.unembed(p, model.apply(p, tokens, positions)[0]))(params)
+
+    merged = jaxft.merge(model.lora, params)
+    return float(jnp.abs(logits(plain, merged) - logits(model, params)).max())
+
+
+def decoding_seconds(model: jaxft.Model, params: Any, rounds: int) -> dict[str, list[float]]:
+    """Of a decoding loop in turn: with merged weights, merged anew each time, and with adapters beside the kernels."""
+    merge = jax.jit(model.decode_layout)
+    sample = jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
+    places = jnp.full(ROWS, WIDTH // 2, jnp.int32)
+    state = DecodeState(
+        init_cache(model, ROWS, WIDTH, jnp.float32), jnp.zeros_like(places), places, jnp.ones(ROWS, bool)
+    )
+    keys = jax.random.split(jax.random.key(3), ROWS)
+    rows = RowParams(sampling_params(ROWS), keys, jnp.full((ROWS, 1), -1), jnp.full(ROWS, WIDTH))
+    sides: dict[str, Callable[[], Any]] = {
+        "merged": lambda: sample(merge(params), state, rows),
+        "adapters beside kernels": lambda: sample(params, state, rows),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, run in sides.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            if number:  # the first compiles
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
