@@ -3,9 +3,10 @@
     python benchmarks/scaling.py                             # meshes of eight CPU devices: a minute or two
     python benchmarks/scaling.py --mesh 2x2x2 --out agreement.json
 
-Of every mesh (data x fsdp x tensor): the loss, each gradient and the parameters after a step of SGD, the
-log-probabilities of the same tokens, and what `generate` and the engine sample, all beside those of one device; and an
-training state that was written on the mesh and restored on another one. Without an accelerator, the CPU is divided
+Of every mesh (data x fsdp x tensor): the loss, each gradient (of adapters, too) and the parameters after a step of SGD,
+the log-probabilities of the same tokens, and what `generate` and the engine sample, all beside those of one device; and
+training states, with adapters and without, that were written on the mesh and restored on another one.
+Without an accelerator, the CPU is divided
 into eight devices. Exit code 1 when something differs by more than it may.
 """
 
@@ -30,7 +31,7 @@ import numpy as np
 import optax
 
 import jaxft
-from jaxft.core.update import loss_and_gradients
+from jaxft.core.update import TrainState, loss_and_gradients
 from jaxft.policy.requests import Request
 from jaxft.runs.checkpoint import Checkpoints
 from jaxft.runs.directory import RunDirectory
@@ -44,6 +45,7 @@ ALLOWED = {
     "log-probabilities": 1e-5,
     "log-probabilities of generate": 1e-5,
     "log-probabilities of the engine": 1e-5,
+    "gradients of adapters": 1e-5,
     "restored on another mesh": 0.0,
 }
 """The largest differences: gradients and parameters of each leaf, relative to the largest of it."""
@@ -90,7 +92,8 @@ def compared(alone: dict[str, Any], sizes: Sequence[int]) -> dict[str, float]:
         is_same = np.cumprod(tokens == wanted_tokens, axis=1, dtype=bool)  # up to where a row begins to differ
         figures[f"log-probabilities of {who}"] = float(np.abs(np.where(is_same, logprobs - wanted, 0)).max())
         figures[f"  rows of {who} that diverge"] = float((~is_same).any(axis=1).mean())
-    return {**figures, "restored on another mesh": restored(mesh, on_mesh["state"])}
+    figures["gradients of adapters"] = relative(on_mesh["adapter gradients"], alone["adapter gradients"])
+    return {**figures, "restored on another mesh": max(restored(mesh, state) for state in on_mesh["states"])}
 
 
 def measured(mesh: Any) -> dict[str, Any]:
@@ -118,10 +121,20 @@ def measured(mesh: Any) -> dict[str, Any]:
     kept = jax.tree.map(jnp.copy, params)
     stepped, _ = update(jaxft.init_train_state(kept, descend, model), batch)
     found["stepped"] = jax.device_get(stepped.params)
-    adam = optax.adamw(1e-3)
-    state = jaxft.init_train_state(params, adam, model)
-    found["state"], _ = jaxft.make_update(model, jaxft.grpo_loss, adam)(state, batch)
+    adapted = jaxft.lora_decoder(config(), jaxft.Lora(4, 8.0), layout=model.layout)
+    fresh = jax.tree.map(lambda leaf: leaf + 0.02, jaxft.init_adapter(adapted, jax.random.key(2)))
+    with_adapters = {"base": jax.tree.map(jnp.copy, params), "adapter": fresh}
+    _, _, gradients = jax.jit(partial(loss_and_gradients, adapted, jaxft.grpo_loss))(with_adapters, batch)
+    found["adapter gradients"] = jax.device_get(gradients)
+    found["states"] = [trained(model, params, batch), trained(adapted, with_adapters, batch)]
     return found
+
+
+def trained(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> TrainState:
+    """The state after a step of AdamW."""
+    adam = optax.adamw(1e-3)
+    update = jaxft.make_update(model, jaxft.grpo_loss, adam)
+    return update(jaxft.init_train_state(params, adam, model), batch)[0]
 
 
 def served(model: jaxft.Model, params: Any, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

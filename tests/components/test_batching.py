@@ -107,3 +107,13 @@ def test_pairs_stay_together(make_sequence):
 def test_nothing_is_no_batch():
     with pytest.raises(ValueError, match="there are no rows"):
         make_batch([], microbatch_tokens=64)
+
+
+def test_microbatches_divide_over_a_mesh(make_sequence):
+    rows = [Row(make_sequence(number), number) for number in range(11)]
+    for shares, pairs in ((4, False), (6, False), (4, True)):
+        count = 10 if pairs else 11
+        placed = make_batch(rows[:count], microbatch_tokens=64, pairs=pairs, row_shares=shares)
+        assert all(height % shares == 0 for height, _ in placed.microbatch_shapes)
+        assert sum(height for height, _ in placed.microbatch_shapes) == placed.batch.tokens.shape[0] >= count
+        assert placed.batch.completion_mask.any(axis=1).sum() == count

@@ -1,11 +1,18 @@
 """Meshes and layouts, as far as they can be judged without devices; what is computed on them is in test_scaling.py."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+import jaxft
 from jaxft.core.mesh import AXES, Layout, device_bytes, make_mesh
+from jaxft.models.decoder import decoder
+from jaxft.policy.workspace import Workspace
 
 RULES = (("q_proj/kernel", ("fsdp", "tensor")), ("*_proj/bias", ("tensor",)), ("embedding", ("tensor", "fsdp")))
 
@@ -68,6 +75,21 @@ def test_rows_that_do_not_divide():
     layout(2, 4, 2).check_rows(16, "rows")
     with pytest.raises(ValueError, match=r"13 rows do not divide over the 8 parts of the mesh \(data 2 x fsdp 4\)"):
         layout(2, 4, 2).check_rows(13, "rows")
+
+
+def test_a_batch_that_does_not_divide():
+    """Found before anything is compiled or placed."""
+    config = replace(jaxft.preset("qwen3-50k"), num_kv_heads=4)
+    model = decoder(config, layout=layout(2, 2, 2))
+    batch = jaxft.Batch(np.zeros((6, 8), np.int32), np.ones((6, 8), bool), np.ones(6, np.float32))
+    update = jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"6 rows of a microbatch do not divide over the 4 parts of the mesh"):
+        update.microbatches(batch)
+    assert len(jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0), microbatch_rows=4).microbatches(batch)) == 2
+    with pytest.raises(ValueError, match=r"6 slots do not divide over the 4 parts"):
+        Workspace(model, seed=0, slots=6, length=64, stored_prompts=8)
+    with pytest.raises(ValueError, match=r"9 stored prompts do not divide over the 4 parts"):
+        Workspace(model, seed=0, slots=8, length=64, stored_prompts=9)
 
 
 def test_bytes_of_each_device():

@@ -181,7 +181,7 @@ def test_a_validation_file_brings_its_own_agent_and_shares_the_models(run_file, 
     assert "eval.evaluators: has no 'match', which gives the reward" in capsys.readouterr().err
 
 
-def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsys):
+def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsys, monkeypatch):
     def real(run):
         run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}
         run["trainer_adapters"]["local"] = {
@@ -192,11 +192,17 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     shown = capsys.readouterr().out
     assert "dataset      3 examples, the first '0'" in shown
     assert "components   ToyTrainer, ToyBuilder, LocalTrainerAdapter" in shown
-    for purpose in ("parameters", "optimizer", "reference", "update", "sampling", "in all"):
+    for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
         assert f"MiB  {purpose}" in shown
     assert "of the policy that is trained" in shown and "holds a run" not in shown
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
+
+    with monkeypatch.context() as small:
+        small.setattr("jaxft.components.memory_needs.device_mebibytes", lambda: 1.0)
+        assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 1
+    said = capsys.readouterr().err
+    assert "this does not fit: a device has 1 MiB and" in said and "microbatch_tokens (now 384)" in said
 
     def disabled(run):
         run["finetuning"]["enabled"] = False
@@ -243,6 +249,22 @@ def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
     assert "configuration  no faults" in capsys.readouterr().out
     assert main(["doctor", "--config_file", run_file(lambda run: run.pop("workflow"))]) == 2
     assert "workflow: is required, but not there" in capsys.readouterr().err
+
+
+def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
+    def on_a_mesh(run):
+        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-1m", "mesh": {"data": 16, "tensor": 2}}
+
+    assert main(["doctor", "--sharding"]) == 0
+    assert "llama, mistral, qwen2, qwen3\nembedding" in capsys.readouterr().out
+    command = ["doctor", "--sharding", "--config_file", run_file(on_a_mesh)]  # of more devices than are here
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "llms.policy\nmesh: data 16, fsdp 1, tensor 2" in shown and "layers/mlp/up_proj/kernel" in shown
+    assert main([*command, "--set", "llms.policy.mesh.tensor=4"]) == 2
+    assert "llms.policy.mesh: num_kv_heads is 2, which does not divide over the 4 devices" in capsys.readouterr().err
+    assert main([*command, "--set", "llms.policy.mesh.data=-1"]) == 2
+    assert "mesh is data -1 x fsdp 1 x tensor 2, which does not multiply to 1 devices" in capsys.readouterr().err
 
 
 def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tmp_path, capsys, monkeypatch):
