@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from jaxft.harness.compile_cache import use_compile_cache
+from jaxft.harness.cpu_devices import order_cpu_devices
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.errors import ConfigError, JaxftError
@@ -169,6 +170,7 @@ def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
     closed first). Errors that nobody foresaw pass through with their traceback.
     """
     use_compile_cache()
+    order_cpu_devices()
     shutdown = Shutdown()
 
     async def until_signalled() -> None:
