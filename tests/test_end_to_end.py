@@ -290,7 +290,7 @@ def test_the_command_line_trains(finetune, tmp_path):
     ("rows", "code", "message"),
     [
         ((question("one"), "{broken"), 2, "rows.jsonl:2: "),
-        ((question("silence"),), 3, "nothing could be learned in 1 epochs"),
+        pytest.param((question("silence"),), 3, "nothing could be learned in 1 epochs", marks=pytest.mark.slow),
     ],
 )
 def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
@@ -339,6 +339,7 @@ async def compiling(config: CompilingConfig, builder: Any) -> Any:
     yield play
 
 
+@pytest.mark.slow
 def test_a_strict_run_fails_when_something_compiles(tmp_path):
     changes = {
         "finetuning__strict_compile": True,

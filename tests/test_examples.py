@@ -128,6 +128,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_part_of_a_run_can_be_ones_own(runs):
     folder, done = runs[0] / "custom_components", runs[1]["config.yml"]
     assert (done.returncode, done.stderr) == (0, "")
@@ -158,6 +159,7 @@ def test_every_part_of_a_run_can_be_ones_own(runs):
     assert resolved["trainer_adapters"]["my_adapter"]["backend"]["api_key"] == "**********"
 
 
+@pytest.mark.slow
 def test_the_shipped_parts_train_the_same_agent(runs):
     folder, done = runs[0] / "shipped_components", runs[1]["shipped.yml"]
     assert (done.returncode, done.stderr) == (0, "")
@@ -168,6 +170,7 @@ def test_the_shipped_parts_train_the_same_agent(runs):
 
 
 @pytest.mark.skipif(not HAS_OPENAI, reason="openai is not installed")
+@pytest.mark.slow
 def test_a_judge_scores_and_its_key_is_seen_nowhere(runs):
     folder, done = runs[0] / "judged", runs[1]["judge.yml"]
     assert (done.returncode, done.stderr) == (0, "")

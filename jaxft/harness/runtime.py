@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from jaxft.harness.compile_cache import use_compile_cache
-from jaxft.harness.cpu_devices import order_cpu_devices
 from jaxft.harness.config import Config, load_config
+from jaxft.harness.cpu_devices import order_cpu_devices
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.errors import ConfigError, JaxftError
 from jaxft.harness.layers import literal

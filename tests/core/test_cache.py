@@ -41,6 +41,7 @@ decode_jitted = jax.jit(decode_near, static_argnums=(0, 4, 5))
 
 
 @pytest.mark.parametrize(("position", "fewest"), [(20, 2), (119, 2), (125, 3), (250, 4)])
+@pytest.mark.slow
 def test_blocks_behind_a_row_change_no_bit(tiny, position, fewest):
     model, params = tiny
     rows = RowParams(
