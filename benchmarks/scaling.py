@@ -32,11 +32,12 @@ import optax
 
 import jaxft
 from jaxft.core.update import TrainState, loss_and_gradients
+from jaxft.harness.cpu_devices import order_cpu_devices
 from jaxft.policy.requests import Request
 from jaxft.runs.checkpoint import Checkpoints
 from jaxft.runs.directory import RunDirectory
 
-jax.config.update("jax_cpu_enable_async_dispatch", False)  # or programs wait for each other's threads
+order_cpu_devices()
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2))
 ROWS, WIDTH, PROMPT, NEW = 16, 48, 16, 24

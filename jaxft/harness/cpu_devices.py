@@ -5,14 +5,20 @@ import os
 DIVIDED = "xla_force_host_platform_device_count"
 """The flag of XLA that divides it."""
 
+THREADS = "32"
+"""Of XLA's pools, unless `NPROC` says otherwise; by default no more than devices."""
+
 
 def order_cpu_devices() -> None:
-    """Lets such devices run one program after the other; nothing where there is no flag in `XLA_FLAGS`.
+    """Lets such devices compute without waiting for each other's threads; nothing without the flag in `XLA_FLAGS`.
 
-    Several programs at once share the threads of the CPU. Where one waits in a collective for a device whose thread the
-    other has, both wait until XLA ends the process.
+    The devices share the threads of the CPU. In a collective each holds one until all have come, and one that still
+    computes, or another program, needs more of them: so there are more, and one program runs after the other. Otherwise
+    all can wait, until XLA ends the process. To be called before jax has counted its devices.
     """
     if DIVIDED in os.environ.get("XLA_FLAGS", ""):
+        os.environ.setdefault("NPROC", THREADS)
+
         import jax
 
         jax.config.update("jax_cpu_enable_async_dispatch", False)
