@@ -25,6 +25,11 @@ class OptimizerConfig(ConfigModel):
     end_share: float = Field(default=0.1, ge=0.0, le=1.0, description="Share of the learning rate that it falls to.")
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
+    mean_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Of AdamW's mean gradient; null for that of the parameters. bfloat16 halves it; the mean square "
+        "stays as wide as the parameters, or its small changes would be lost.",
+    )
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
     max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
 
@@ -47,6 +52,7 @@ def make_optimizer(config: OptimizerConfig) -> "optax.GradientTransformation":
         learning_rate,
         b1=config.b1,
         b2=config.b2,
+        mu_dtype=config.mean_dtype,
         weight_decay=config.weight_decay,
         # Norms and biases stay out: stacked over layers they have two axes, so names decide and not ranks.
         mask=lambda params: jax.tree_util.tree_map_with_path(
