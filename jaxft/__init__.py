@@ -36,7 +36,7 @@ _HOMES = {
     "jaxft.models.config": ("DecoderConfig", "Lora", "preset"),
     "jaxft.models.sharding": ("layout_of",),
     "jaxft.models.lora": ("base_model", "init_adapter", "lora_decoder", "merge"),
-    "jaxft.models.peft": ("adapter_numbers", "load_adapter", "save_adapter"),
+    "jaxft.models.peft": ("adapter_numbers", "load_adapter", "load_merged", "save_adapter"),
     "jaxft.models.hf": ("init_model", "load_model", "save_model"),
     "jaxft.policy.chat": ("load_tokenizer",),
     "jaxft.policy.policy": ("Policy",),

@@ -181,6 +181,7 @@ from jaxft.models.lora import (
 from jaxft.models.peft import (
     adapter_numbers as adapter_numbers,
     load_adapter as load_adapter,
+    load_merged as load_merged,
     save_adapter as save_adapter,
 )
 from jaxft.models.sharding import (

@@ -157,11 +157,11 @@ class Learner:
         """The counters that decide the next jobs, for JSON."""
         return {"jobs": self.jobs, "applied_jobs": self._applied_jobs, "bad_updates": self.bad_updates}
 
-    def arrays(self, params: Params) -> dict[str, Any]:
-        """All arrays that decide the next jobs, those of the policy among them; but for a frozen base."""
+    def arrays(self, params: Params, *, with_base: bool = False) -> dict[str, Any]:
+        """All arrays that decide the next jobs, those of the policy among them; a frozen base only if asked for."""
         self._prepare(params)
         return {
-            "params": trainable(self._model, params),
+            "params": params if with_base else trainable(self._model, params),
             "opt_state": self.opt_state,
             "step": self.step,
             "ref_params": self.ref_params,
@@ -194,11 +194,12 @@ class Learner:
             return device_bytes(self._model.layout, tree) / 2**20
 
         moved = trainable(self._model, trained)
+        reference = trainable(self._model, params) if self.ref_params is None else self.ref_params
         gradients = size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved))
         return {
             "parameters": size(state.params),
             "optimizer": size(state.opt_state),
-            "reference": size(trainable(self._model, params)) if self._loss_config.needs_reference else 0.0,
+            "reference": size(reference) if self._loss_config.needs_reference else 0.0,
             "gradients": gradients,
             "update": max(0.0, self._update.temporary_bytes(state, batch) / 2**20 - gradients),
         }
@@ -214,13 +215,17 @@ class Learner:
         for batch in self._empty_batches().all(longest):
             policy = state.params if self.value_head is None else state.params["policy"]
             recorded = Batch(**{name: value for name, value in batch._asdict().items() if name in BEFORE_SCORING})
+            head = None if self.value_head is None else state.params["value_head"]
             if self._needs_old:
-                self._scored(policy, recorded, value_head=self.value_head)
+                self._scored(policy, recorded, value_head=head)
             if self._loss_config.needs_reference:
                 self._scored(policy, recorded, value_head=None)
             for parts in (batch, [batch, batch]):  # alone, and as one of several
                 state, _ = self._update(state, parts)
         self.opt_state, self.step = state.opt_state, state.step
+        if self.ref_params is not None and self._loss_config.reference.update_every is not None:
+            moving = trainable(self._model, self.ref_params)
+            mix(moving, moving, self._loss_config.reference.mixing)
         if self.value_head is None:
             return state.params
         self.value_head = state.params["value_head"]
@@ -242,6 +247,8 @@ class Learner:
             trained = {"policy": params, "value_head": self.value_head}
         fresh = init_train_state(trained, self._optimizer, self._model)
         self.opt_state, self.step = fresh.opt_state, fresh.step
+        if self.value_head is not None:
+            self.value_head = fresh.params["value_head"]
         if self._loss_config.needs_reference and self.ref_params is None:
             # Copied, as the originals are about to be donated; a frozen base is shared.
             self.ref_params = jax.tree.map(jnp.copy, trainable(self._model, params))

@@ -226,11 +226,16 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Counters, and the arrays of policy, optimiser, reference and value head, on the device thread."""
         with memory_errors(self.adapter_config, self.policy.engine):
-            return await self.policy.read(lambda params: save(self._values(params), self.learner.arrays(params)))
+            return await self.policy.read(lambda params: self._saved(save, params))
 
-    def _values(self, params: Any) -> dict[str, Any]:
+    def _saved(self, save: Callable[[dict[str, Any], Any], T], params: Any) -> T:
         values = {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
-        return values if self.policy.model.lora is None else {**values, "base": _fingerprint(params)}
+        if self.policy.model.lora is None:
+            return save(values, self.learner.arrays(params))
+        base, holds_base = self.policy.base_of(params), not self.policy.has_own_base(params)
+        return save(
+            {**values, "base": base, "holds_base": holds_base}, self.learner.arrays(params, with_base=holds_base)
+        )
 
     async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
         """Goes on from a checkpoint.
@@ -238,17 +243,22 @@ class LocalTrainerAdapter(TrainerAdapter):
         Raises:
             RestoreError: it is of another model, another optimiser, another dtype.
         """
+        llm, has_adapters = self.adapter_config.llm, "base" in values
+        if has_adapters != (self.policy.model.lora is not None):
+            held = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
+            raise RestoreError(f"the checkpoint holds {held}: continue it with its own configuration")
         self._has_warned = values["has_warned"]
         with memory_errors(self.adapter_config, self.policy.engine):
             await self.policy.restore(partial(self._restored, values, read), values["policy_version"])
 
     def _restored(self, values: dict[str, Any], read: Callable[[Any], Any], params: Any) -> Any:
-        if "base" in values and (self.policy.model.lora is None or values["base"] != _fingerprint(params)):
+        holds_base = values.get("holds_base", False)
+        if "base" in values and not holds_base and values["base"] != self.policy.base_of(params):
             raise RestoreError(
                 f"the checkpoint holds adapters of another base than that of llms.{self.adapter_config.llm}: continue "
                 "it with the base it was made with"
             )
-        return self.learner.restore(values, read(self.learner.arrays(params)), params)
+        return self.learner.restore(values, read(self.learner.arrays(params, with_base=holds_base)), params)
 
     def is_busy(self) -> bool:
         """Whether a job has not ended."""
@@ -346,13 +356,6 @@ class LocalTrainerAdapter(TrainerAdapter):
         params, learned = self.learner.learn(gathered.rows, credit, params, goes_on, job.bad_updates.append)
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**figures, **learned, "policy_version": version}
-
-
-def _fingerprint(params: Any) -> str:
-    from jaxft.core.frozen import BASE
-    from jaxft.models.peft import base_fingerprint
-
-    return base_fingerprint(params[BASE])
 
 
 @register_trainer_adapter(config_type=LocalTrainerAdapterConfig)

@@ -1,6 +1,7 @@
 """`_type: local_policy`: a model that lives, samples and is trained in this process."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
@@ -128,12 +129,26 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
 
     def sharding_table(self) -> str | None:
         """As every language model's; nothing without a mesh."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxft.core.frozen import ADAPTER, BASE
+        from jaxft.models.decoder import decoder
+        from jaxft.models.lora import lora_decoder
+        from jaxft.models.peft import adapter_numbers
         from jaxft.models.sharding import layout_of, parameters_table
 
         if self.mesh is None:
             return None
-        shape = self.shape()
-        return parameters_table(shape, layout_of(shape, self.mesh.planned(), strict=self.mesh.strict))
+        shape, dtype = self.shape(), jnp.dtype(self.dtype)
+        layout = layout_of(shape, self.mesh.planned(), strict=self.mesh.strict)
+        of_base = jax.eval_shape(decoder(shape).init, jax.random.key(0))
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), of_base)
+        if self.lora is not None:
+            lora = self.lora.numbers() if self.lora.path is None else adapter_numbers(self.lora.path)
+            adapted = jax.eval_shape(lora_decoder(shape, lora).init, jax.random.key(0))
+            params = {BASE: params, ADAPTER: adapted[ADAPTER]}
+        return parameters_table(params, layout)
 
     def shape(self) -> "DecoderConfig":
         """The shape of the model, for which no weights are read."""
@@ -194,11 +209,17 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,
         stored_prompts=config.stored_prompts,
-        base=None if folder is None else str(folder.absolute()),
+        base=None if config.path is None else base_name(config.path),
     )
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
     yield ChatClient(policy, name)
     policy.close()
+
+
+def base_name(path: str) -> str:
+    """How others find a checkpoint: a folder by its whole path, the hub's by its id."""
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def with_adapters(

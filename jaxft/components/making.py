@@ -54,4 +54,9 @@ def load_reference(config: "LocalTrainerAdapterConfig", policy: "Policy") -> Any
         )
     if policy.model.lora is None:
         return params
+    if config.loss.reference.update_every is not None:
+        raise ComponentError(
+            "loss.reference: with adapters, a reference of its own (path) has another base and cannot follow the "
+            "policy; leave out update_every or path"
+        )
     return {BASE: params, ADAPTER: init_adapter(policy.model, jax.random.key(0))}

@@ -1,12 +1,11 @@
 """What a run needs of each device's memory, and what to change where that is too much."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxft.core.mesh import device_bytes, path_text
-from jaxft.core.types import Model, Params
+from jaxft.core.types import Params
 
 if TYPE_CHECKING:
     from jaxft.components.learner import Learner
@@ -16,26 +15,9 @@ if TYPE_CHECKING:
 
 def memory_needs(learner: "Learner", policy: "Policy", params: Params) -> dict[str, float]:
     """MiB of each device by purpose; compiles the largest update."""
-    return {
-        **learner.memory(params, policy.engine.max_context_tokens),
-        "sampling weights": sampling_bytes(policy.model, params) / 2**20,
-        "sampling": policy.engine.cache_bytes() / 2**20,
-    }
-
-
-def sampling_bytes(model: Model, params: Params) -> int:
-    """Bytes of the weights that are decoded with, less what they share with those that are trained."""
-    decoded = jax.eval_shape(model.decode_layout, params)
-    layout = None if model.layout is None else model.layout.gathered()
-    is_cut = model.layout is not None and model.layout.mesh.shape["fsdp"] > 1
-    trained = {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-    def is_shared(path: Any, leaf: Any) -> bool:
-        own = trained.get(path_text(path))
-        return not is_cut and own is not None and own.shape == leaf.shape and own.dtype == leaf.dtype
-
-    extra = jax.tree_util.tree_map_with_path(lambda path, leaf: None if is_shared(path, leaf) else leaf, decoded)
-    return device_bytes(layout, extra)
+    weights, cache = policy.sampling_bytes(params)
+    training = learner.memory(params, policy.engine.max_context_tokens)
+    return {**training, "sampling weights": weights / 2**20, "sampling": cache / 2**20}
 
 
 def advice(config: "LocalTrainerAdapterConfig", policy: "Policy", memory: dict[str, float]) -> str | None:

@@ -21,6 +21,8 @@ IMMUTABLE = (
     "llms.*.preset",
     "llms.*.tokenizer",
     "llms.*.dtype",
+    "llms.*.lora",
+    "llms.*.lora.*",
     "trainers.*._type",
     "trajectory_builders.*._type",
     "trainer_adapters.*._type",

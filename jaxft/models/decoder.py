@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.mesh import Layout, gather
+from jaxft.core.mesh import Layout, gather, path_text
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -197,7 +197,7 @@ def decoder(
 def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: Lora | None) -> Model:
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
     init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, lora=lora))
-    _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True))
+    _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
 
     def init(key: Any) -> Params:
         ends_key, layers_key = jax.random.split(key)
@@ -257,7 +257,9 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
 
     def decode_layout(params: Params) -> Params:
         layers = per_layer(params["layers"], config.num_layers)
-        transposed = jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, layers)
+        transposed = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf.T if path_text(path).endswith("/kernel") else leaf, layers
+        )
         return used({"ends": params["ends"], "transposed_layers": transposed})
 
     def used(params: Any) -> Any:

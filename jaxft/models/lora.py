@@ -2,7 +2,8 @@
 
 Parameters are `{"base": ..., "adapter": ...}`: the base as any decoder's, and a tree with `lora_a [L D r]` and
 `lora_b [L r F]` of every projection that has an adapter. Training applies them beside the kernels; decoding uses merged
-kernels, made once per policy version (`Model.decode_layout`).
+kernels, made once per policy version (`Model.decode_layout`), but for a base that is narrower than its adapters: there
+merging would round most of what they say away.
 """
 
 from functools import cache, partial
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxft.core.cache import compute_dtype
 from jaxft.core.frozen import ADAPTER, BASE
 from jaxft.core.mesh import Layout, held
 from jaxft.core.types import Model, Params
@@ -35,16 +37,25 @@ def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layou
         return {BASE: plain.init(base_key), ADAPTER: held(layout, adapter)}
 
     def apply(params: Params, *arguments: Any, **named: Any) -> Any:
-        if BASE not in params:  # merged, to decode
-            return plain.apply(params, *arguments, **named)
-        together = {**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])}
-        return beside.apply(unflatten_dict(together), *arguments, **named)
+        if BASE in params:
+            return beside.apply(together(params), *arguments, **named)
+        return (beside if has_adapters(params) else plain).apply(params, *arguments, **named)
 
     def unembed(params: Params, hidden: Any) -> Any:
         return plain.unembed(params.get(BASE, params), hidden)
 
     def decode_layout(params: Params) -> Params:
+        if params[BASE]["ends"]["embedding"].dtype.itemsize < jnp.dtype(jnp.float32).itemsize:
+            dtype = compute_dtype(params[BASE])
+            narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params[ADAPTER])
+            return beside.decode_layout(together({BASE: params[BASE], ADAPTER: narrow}))
         return plain.decode_layout(merge(lora, params))
+
+    def together(params: Params) -> Params:
+        return unflatten_dict({**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])})
+
+    def has_adapters(params: Params) -> bool:
+        return any(path[-1] == "lora_a" for path in flatten_dict(params["transposed_layers"][0]))
 
     return plain._replace(init=init, apply=apply, unembed=unembed, decode_layout=decode_layout, lora=lora)
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -35,7 +36,7 @@ from jaxft.models.hf_files import (
 from jaxft.models.lora import base_model, merge
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
-FINGERPRINT = "base_fingerprint"
+FINGERPRINT, FINGERPRINT_ROWS = "base_fingerprint", 8
 
 NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight")
 
@@ -186,17 +187,18 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
     place = folder / BASE if (folder / BASE).is_dir() else named
     if not isinstance(place, str | Path):
         raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is {named!r}; wanted where the base is")
-    model, base = load_model(place, dtype=dtype)
+    model, base = load_model(place)  # in full, and rounded once they are merged
     assert isinstance(model.config, DecoderConfig)
-    return model, merge(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
+    merged = merge(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
+    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
 
 
 def base_fingerprint(base: Params) -> str:
-    """Tells one base from another by its norms and the first rows of its embedding, in bfloat16 whatever it has."""
+    """Tells one base from another by a few rows of every parameter, in bfloat16 whatever it has."""
     digest = hashlib.sha256()
-    ends = base["ends"]
-    for leaf in (ends["embedding"][:8], ends["norm"]["scale"], base["layers"]["input_layernorm"]["scale"]):
-        digest.update(np.asarray(jnp.asarray(leaf, jnp.bfloat16)).tobytes())
+    for path, leaf in sorted(flatten_dict(base, sep="/").items()):
+        rows = leaf[:, :FINGERPRINT_ROWS] if path.startswith("layers/") else leaf[:FINGERPRINT_ROWS]
+        digest.update(np.asarray(jnp.asarray(rows, jnp.bfloat16)).tobytes())
     return digest.hexdigest()
 
 
@@ -208,7 +210,7 @@ def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
     found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
     for name, tensor in tensors_of_file(file).items():
         match = NAME.fullmatch(name)
-        if match is None:
+        if match is None or match[2].replace(".", "/") not in PROJECTIONS:
             raise ModelFileError(f"{file}: tensor {name!r} is no adapter of a decoder's projection")
         found.setdefault((match[2].replace(".", "/"), match[3].lower()), {})[int(match[1])] = tensor
     return found

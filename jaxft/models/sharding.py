@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.mesh import Layout, Rules, path_text
+from jaxft.core.types import Params
 from jaxft.models.config import DecoderConfig, Family
 from jaxft.models.decoder import decoder
 
@@ -77,17 +78,16 @@ def rules_table() -> str:
     return "\n".join(lines)
 
 
-def parameters_table(config: DecoderConfig, layout: Layout, *, itemsize: int = 4) -> str:
-    """Every parameter with its shape, its partition and the MiB of it on each device."""
-    shapes = jax.eval_shape(decoder(config).init, jax.random.key(0))
+def parameters_table(shapes: Params, layout: Layout) -> str:
+    """Every parameter (or shape) of a tree with its partition and the MiB of it on each device."""
     sizes = ", ".join(f"{name} {size}" for name, size in layout.mesh.shape.items())
-    lines = [f"mesh: {sizes}", f"{'parameter':<40} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
+    lines = [f"mesh: {sizes}", f"{'parameter':<52} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = path_text(path)
         sharding = layout.sharding(name, leaf.shape)
         cut = ", ".join(axis or NO_AXIS for axis in sharding.spec) or NO_AXIS
-        held = math.prod(sharding.shard_shape(leaf.shape)) * itemsize
-        lines.append(f"{name:<40} {leaf.shape!s:<22} {cut:<26} {held / 2**20:>12.3f}")
+        held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        lines.append(f"{name:<52} {leaf.shape!s:<22} {cut:<26} {held / 2**20:>12.3f}")
         total += held
-    return "\n".join([*lines, f"{'in all':<90} {total / 2**20:>12.3f}"])
+    return "\n".join([*lines, f"{'in all':<102} {total / 2**20:>12.3f}"])

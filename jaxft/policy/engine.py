@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from jaxft.core.types import Model, Params
 from jaxft.policy.device import DeviceThread, first_line, is_out_of_memory, presentable
@@ -86,9 +87,9 @@ class Engine:
         """Tokens prefilled, reused and sampled so far."""
         return self._workspace.counts
 
-    def cache_bytes(self) -> int:
+    def cache_bytes(self, dtype: Any) -> int:
         """Bytes of all keys and values, of slots and stored prompts."""
-        return self._workspace.cache_bytes()
+        return self._workspace.cache_bytes(dtype)
 
     def forget_prompts(self) -> None:
         """On the device thread: the parameters are about to change, and what is stored with them."""

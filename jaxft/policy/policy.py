@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxft.core.types import Model, Params, same_params
+from jaxft.core.frozen import BASE
+from jaxft.core.types import Model, Params
 from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.device import CompileCounter, DeviceThread
 from jaxft.policy.engine import Engine
 from jaxft.policy.faults import PolicyLostError
+from jaxft.policy.relayout import Relayout
 from jaxft.policy.requests import Request
 
 HEALTH = 3
@@ -57,10 +58,11 @@ class Policy:
         self.version = 0
         self.compiles = CompileCounter()
         self._base = base
+        self._first_base = None if model.lora is None else self.base_of(params)
         self._params = params
         self._decode_params: Params | None = None
         self._lost: str | None = None
-        self._relayout = jax.jit(model.decode_layout)
+        self._relayout = Relayout(model)
         self._device = DeviceThread()
         self.engine = Engine(
             model,
@@ -152,9 +154,31 @@ class Policy:
         from jaxft.models.hf import save_model
         from jaxft.models.peft import save_adapter
 
-        path, save = Path(folder), save_model if self.model.lora is None else partial(save_adapter, base=self._base)
-        await self.read(lambda params: save(path, self.model, params, tokenizer=self.tokenizer))
+        path = Path(folder)
+
+        def save(params: Params) -> None:
+            if self.model.lora is None:
+                save_model(path, self.model, params, tokenizer=self.tokenizer)
+            else:
+                base = self._base if self.has_own_base(params) else None
+                save_adapter(path, self.model, params, base=base, tokenizer=self.tokenizer)
+
+        await self.read(save)
         return path
+
+    def base_of(self, params: Params) -> str:
+        """Tells the base of adapters from another one."""
+        from jaxft.models.peft import base_fingerprint
+
+        return base_fingerprint(params[BASE])
+
+    def has_own_base(self, params: Params) -> bool:
+        """Whether the base of adapters is the one that the policy was made with: a warm start may have changed it."""
+        return self._first_base == self.base_of(params)
+
+    def sampling_bytes(self, params: Params) -> tuple[int, int]:
+        """What decoding takes on each device: weights of its own, and keys and values."""
+        return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))
 
     def close(self) -> None:
         """Ends the device thread."""
@@ -164,8 +188,7 @@ class Policy:
     def _sampling_params(self) -> tuple[Params, int]:
         self._check()
         if self._decode_params is None:
-            is_same = self.model.decode_layout is same_params
-            self._decode_params = self._params if is_same else self._relayout(self._params)
+            self._decode_params = self._relayout(self._params)
         return self._decode_params, self.version
 
     def _check(self) -> None:

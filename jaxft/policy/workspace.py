@@ -99,11 +99,10 @@ class Workspace:
         self.tried: dict[int, bool] = {}
         self._wanted: set[int] = set()
 
-    def cache_bytes(self) -> int:
+    def cache_bytes(self, dtype: Any) -> int:
         """Bytes of the keys and values of slots and store, on each device, whether they have been made yet or not."""
-        params = jax.eval_shape(self._model.init, jax.random.key(0))
         rows = self.slots + self.stored_prompts
-        cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, compute_dtype(params)))
+        cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, dtype))
         devices = 1 if self._model.layout is None else self._model.layout.devices  # rows and heads divide over all
         return device_bytes(None, cache) // devices
 

@@ -142,3 +142,16 @@ def echo(params, tokens, positions):
 def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
     assert packing_choice.can_pack(MODEL, start)
     assert not packing_choice.can_pack(from_function(echo), {"scale": jnp.ones(())})
+
+
+@pytest.mark.parametrize(
+    "loss", [{"name": "ppo"}, {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}}]
+)
+def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss):
+    learner = Learner(MODEL, LossConfig(**loss), SGD, microbatch_tokens=32, updates_per_batch=2)
+    given = jax.tree.map(jnp.copy, start)
+    warm = learner.warm_up(given, 32)  # two widths and several heights: the state is donated from one to the next
+    jax.tree.map(np.testing.assert_array_equal, warm, start)
+    assert learner.step == 0 and learner.jobs == 0
+    assert (learner.value_head is not None) == (loss["name"] == "ppo")
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))

@@ -261,6 +261,12 @@ def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "llms.policy\nmesh: data 16, fsdp 1, tensor 2" in shown and "layers/mlp/up_proj/kernel" in shown
+    capsys.readouterr()
+    assert main([*command, "--set", "llms.policy.dtype=bfloat16", "--set", "llms.policy.lora.rank=4"]) == 0
+    narrow = capsys.readouterr().out
+    of_kernel = [[x for x in out.splitlines() if "mlp/up_proj/kernel" in x][-1].split()[-1] for out in (shown, narrow)]
+    assert float(of_kernel[0]) == pytest.approx(2 * float(of_kernel[1]), abs=2e-3)
+    assert "adapter/layers/mlp/up_proj/lora_a" in narrow
     assert main([*command, "--set", "llms.policy.mesh.tensor=4"]) == 2
     assert "llms.policy.mesh: num_kv_heads is 2, which does not divide over the 4 devices" in capsys.readouterr().err
     assert main([*command, "--set", "llms.policy.mesh.data=-1"]) == 2

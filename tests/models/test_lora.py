@@ -118,6 +118,19 @@ def test_sampler_and_trainer_agree(params, dtype):
     assert difference.mean() <= (1e-5 if dtype == "float32" else 0.02)
 
 
+def test_a_narrow_base_keeps_what_small_adapters_say(params):
+    """Merged in bfloat16, changes of half a step of the base and less would be rounded away."""
+    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params["base"])
+    small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
+    merged = merge(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]
+    assert (merged == base["layers"]["mlp"]["up_proj"]["kernel"]).mean() > 0.5
+    decoded = jax.jit(MODEL.decode_layout)(small)["transposed_layers"][1]["mlp"]["up_proj"]
+    assert decoded["lora_a"].dtype == jnp.bfloat16 and decoded["kernel"].shape == (96, 32)
+    rollout = jaxft.generate(MODEL, small, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
+    scored = jaxft.token_logprobs(MODEL, small, rollout.tokens)
+    assert np.abs(np.where(rollout.completion_mask, scored.logprobs - rollout.sampler_logprobs, 0)).mean() < 0.02
+
+
 def test_what_cannot_be_an_adapter():
     with pytest.raises(ValueError, match="rank is 0; wanted at least 1"):
         Lora(0, 8.0)

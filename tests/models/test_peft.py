@@ -17,7 +17,7 @@ import jaxft
 from jaxft.models.hf_files import ModelFileError
 from jaxft.models.lora import lora_decoder, merge
 from jaxft.models.manifest import MANIFEST
-from jaxft.models.peft import ABOUT_BASE, CONFIG, WEIGHTS, adapter_numbers, load_adapter, save_adapter
+from jaxft.models.peft import ABOUT_BASE, CONFIG, WEIGHTS, adapter_numbers, base_fingerprint, load_adapter, save_adapter
 
 DATA = Path(__file__).parents[1] / "data"
 BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
@@ -52,6 +52,23 @@ def test_saved_and_loaded_again(tmp_path):
         save_adapter(tmp_path / "again", model, params)
     with pytest.raises(ModelFileError, match="no adapters to save"):
         save_adapter(tmp_path / "other", jaxft.load_model(DATA / "hf" / "qwen2")[0], params["base"])
+
+
+def test_a_merged_base_is_another_base():
+    """Merging changes kernels alone."""
+    _, model, params = loaded("by_jaxft")
+    merged = merge(model.lora, params)
+    assert base_fingerprint(merged) != base_fingerprint(params["base"])
+    with pytest.raises(ModelFileError, match="an adapter of another base"):
+        load_adapter(DATA / "peft" / "by_jaxft", model.config, merged)
+
+
+def test_merged_in_full_and_rounded_once(tmp_path):
+    _, model, params = loaded("by_jaxft")
+    save_adapter(tmp_path / "adapter", model, params)
+    _, narrow = jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
+    wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merge(model.lora, params))
+    jax.tree.map(np.testing.assert_array_equal, narrow, wanted)
 
 
 def test_an_adapter_of_another_base():
@@ -100,6 +117,9 @@ def test_tensors_that_cannot_be(folder):
         load_adapter(folder, model.config, base)
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 64), np.float32)}, folder / WEIGHTS)
     with pytest.raises(ModelFileError, match=r"tensor 'base_model.model.lm_head.lora_A.weight' is no adapter of"):
+        load_adapter(folder, model.config, base)
+    save_file(tensors | {name.replace("q_proj", "router"): tensors[name]}, folder / WEIGHTS)
+    with pytest.raises(ModelFileError, match=r"router.lora_A.weight' is no adapter of"):
         load_adapter(folder, model.config, base)
     (folder / WEIGHTS).unlink()
     with pytest.raises(ModelFileError, match=f"holds no {WEIGHTS}"):

@@ -64,7 +64,7 @@ def test_a_dimension_that_does_not_divide_is_whole_and_said_once():
 
 def test_tables():
     assert rules_table().startswith("llama, mistral, qwen2, qwen3\nembedding")
-    lines = parameters_table(CONFIG, layout_of(CONFIG, mesh(2, 2, 2))).splitlines()
+    lines = parameters_table(shapes(CONFIG), layout_of(CONFIG, mesh(2, 2, 2))).splitlines()
     assert lines[0] == "mesh: data 2, fsdp 2, tensor 2"
     (kernel,) = [line.split() for line in lines if line.startswith("layers/self_attn/o_proj/kernel")]
     assert kernel[1:] == ["(2,", "64,", "32)", "-,", "tensor,", "fsdp", f"{2 * 64 * 32 / 2**20:.3f}"]

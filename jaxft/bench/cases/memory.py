@@ -1,6 +1,7 @@
 """Bytes by purpose: parameters, optimiser, cache, and what a rollout and an update need beside them."""
 
 import jax
+import jax.numpy as jnp
 
 import jaxft
 from jaxft.bench import work
@@ -15,7 +16,7 @@ def run(setting: Setting) -> CaseResult:
     result, shapes = setting.result(), setting.shapes
     state, context = state_shapes(setting), shapes.prompt_tokens + shapes.most_tokens
     with setting.policy(slots=shapes.slots, max_context_tokens=context) as policy:
-        cache_bytes = policy.engine.cache_bytes()
+        cache_bytes = policy.engine.cache_bytes(jnp.dtype(setting.job.dtype))
     _rollout(setting)  # compiles
     with measuring_peak() as peak:
         _rollout(setting)
