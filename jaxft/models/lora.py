@@ -79,5 +79,6 @@ def merge(lora: Lora, params: Params) -> Params:
         kernel = flat[(*path[:-1], "kernel")]
         wide = jnp.promote_types(kernel.dtype, jnp.float32)
         a, b = adapter[path].astype(wide), adapter[(*path[:-1], "lora_b")].astype(wide)
-        flat[(*path[:-1], "kernel")] = (kernel + lora.scale * (a @ b)).astype(kernel.dtype)
+        delta = jnp.matmul(a, b, precision="highest")  # once per version: exact also where products are not by default
+        flat[(*path[:-1], "kernel")] = (kernel + lora.scale * delta).astype(kernel.dtype)
     return unflatten_dict(flat)

@@ -265,7 +265,10 @@ def test_conversations_without_tokens_are_imitated(policy):
         )
 
 
-@pytest.mark.parametrize("loss", [{"name": "grpo"}, {"name": "ppo"}, {"name": "dpo"}])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("loss", [{"name": "grpo"}, *(pytest.param({"name": n}, marks=SLOW) for n in ("ppo", "dpo"))])
 def test_memory_is_told_without_training(policy, loss):
     before = flat(policy)
     memory = asyncio.run(make_adapter(policy, loss).memory())

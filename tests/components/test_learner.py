@@ -144,6 +144,7 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
     assert not packing_choice.can_pack(from_function(echo), {"scale": jnp.ones(())})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [{"name": "ppo"}, {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}}]
 )

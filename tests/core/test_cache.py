@@ -54,6 +54,7 @@ def test_blocks_behind_a_row_change_no_bit(tiny, position, fewest):
         jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
 
+@pytest.mark.slow
 def test_a_row_grows_across_blocks_and_agrees_with_the_trainer(tiny):
     model, params = tiny
     prompts = [[7 * place % 48 for place in range(count)] for count in (119, 31, 122)]

@@ -18,6 +18,12 @@ from jaxft.core.update import loss_and_gradients
 HEIGHT, WIDTH = 8, 12
 """Every batch below has this shape, so each loss is compiled once for rows and once for segments."""
 
+
+def slow(name):
+    """A case for the slow tests."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 LOSSES = {
     "grpo": partial(grpo_loss, loss="grpo", beta=0.1),
     "dapo": partial(grpo_loss, loss="dapo", delta=3.0),
@@ -132,7 +138,7 @@ def test_order_packing_and_microbatches_change_nothing(small, name, seed):
         assert_same(gradients(name, model, params, packed, microbatch_rows), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name if name in ("grpo", "ppo") else slow(name) for name in LOSSES])
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_nor_in_float64(small, name, seed):
@@ -142,7 +148,7 @@ def test_nor_in_float64(small, name, seed):
         assert_same(gradients(name, model, params, packed, 2), expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["k3_trl", "ppo"])
+@pytest.mark.parametrize("name", ["k3_trl", slow("ppo")])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_model_with_attention_sees_no_neighbour(tiny, name, seed):

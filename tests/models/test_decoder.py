@@ -53,6 +53,7 @@ def test_equal_configs_are_one_model():
     assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
 
 
+@pytest.mark.slow
 def test_remat_saves_memory_and_changes_no_gradient():
     _, params = peaked()
     tokens = random_tokens(8, 64)

@@ -339,6 +339,7 @@ def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, p
     assert record_of(second) == record_of(serve(updated, late)[0]) != record_of(serve(policy, late)[0])
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up(make_policy, serve):
     policy = make_policy(max_context_tokens=200)
     run(policy.engine.warm_up)
