@@ -5,7 +5,8 @@
 
 Of every mesh (data x fsdp x tensor): the loss, each gradient (of adapters, too) and the parameters after a step of SGD,
 the log-probabilities of the same tokens, and what `generate` and the engine sample, all beside those of one device; and
-training states, with adapters and without, that were written on the mesh and restored on another one.
+training states, with adapters and without, that were written on the mesh and restored on another one; and model files
+that were written on the mesh and read onto it.
 Without an accelerator, the CPU is divided
 into eight devices. Exit code 1 when something differs by more than it may.
 """
@@ -49,6 +50,8 @@ ALLOWED = {
     "log-probabilities of generate": 1e-5,
     "log-probabilities of the engine": 1e-5,
     "gradients of adapters": 1e-5,
+    "parameters read and moved": 1e-5,
+    "bits of files, written and read": 0.0,
     "restored on another mesh": 0.0,
 }
 """The largest differences: gradients and parameters of each leaf, relative to the largest of it."""
@@ -93,6 +96,9 @@ def compared(alone: dict[str, Any], sizes: Sequence[int], parts: Sequence[str]) 
             figures[f"  rows of {name} that diverge"] = float((~is_same).any(axis=1).mean())
         elif name == "log-probabilities":
             figures[name] = float(np.abs(found - alone[name]).max())
+        elif name == "files":
+            pairs = zip(*map(jax.tree.leaves, (found, alone[name])), strict=True)
+            figures["bits of files, written and read"] = float(np.mean([(a != b).any() for a, b in pairs]))
         elif name == "states":
             figures["restored on another mesh"] = max(restored(mesh, state) for state in found)
         else:
@@ -149,7 +155,20 @@ def updates(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, An
     }
 
 
-PARTS = {"gradients": gradients, "sampling": sampling, "updates": updates}
+def files(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
+    """Parameters that were written, read, and moved by a step that may reuse their memory; and what was written."""
+    with tempfile.TemporaryDirectory() as folder:
+        jaxft.save_model(Path(folder) / "model", model, params)
+        written = np.frombuffer((Path(folder) / "model" / "model.safetensors").read_bytes(), np.uint8)
+        mesh = None if model.layout is None else model.layout.mesh
+        _, read = jaxft.load_model(Path(folder) / "model", mesh=mesh)
+    same = jax.device_get(read)
+    descend = optax.sgd(0.1)
+    stepped, _ = jaxft.make_update(model, jaxft.grpo_loss, descend)(jaxft.init_train_state(read, descend, model), batch)
+    return {"files": (same, written), "parameters read and moved": jax.device_get(stepped.params)}
+
+
+PARTS = {"gradients": gradients, "sampling": sampling, "files": files, "updates": updates}
 """What is measured, in this order; the last gives the parameters up."""
 
 
