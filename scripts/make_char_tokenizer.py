@@ -1,7 +1,7 @@
 """Writes the embedded byte tokenizer as an ordinary Hugging Face tokenizer directory.
 
     python scripts/make_char_tokenizer.py                  # rewrites the shipped files
-    python scripts/make_char_tokenizer.py /tmp/elsewhere   # writes a copy
+    python scripts/make_char_tokenizer.py elsewhere        # writes a copy
 
 Ids 0 to 5 are the special tokens, id 6 + b is byte b: one token per ASCII character, and any text comes back as it went
 in. It is a byte-level BPE without merges, so every tool that reads `tokenizer.json` reads it. The files are spelt out
