@@ -32,6 +32,7 @@ class EpisodeOutcome:
         item: the example, with the workflow's output.
         episode: what its language models were asked and answered.
         scores: by evaluator.
+        reasonings: by evaluator, of those that gave one.
         reward: the reward function's score; None without one, for a failed episode, and for a score that is None or
             not finite.
         named_rewards: the parts of the reward when the evaluator gave a dict and the reward is usable.
@@ -43,6 +44,7 @@ class EpisodeOutcome:
     item: EvalInputItem
     episode: Episode
     scores: dict[str, Score] = field(default_factory=dict)
+    reasonings: dict[str, Any] = field(default_factory=dict)
     reward: float | None = None
     named_rewards: dict[str, float] | None = None
     error: str | None = None
@@ -59,6 +61,7 @@ class EpisodeOutcome:
         return replace(
             self,
             scores=self.scores | judgement.scores,
+            reasonings=self.reasonings | judgement.reasonings,
             error=judgement.error,
             traceback=judgement.traceback,
             seconds=self.seconds | {"reward": self.seconds["reward"] + seconds},
@@ -293,10 +296,11 @@ def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
 def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
     given = outcome.scores.get(name)
     score = usable(given)
+    not_usable = None if score is not None or outcome.error is not None else f"not usable: {given}"
     return EvalOutputItem(
         id=outcome.item.id,
         score=score,
-        reasoning=None if score is not None or outcome.error is not None else f"not usable: {given}",
+        reasoning=outcome.reasonings.get(name, not_usable),
         error=outcome.error,
         generation=outcome.generation,
         named_scores=given if isinstance(given, dict) and score is not None else None,

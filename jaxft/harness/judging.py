@@ -13,13 +13,16 @@ import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
-from jaxft.harness.data_models import EvalInputItem
+import numpy as np
+
+from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.runs.json_text import json_bytes
 
 Evaluator = Callable[[Any], Any]
-"""From an `EvalInputItem`, or from a list of them, to what `Score` stands for, or to a list of that; sync or async."""
+"""From an `EvalInputItem`, or from a list of them, to a `Score` or an `EvalOutputItem`, or to a list; sync or async."""
 
 Score = float | dict[str, float] | None
 """What an evaluator gave: a number, named numbers (their sum counts) or nothing. It may hold NaN or an infinity."""
@@ -41,9 +44,13 @@ class Judge:
 
 
 class Judgement(NamedTuple):
-    """What was said of one episode: scores by evaluator, up to the one that failed; then `error` and `traceback`."""
+    """What was said of one episode: scores by evaluator, up to the one that failed; then `error` and `traceback`.
+
+    `reasonings` holds the reasons of the evaluators that gave one, by evaluator.
+    """
 
     scores: dict[str, Score]
+    reasonings: dict[str, Any]
     error: str | None = None
     traceback: str | None = None
 
@@ -55,17 +62,19 @@ async def judge(judges: Mapping[str, Judge], items: Sequence[EvalInputItem]) -> 
         judges: by name; all of them group evaluators, unless there is one item.
         items: finished episodes of one example, at least one.
     """
-    scores: list[dict[str, Score]] = [{} for _ in items]
+    judgements = [Judgement({}, {}) for _ in items]
     for name, evaluator in judges.items():
         try:
             with user_code():
                 given = await _scores(evaluator, items)
         except UserCodeError as failure:
             error = f"evaluator '{name}': {failure.summary}"
-            return [Judgement(known, error, failure.traceback) for known in scores]
-        for known, score in zip(scores, given, strict=True):
-            known[name] = score
-    return [Judgement(known) for known in scores]
+            return [known._replace(error=error, traceback=failure.traceback) for known in judgements]
+        for known, (score, reasoning) in zip(judgements, given, strict=True):
+            known.scores[name] = score
+            if reasoning is not None:
+                known.reasonings[name] = reasoning
+    return judgements
 
 
 def usable(score: Score) -> float | None:
@@ -78,10 +87,11 @@ def usable(score: Score) -> float | None:
     return sum(parts) if parts and math.isfinite(sum(parts)) else None
 
 
-async def _scores(evaluator: Judge, items: Sequence[EvalInputItem]) -> list[Score]:
+async def _scores(evaluator: Judge, items: Sequence[EvalInputItem]) -> list[tuple[Score, Any]]:
+    """The score of each item, with the evaluator's reasoning (None without one)."""
     example_id = items[0].id
     if not evaluator.is_group:
-        return [_score(await _given(evaluator, items[0]), example_id)]
+        return [_scored(await _given(evaluator, items[0]), example_id)]
     given = await _given(evaluator, list(items))
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
@@ -90,7 +100,7 @@ async def _scores(evaluator: Judge, items: Sequence[EvalInputItem]) -> list[Scor
         )
     if len(given) != len(items):
         raise ValueError(f"it gave {len(given)} scores for the {len(items)} episodes of example '{example_id}'")
-    return [_score(value, example_id) for value in given]
+    return [_scored(value, example_id) for value in given]
 
 
 async def _given(evaluator: Judge, argument: Any) -> Any:
@@ -100,6 +110,28 @@ async def _given(evaluator: Judge, argument: Any) -> Any:
         return await given if inspect.isawaitable(given) else given
 
     return await within(evaluator.timeout_seconds, ask(), late="no score")
+
+
+def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
+    """The score and the reasoning of what an evaluator gave for one episode."""
+    # The toolkit's items as plain dicts; a dict whose `reasoning` is a number has two named numbers.
+    if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not _is_number(value["reasoning"]):
+        value = EvalOutputItem.model_validate({**value, "id": example_id})
+    if not isinstance(value, EvalOutputItem):
+        return _score(value, example_id), None
+    if value.error is not None:
+        raise RuntimeError(value.error)
+    score = value.score if value.named_scores is None else value.named_scores
+    return _score(score, example_id), _as_json(value.reasoning)
+
+
+def _as_json(reasoning: Any) -> Any:
+    """The reasoning, or its `repr` where JSON has no word for it: it must not keep the scores from being written."""
+    try:
+        json_bytes(reasoning)
+    except (TypeError, ValueError):
+        return repr(reasoning)
+    return reasoning
 
 
 def _score(value: Any, example_id: str) -> Score:
@@ -114,12 +146,20 @@ def _score(value: Any, example_id: str) -> Score:
         wrong = f"; what is wrong: {odd[0]!r}: {_shown(named[odd[0]])}" if odd else ""
     elif _is_number(value):
         return float(value)
-    wanted = "wanted is a number, a dict of named numbers, or None"
+    wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
     raise TypeError(f"it gave {_shown(value)} for example '{example_id}': {wanted}{wrong}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether it is one real number: a number or a bool of Python or numpy, or an array of any library without axes.
+
+    >>> _is_number(True), _is_number(np.array(0.5)), _is_number(np.array([0.5])), _is_number("0.5"), _is_number(1j)
+    (True, True, False, False, False)
+    """
+    if isinstance(value, numbers.Real):
+        return True
+    # The kinds of numpy's dtypes: bool, int, unsigned, float, and V for the bfloat16 of JAX.
+    return isinstance(value, SupportsFloat) and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
 
 
 def _shown(value: Any) -> str:

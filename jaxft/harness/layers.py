@@ -69,7 +69,7 @@ def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # `resolve` raises for a link that leads to itself, on some Pythons
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError([f"{path}: inherits itself: {circle}"])

@@ -63,7 +63,7 @@ class WorkflowConfig(ComponentConfig):
 
 
 class EvaluatorConfig(ComponentConfig):
-    """A function from an `EvalInputItem` to a number, named numbers or None; sync or async."""
+    """A function from an `EvalInputItem` to a number, named numbers, an `EvalOutputItem` or None; sync or async."""
 
     component_kind = "evaluator"
     timeout_seconds: float | None = Field(

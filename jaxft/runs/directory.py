@@ -145,6 +145,11 @@ class RunDirectory:
                 f"run directory '{path}' is in use by {_holder(path)}: wait for that run, or choose another directory"
             ) from None
         except (OSError, NotImplementedError) as error:
+            if (path / LOCK_FILE).is_symlink():  # opening it with O_NOFOLLOW fails
+                raise RunDirectoryError(
+                    f"'{path / LOCK_FILE}' is a symbolic link, and the lock of a run is never taken through one: "
+                    "remove that link"
+                ) from error
             raise RunDirectoryError(
                 f"run directory '{path}' cannot be written ({error}): choose one where files can be made and locked"
             ) from error
@@ -198,9 +203,13 @@ class RunDirectory:
     def _resolve(self, name: str) -> Path:
         wrong = f"{name!r} is not the name of a file under '{self.path}'"
         try:
-            path = (self.path / name).resolve()
-        except (ValueError, RuntimeError) as error:  # NUL, a lone surrogate; links that lead to themselves
+            # Not `Path.resolve`: what it does with links that lead to themselves depends on the version of Python.
+            path = Path(os.path.realpath(self.path / name))
+            links = [each for each in (path, *path.parents) if each.is_symlink()]
+        except ValueError as error:  # NUL, a lone surrogate
             raise ValueError(f"{wrong} ({error}): give a relative name inside it") from error
+        if links:
+            raise ValueError(f"{wrong}: the symbolic link '{links[0]}' leads to itself: remove that link")
         if Path(name).is_absolute() or path == self.path or ".." in Path(name).parts:
             raise ValueError(f"{wrong}: give a relative name inside it")
         if not path.is_relative_to(self.path):

@@ -228,6 +228,12 @@ def test_files_that_cannot_be(tmp_path, files, message):
         load_config(tmp_path / "run.yml")
 
 
+def test_a_file_that_is_a_link_to_itself_cannot_be_read(tmp_path):
+    (tmp_path / "run.yml").symlink_to(tmp_path / "run.yml")
+    with pytest.raises(ConfigError, match=r"run\.yml: cannot be read: "):
+        load_config(tmp_path / "run.yml")
+
+
 def test_secrets_are_nowhere(toy_run, tmp_path, monkeypatch):
     monkeypatch.setenv("KEY", SENTINEL)
     toy_run["llms"]["policy"]["api_key"] = "${KEY}"

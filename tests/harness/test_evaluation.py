@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
 from jaxft.harness.judging import Judge
+from jaxft.harness.weighted_sum import WeightedSum
 from jaxft.policy.faults import PolicyLostError
 from jaxft.policy.recorder import TRAINING, episode
 
@@ -157,6 +158,16 @@ def test_an_episode_cannot_spoil_the_row_of_another():
         (math.nan, None, None),
         (math.inf, None, None),
         ({"win": np.float32(1), "speed": np.uint8(1)}, 2.0, {"win": 1.0, "speed": 1.0}),
+        (True, 1.0, None),
+        (np.bool_(False), 0.0, None),
+        (np.array(0.5), 0.5, None),
+        (np.array(True), 1.0, None),
+        (jnp.float32(0.25), 0.25, None),
+        (jnp.bfloat16(0.25), 0.25, None),
+        (jnp.array(True), 1.0, None),
+        (jnp.array(jnp.nan), None, None),
+        ({"win": True, "speed": jnp.float32(0.5)}, 1.5, {"win": 1.0, "speed": 0.5}),
+        ({"score": 1, "reasoning": 0.5}, 1.5, {"score": 1.0, "reasoning": 0.5}),
         ({"win": 1, "speed": None}, None, None),
         ({"win": 1, "speed": math.nan}, None, None),
     ],
@@ -178,19 +189,18 @@ def test_rewards(given, reward, named):
 @pytest.mark.parametrize(
     "given",
     [
-        True,
-        np.bool_(True),
         "1.0",
+        np.str_("1.0"),
+        np.array("1.0"),
+        np.complex64(1),
         b"1",
         1j,
         Decimal(1),
         np.zeros(2),
-        np.array(1.0),
-        jnp.float32(1.0),
-        jnp.zeros(2),
+        np.zeros(1),
+        jnp.zeros(1),
         [1.0],
         {},
-        {"a": True},
         {"a": 1.0, "b": "2"},
         {"a": {"b": 1.0}},
         {"a": np.zeros(1)},
@@ -212,10 +222,42 @@ def test_what_is_no_reward_is_an_error(given, options):
         assert evaluation.summarize(outcomes).num_failed == 5
 
 
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize(
+    ("given", "reward", "reasoning"),
+    [
+        (EvalOutputItem(id="?", score=0.5, reasoning="half of it"), 0.5, "half of it"),
+        (EvalOutputItem(id="?", score=jnp.float32(0.5), reasoning={"steps": [1]}), 0.5, {"steps": [1]}),
+        (EvalOutputItem(id="?", score=True), 1.0, None),
+        (EvalOutputItem(id="?", score=None, reasoning="unreadable"), None, "unreadable"),
+        (EvalOutputItem(id="?", score=3.0, named_scores={"win": 1.0, "speed": 2.0}, reasoning="won"), 3.0, "won"),
+        (EvalOutputItem(id="?", score=1.0, reasoning={"nan": math.nan}), 1.0, "{'nan': nan}"),
+        ({"id": 7, "score": True, "reasoning": "as a dict"}, 1.0, "as a dict"),
+        ({"score": 0, "reasoning": None}, 0.0, None),
+    ],
+)
+def test_a_score_may_come_with_its_reasoning(given, reward, reasoning, is_group):
+    function = (lambda items: [given] * len(items)) if is_group else (lambda item: given)
+    evaluation = evaluation_of(echo, win=Judge(function, is_group), total=WeightedSum({"win": 2.0}))
+    outcomes = run(evaluation)
+    assert {outcome.reward for outcome in outcomes} == {reward}
+    (_, verdicts), (_, sums) = evaluation.summarize(outcomes).evaluation_results
+    item = EvalOutput.model_validate_json(verdicts.model_dump_json()).eval_output_items[3]
+    assert (item.id, item.score, item.error) == ("e3", reward, None)
+    assert item.reasoning == (reasoning if reward is not None or reasoning is not None else "not usable: None")
+    assert sums.average_score == (None if reward is None else 2.0 * reward)
+
+
+def test_an_item_with_an_error_fails_its_episode():
+    item = EvalOutputItem(id="e0", score=0.0, reasoning="", error="the judge's server is down")
+    outcome = run(evaluation_of(echo, win=lambda _: item))[0]
+    assert (outcome.reward, outcome.error) == (None, "evaluator 'win': RuntimeError: the judge's server is down")
+
+
 def test_the_part_that_is_no_number_is_pointed_at():
     given = {f"criterion {i}": np.float64(1 / 3) for i in range(20)} | {"last": "good"}
     outcome = run(evaluation_of(echo, win=lambda item: given))[0]
-    assert outcome.error.endswith("named numbers, or None; what is wrong: 'last': 'good' (str)")
+    assert outcome.error.endswith("; what is wrong: 'last': 'good' (str)")
 
 
 def test_what_is_awaitable_is_awaited():

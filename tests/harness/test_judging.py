@@ -147,7 +147,7 @@ def raises(items):
         (lambda items: np.zeros(4), "TypeError: it gave array([0., 0., 0., 0.]) (ndarray) for example 'e1': wanted is"),
         (lambda items: dict.fromkeys(range(4), 1.0), "(dict) for example 'e1': wanted is a list with a score for each"),
         (lambda items: (1.0 for _ in items), "(generator) for example 'e1': wanted is a list with a score for each"),
-        (lambda items: [1.0, 2.0, True, 4.0], "TypeError: it gave True (bool) for example 'e1': wanted is a number"),
+        (lambda items: [1.0, 2.0, "3", 4.0], "TypeError: it gave '3' (str) for example 'e1': wanted is a number"),
     ],
 )
 def test_a_group_evaluator_that_fails_fails_the_episodes_of_its_example(function, message):

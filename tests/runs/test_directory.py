@@ -50,6 +50,47 @@ def test_a_second_writer_in_the_same_process_is_refused(directory):
         RunDirectory.create(directory.path)
 
 
+FORK = """
+import os, sys, time
+from jaxft.runs.directory import RunDirectory
+directory = RunDirectory.create(sys.argv[1])
+child = os.fork()
+if child == 0:
+    directory.close()  # gives back nothing that is the parent's
+    print(os.getpid(), flush=True)
+    os.close(1)
+time.sleep(600)
+"""
+
+
+def test_a_forked_process_neither_frees_the_lock_nor_keeps_it(tmp_path):
+    path = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", FORK, path], stdout=subprocess.PIPE, text=True)
+    orphan = int(holder.stdout.readline())
+    try:
+        with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid} "):
+            RunDirectory.open(path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        os.kill(orphan, 0)  # it lives on
+        with RunDirectory.open(path) as reopened:
+            assert reopened.read_json("LOCK.holder")["pid"] == os.getpid()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_no_lock_is_taken_through_a_link(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "LOCK").symlink_to(tmp_path / "theirs")
+    with pytest.raises(RunDirectoryError, match=re.escape(f"'{tmp_path / 'run' / 'LOCK'}' is a symbolic link")):
+        RunDirectory.create(tmp_path / "run")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
 def test_an_unusable_path_is_named_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
