@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from jaxft.core.types import Cache, Model, Params
 
@@ -62,6 +63,37 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
     [(2, 64), (2, 64), (2, 22)]
     """
     return tuple(model.init_cache(rows, places, dtype) for places in block_lengths(length))
+
+
+def keep_places(model: Model, cache: Cache, counts: Int[Any, "B"]) -> Cache:
+    """The cache with the first `counts` places of each row as they are, and zeros in all places behind them.
+
+    >>> import jaxft
+    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
+    >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # its blocks are the tokens themselves
+    >>> [kept.tolist() for kept in keep_places(model, (block, block), jnp.array([1, 4]))]
+    [[[5, 0, 0], [5, 6, 7]], [[0, 0, 0], [5, 0, 0]]]
+    """
+    rows = counts.shape[0]
+    one, two = (jax.eval_shape(lambda places=n: model.init_cache(rows, places, jnp.float32)) for n in (1, 2))
+    axes = [_growing_axis(*shapes) for shapes in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)]
+    kept, first = [], 0
+    for block in cache:
+        leaves, form = jax.tree.flatten(block)
+        places = leaves[0].shape[axes[0]]
+        is_kept = first + jnp.arange(places) < counts[:, None]  # [B S]
+        aligned = [
+            jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis])
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        kept.append(form.unflatten([jnp.where(*pair, 0) for pair in zip(aligned, leaves, strict=True)]))
+        first += places
+    return tuple(kept)
+
+
+def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
+    """The axis of places, of an array whose form is the model's own affair: its length is their number."""
+    return next(axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis])
 
 
 def compute_dtype(params: Params) -> Any:
