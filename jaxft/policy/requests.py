@@ -76,7 +76,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     if length >= max_context_tokens:
         raise RequestError(
             f"the prompt has {length} tokens, but max_context_tokens is {max_context_tokens} with the answer "
-            "included; shorten the conversation or raise llms.<name>.max_context_tokens"
+            "included; shorten the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
         )
     if not _is_integer(request.max_tokens) or request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
