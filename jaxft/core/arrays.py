@@ -5,7 +5,7 @@ static, so under `jit` a check costs nothing. Letters: `B` rows, `T` tokens.
 """
 
 from types import ModuleType
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,8 @@ def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
         is_id = (table >= 0) & (table < vocabulary)
     else:  # floats, or integers that no array can hold: each is asked by itself
         table = np.asarray(ids, object)
-        is_id = np.frompyfunc(lambda x: isinstance(x, SupportsIndex) and 0 <= x < vocabulary, 1, 1)(table).astype(bool)
+        known = [isinstance(x, int | np.integer) and 0 <= x < vocabulary for x in table.flat]
+        is_id = np.array(known, bool).reshape(table.shape)
     if not is_id.all():
         place = tuple(np.argwhere(~is_id)[0].tolist())
         raise ValueError(

@@ -5,11 +5,12 @@ leading part of it. What a token is computed from, block by block, is the same w
 hold nothing that it may see, and add exact zeros.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jaxft.core.types import Cache, Model, Params
 
@@ -65,7 +66,7 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
     return tuple(model.init_cache(rows, places, dtype) for places in block_lengths(length))
 
 
-def keep_places(model: Model, cache: Cache, counts: Int[Any, "B"]) -> Cache:
+def keep_places(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
     """The cache with the first `counts` places of each row as they are, and zeros in all places behind them.
 
     >>> import jaxft
@@ -76,19 +77,17 @@ def keep_places(model: Model, cache: Cache, counts: Int[Any, "B"]) -> Cache:
     """
     rows = counts.shape[0]
     one, two = (jax.eval_shape(lambda places=n: model.init_cache(rows, places, jnp.float32)) for n in (1, 2))
-    axes = [_growing_axis(*shapes) for shapes in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)]
+    axes = jax.tree.map(_growing_axis, one, two)
     kept, first = [], 0
     for block in cache:
-        leaves, form = jax.tree.flatten(block)
-        places = leaves[0].shape[axes[0]]
-        is_kept = first + jnp.arange(places) < counts[:, None]  # [B S]
-        aligned = [
-            jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis])
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
-        kept.append(form.unflatten([jnp.where(*pair, 0) for pair in zip(aligned, leaves, strict=True)]))
-        first += places
+        kept.append(jax.tree.map(partial(_keep_of_leaf, counts - first), block, axes))
+        first += jax.tree.leaves(block)[0].shape[jax.tree.leaves(axes)[0]]
     return tuple(kept)
+
+
+def _keep_of_leaf(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
+    is_kept = jnp.arange(leaf.shape[axis]) < counts[:, None]  # [B S]
+    return jnp.where(jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis]), leaf, 0)
 
 
 def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
