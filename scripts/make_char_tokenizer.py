@@ -19,14 +19,16 @@ ROLES = ("system", "user", "assistant", "tool")
 SPECIALS = (PAD, END, *(f"<|{role}|>" for role in ROLES))
 
 # A turn is closed by the token that the policy samples to stop, and nothing stands between two turns. So the recorded
-# ids of a conversation are a prefix of the ids of its continuation.
+# ids of a conversation are a prefix of the ids of its continuation. A function and the environment speak as a tool
+# does: tokens of their own would move the ids of all bytes, away from every model that was trained on these.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
-        {{- raise_exception("message " ~ loop.index0 ~ " has the role '" ~ message['role'] ~ "'; this template knows \
-system, user, assistant and tool") -}}
+    {%- set role = 'tool' if message['role'] in ['function', 'environment'] else message['role'] -%}
+    {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
+        {{- raise_exception("message " ~ loop.index0 ~ " has the role '" ~ role ~ "'; this template knows \
+system, user, assistant, tool, function and environment") -}}
     {%- endif -%}
-    {{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' -}}
+    {{- '<|' ~ role ~ '|>' ~ message['content'] ~ '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}

@@ -165,6 +165,20 @@ def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
 
 
 @pytest.mark.parametrize(
+    ("long_prompts", "counts", "groups"), [("drop", (0, 3, 0), 3), ("truncate_left", (0, 0, 3), 4)]
+)
+def test_prompts_longer_than_the_context_may_be_dropped_or_truncated(tmp_path, long_prompts, counts, groups):
+    folder = tmp_path / "run"
+    changes = {"finetuning__num_epochs": 1, "trainers__loop__max_failed_share": 0.1}
+    shown = train(run_config(folder, llms__policy__long_prompts=long_prompts, **changes))
+    (row,) = metrics_of(folder)
+    assert (row["failed_episodes"], row["dropped_episodes"], row["truncated_prompts"]) == counts
+    assert row["groups"] == groups and ("3 episodes were dropped" in shown) == (counts[1] == 3)
+    # What is trained on is what was fed: the trainer finds the sampler's numbers again.
+    assert 0 < row["sampler_logprob_diff_max"] <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         (

@@ -84,7 +84,8 @@ class EpisodeCollector(TrajectoryBuilder):
             for task in self.evaluation_runs.pop(run_id):
                 task.cancel()
             started = self._started.pop(run_id)
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        dropped = [outcome for outcome in outcomes if outcome.error is not None and outcome.episode.is_dropped]
+        failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.episode.is_dropped]
         finished = [outcome for outcome in outcomes if outcome.error is None]
         calls = [call for outcome in finished for call in outcome.episode.calls]
         targeted = sum(map(self.is_target, calls))
@@ -94,6 +95,8 @@ class EpisodeCollector(TrajectoryBuilder):
             "metrics": {
                 "episodes": len(outcomes),
                 "failed_episodes": len(failed),
+                "dropped_episodes": len(dropped),
+                "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
                 "untargeted_calls": len(calls) - targeted,
             },
             "timings": {

@@ -104,6 +104,9 @@ class GRPOTrainer(LoggedTrainer):
             self._message(
                 f"{run_id}: {unscorable:.0f} rewards were None, NaN or infinite; their episodes train nothing"
             )
+        dropped = metrics.get("dropped_episodes")
+        if dropped:
+            self._message(f"{run_id}: {dropped:.0f} episodes were dropped: a prompt left no room for an answer")
         self._show_episode(epoch, collection)
         chosen = self.apply_curriculum_learning(collection, epoch)
         metrics |= self._curriculum_figures(collection, chosen)

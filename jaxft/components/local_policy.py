@@ -120,6 +120,14 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="Prompts whose keys and values are kept for their other generations and next turns, each with room "
         "for max_context_tokens; null for as many as slots.",
     )
+    long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
+        default="fail",
+        description="What becomes of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
+        "raises an error, and an agent that does not catch it has failed. drop: likewise, but a training episode that "
+        "ends so counts as dropped (dropped_episodes) and not as failed. truncate_left: the first tokens are left out, "
+        "and what is left, which is trained as it was fed, leaves room for max_tokens, or for half of the context "
+        "where that is less (truncated_prompts counts such calls).",
+    )
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
@@ -212,7 +220,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         base=None if config.path is None else base_name(config.path),
     )
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
-    yield ChatClient(policy, name)
+    yield ChatClient(policy, name, config.long_prompts)
     policy.close()
 
 

@@ -1,4 +1,4 @@
-"""Arrays at the door: which library computes, in which precision, and whether shapes agree.
+"""Arrays at the door: which library computes, in which precision, and whether shapes and token ids make sense.
 
 Without the checks arrays that do not belong together broadcast, and the result is a number like any other. Shapes are
 static, so under `jit` a check costs nothing. Letters: `B` rows, `T` tokens.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft.core.types import Batch
+from jaxft.core.types import Batch, Model, Params
 
 
 def namespace(*arrays: Any) -> ModuleType:
@@ -72,3 +72,41 @@ def check_batch_shapes(batch: Batch) -> None:
         is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
         if x is not None and np.shape(x) != wanted and not is_per_row:
             raise ValueError(f"batch.{name} has shape {np.shape(x)}; wanted that of tokens, {wanted}")
+
+
+def vocabulary_size(model: Model, params: Params) -> int:
+    """The number of tokens that the model gives logits for. Nothing is computed.
+
+    >>> import jaxft
+    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4) * params["scale"])
+    >>> vocabulary_size(model, {"scale": jnp.ones(())})
+    4
+    """
+    start = jnp.zeros((1, 1), jnp.int32)
+    logits = jax.eval_shape(lambda params: model.unembed(params, model.apply(params, start, start)[0]), params)
+    return logits.shape[-1]
+
+
+def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
+    """Raise unless all ids are integers below `vocabulary`, and not negative.
+
+    Raises:
+        ValueError: names the first id that is not, its place, and the size of the vocabulary.
+
+    >>> check_token_ids("tokens", [[3, 0], [4, 1]], vocabulary=4)
+    Traceback (most recent call last):
+    ValueError: tokens[1, 0] is 4; wanted an id of the vocabulary, which has 4 tokens: 0 to 3
+    """
+    table = np.asarray(ids)
+    if table.dtype.kind in "iu":
+        is_id = (table >= 0) & (table < vocabulary)
+    else:  # floats, or integers that no array can hold: each is asked by itself
+        table = np.asarray(ids, object)
+        known = [isinstance(x, int | np.integer) and 0 <= x < vocabulary for x in table.flat]
+        is_id = np.array(known, bool).reshape(table.shape)
+    if not is_id.all():
+        place = tuple(np.argwhere(~is_id)[0].tolist())
+        raise ValueError(
+            f"{name}[{', '.join(map(str, place))}] is {table[place]}; wanted an id of the vocabulary, which has "
+            f"{vocabulary} tokens: 0 to {vocabulary - 1}"
+        )

@@ -5,10 +5,12 @@ leading part of it. What a token is computed from, block by block, is the same w
 hold nothing that it may see, and add exact zeros.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxft.core.types import Cache, Model, Params
 
@@ -62,6 +64,35 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
     [(2, 64), (2, 64), (2, 22)]
     """
     return tuple(model.init_cache(rows, places, dtype) for places in block_lengths(length))
+
+
+def keep_places(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
+    """The cache with the first `counts` places of each row as they are, and zeros in all places behind them.
+
+    >>> import jaxft
+    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
+    >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # its blocks are the tokens themselves
+    >>> [kept.tolist() for kept in keep_places(model, (block, block), jnp.array([1, 4]))]
+    [[[5, 0, 0], [5, 6, 7]], [[0, 0, 0], [5, 0, 0]]]
+    """
+    rows = counts.shape[0]
+    one, two = (jax.eval_shape(lambda places=n: model.init_cache(rows, places, jnp.float32)) for n in (1, 2))
+    axes = jax.tree.map(_growing_axis, one, two)
+    kept, first = [], 0
+    for block in cache:
+        kept.append(jax.tree.map(partial(_keep_of_leaf, counts - first), block, axes))
+        first += jax.tree.leaves(block)[0].shape[jax.tree.leaves(axes)[0]]
+    return tuple(kept)
+
+
+def _keep_of_leaf(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
+    is_kept = jnp.arange(leaf.shape[axis]) < counts[:, None]  # [B S]
+    return jnp.where(jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis]), leaf, 0)
+
+
+def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
+    """The axis of places, of an array whose form is the model's own affair: its length is their number."""
+    return next(axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis])
 
 
 def compute_dtype(params: Params) -> Any:

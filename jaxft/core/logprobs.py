@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.arrays import check_shapes
+from jaxft.core.arrays import check_shapes, check_token_ids
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
@@ -142,7 +142,8 @@ def token_logprobs(
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens, `positions` or `segment_ids` have
-            another one than `tokens`, or `chunk_tokens` is below 1.
+            another one than `tokens`, `chunk_tokens` is below 1, or a token is outside the vocabulary (which is not
+            known under `jit`).
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -163,6 +164,8 @@ def token_logprobs(
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
 
     hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
+    if not isinstance(tokens, jax.core.Tracer):
+        check_token_ids("tokens", tokens, jax.eval_shape(model.unembed, params, hidden[0]).shape[-1])
     scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
     logprobs, entropy = _score_in_chunks(model, params, *scored, entropy_gradient, chunk_tokens)
     values = None

@@ -7,13 +7,23 @@ biased tokens.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxft.core.logprobs import scaling_temperature
+
+LARGEST = float(np.finfo(np.float32).max)
+"""What float32 holds at most: a larger number would be infinite on the device."""
+
+COLDEST = 1e-6
+"""The lowest temperature that is not 0. Logits divided by a lower one are too large for float32 to tell them apart."""
+
+SMALLEST_SHARE = 1e-30
+"""The least that top-p may keep: less would be 0 on the device, and keep nothing."""
 
 
 class LogitBias(NamedTuple):
@@ -58,8 +68,7 @@ def sampling_params(
     """The same parameters for every row.
 
     Raises:
-        ValueError: a value outside its range: temperature below 0 or not finite, top_k below 0, top_p outside (0, 1],
-            min_p outside [0, 1).
+        ValueError: a value outside its range (see `check_sampling`).
 
     >>> print(sampling_params(2, temperature=0.5).temperature)
     [0.5 0.5]
@@ -74,21 +83,27 @@ def sampling_params(
 
 
 def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Nothing, if every value is in its range.
+    """Raise unless every value is in its range, and float32 or int32 can hold it.
+
+    The temperature is 0 or from 1e-6 to 3.4e38, top_k an integer from 0 to 2^31 - 1, top_p from 1e-30 to 1, and min_p
+    in [0, 1).
 
     Raises:
         ValueError: names the parameter, what it held and the range.
 
     >>> check_sampling(temperature=1.0, top_k=0, top_p=1.5, min_p=0.0)
     Traceback (most recent call last):
-    ValueError: top_p is 1.5; wanted a share of the mass in (0, 1]
+    ValueError: top_p is 1.5; wanted a share of the mass in (0, 1], at least 1e-30
     """
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1]")
+    if not (temperature == 0.0 or COLDEST <= temperature <= LARGEST):
+        raise ValueError(
+            f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0, from {COLDEST} to "
+            f"{LARGEST:.1e}"
+        )
+    if not isinstance(top_k, SupportsIndex) or not 0 <= top_k < 2**31:
+        raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep, an integer below 2^31")
+    if not SMALLEST_SHARE <= top_p <= 1.0:
+        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1], at least {SMALLEST_SHARE}")
     if not 0.0 <= min_p < 1.0:
         raise ValueError(f"min_p is {min_p}; wanted a share of the largest probability in [0, 1)")
 

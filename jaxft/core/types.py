@@ -16,7 +16,7 @@ Params = dict[str, Any]
 
 Cache = tuple[Any, ...]
 """Keys and values of the tokens seen so far: blocks of places (`jaxft.core.cache`), one behind the other. Every leaf of
-a block has rows on axis 0; the rest is the model's own affair."""
+a block has rows on axis 0 and places on an axis of the model's choice; the rest is the model's own affair."""
 
 
 def same_params(params: Params) -> Params:

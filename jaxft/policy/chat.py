@@ -180,3 +180,10 @@ def check_messages(messages: Sequence[Message]) -> None:
         for name, value in message.items():
             if not isinstance(value, str):
                 raise ValueError(f"messages[{index}][{name!r}] is of type {type(value).__name__}; wanted text")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"messages[{index}][{name!r}] holds half of a character, U+{ord(value[error.start]):04X}, at place "
+                    f"{error.start}, and no tokenizer takes it; read it with errors='replace', or join it to its pair"
+                ) from None

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxft.core.sampling import check_sampling
 from jaxft.policy.chat import Message, Prompt
 from jaxft.policy.policy import Policy
-from jaxft.policy.recorder import Call, current_functions, find_episode
+from jaxft.policy.recorder import Call, Episode, current_functions, find_episode
 from jaxft.policy.requests import Completion, Request
 from jaxft.policy.stop_strings import StopFinder, cut_at_stop
 
@@ -15,12 +16,16 @@ INTERACTIVE = 2
 """Stream of random numbers of calls made outside an episode."""
 
 
+LongPrompts = Literal["fail", "drop", "truncate_left"]
+"""A prompt that is too long raises an error; or does so and marks its episode as dropped; or loses its first tokens."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """An answer.
 
     Attributes:
-        content: its text, up to a stop string.
+        content: its text, up to a stop string, which is a part of it with `include_stop` only.
         finish_reason: `stop`, or `length` when its budget or the context was used up.
         token_ids: what was sampled, the stop token included.
         logprobs: of these tokens, in nats, under the temperature-scaled full vocabulary.
@@ -42,11 +47,13 @@ class ChatClient:
     Attributes:
         policy: who answers.
         name: what its calls are recorded under.
+        long_prompts: what becomes of a prompt that leaves no room for an answer.
     """
 
-    def __init__(self, policy: Policy, name: str = "policy") -> None:
+    def __init__(self, policy: Policy, name: str = "policy", long_prompts: LongPrompts = "fail") -> None:
         self.policy = policy
         self.name = name
+        self.long_prompts = long_prompts
         self._interactive_calls = itertools.count()
 
     async def chat(
@@ -56,6 +63,7 @@ class ChatClient:
         temperature: float = 1.0,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        include_stop: bool = False,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
@@ -71,6 +79,8 @@ class ChatClient:
             temperature: 0 takes the most likely token every time.
             max_tokens: the most tokens to sample; None for what the context has room for.
             stop: strings that end the answer; they are not part of `content`.
+            include_stop: the stop string is a part of `content`, for an agent that wants it in its history: a history
+                that holds another text than `content` is tokenised afresh, and begins a training row of its own.
             top_k, top_p, min_p: truncate the distribution; see `jaxft.core.sampling.SamplingParams`.
             logit_bias: what is added to the logits of single tokens, by id; -inf forbids one.
 
@@ -88,7 +98,7 @@ class ChatClient:
         template, engine = self.policy.template, self.policy.engine
         # Another model's calls are in other token ids.
         earlier = [] if episode is None else [call for call in episode.calls if call.llm == self.name]
-        prompt = template.prompt(messages, earlier)
+        prompt, truncated_tokens = self._fitted(template.prompt(messages, earlier), max_tokens, episode)
         if episode is not None:
             index, call_id = episode.begin_call(prompt.ids)
             key_ids = (*episode.key_ids, call_id)
@@ -110,9 +120,10 @@ class ChatClient:
                 cuts=prompt.cuts,
             )
         )
-        content = cut_at_stop(template.answer_text(completion.token_ids), stops)
+        content = cut_at_stop(template.answer_text(completion.token_ids), stops, include_stop=include_stop)
         if episode is not None:
-            episode.record(self._call(index, messages, content, prompt, temperature, completion))
+            call = self._call(index, messages, content, prompt, temperature, completion)
+            episode.record(replace(call, truncated_tokens=truncated_tokens))
         return Reply(
             content,
             completion.finish_reason,
@@ -121,6 +132,22 @@ class ChatClient:
             completion.policy_version,
             None if episode is None else index,
         )
+
+    def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> tuple[Prompt, int]:
+        """The prompt as it is fed, and how many of its first tokens were left out.
+
+        A truncated prompt leaves room for `max_tokens`, but at least half of the context is prompt.
+        """
+        limit = self.policy.engine.max_context_tokens
+        if len(prompt.ids) < limit or self.long_prompts == "fail":
+            return prompt, 0  # one that is too long is refused by the engine
+        if self.long_prompts == "drop":
+            if episode is not None:
+                episode.is_dropped = True
+            return prompt, 0
+        room = limit // 2 if max_tokens is None else min(max(max_tokens, 1), limit // 2)
+        first = len(prompt.ids) - (limit - room)
+        return Prompt(prompt.text, prompt.ids[first:]), first  # its beginning is another: no cut of earlier turns holds
 
     def _call(
         self,

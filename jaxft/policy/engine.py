@@ -11,6 +11,7 @@ Here is the queue: who waits, who runs, who hears of what. The arrays are those 
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 from jaxft.core.types import Model, Params
 from jaxft.policy.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.policy.faults import DeviceMemoryError, DeviceThreadError
-from jaxft.policy.requests import Completion, Request, check_request
+from jaxft.policy.requests import Completion, NonFiniteError, Request, check_request
 from jaxft.policy.workspace import Counts, Decoded, Workspace
 
 
@@ -52,10 +53,12 @@ class Engine:
         seed: int,
         slots: int,
         max_context_tokens: int,
+        vocabulary: int,
         stored_prompts: int | None = None,
     ) -> None:
         """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins.
 
+        `vocabulary` is the number of tokens that the model gives logits for; ids of a request must be below it.
         `stored_prompts` is how many prompts are kept for their other generations and next turns; by default as many as
         there are slots, and at least 8.
 
@@ -66,6 +69,7 @@ class Engine:
             raise ValueError(f"stored_prompts is {stored_prompts}; wanted at least {FEWEST_STORED_PROMPTS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
+        self.vocabulary = vocabulary
         fewest = slots * -(-FEWEST_STORED_PROMPTS // slots)  # a multiple: divides over a mesh where slots do
         self.stored_prompts = fewest if stored_prompts is None else stored_prompts
         self._device = device
@@ -109,20 +113,28 @@ class Engine:
         """Waits for the completion of a request; a cancelled wait frees the slot.
 
         Raises:
-            RequestError: the prompt leaves no room in the context, or has no tokens, or parameters are impossible.
+            RequestError: the prompt leaves no room in the context, or has no tokens, or holds an id that is not of the
+                vocabulary; or parameters are impossible.
+            NonFiniteError: a log-probability of what was sampled is not finite.
             PolicyError: the policy is lost, its device has too little memory, or its device thread has ended.
             Exception: whatever else stopped the device work that the request was part of.
         """
-        check_request(request, self.max_context_tokens)
+        check_request(request, self.max_context_tokens, self.vocabulary)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         with self._lock:
             self._waiting.append(_Running(request, future, Completion()))
-            is_first, self._is_scheduled = not self._is_scheduled, True
-        if is_first:
-            # After the callbacks that are ready now: requests of one wave are admitted together.
-            loop.call_soon(self._schedule)
+        # After the callbacks that are ready now: requests of one wave are admitted together. Each of them asks for a
+        # round, as a loop that is closed before its callbacks run takes only its own request with it.
+        loop.call_soon(self._ask_for_round)
         return await future
+
+    def _ask_for_round(self) -> None:
+        with self._lock:
+            if self._is_scheduled or not self._waiting:
+                return
+            self._is_scheduled = True
+        self._schedule()
 
     def _schedule(self) -> None:
         try:
@@ -184,7 +196,7 @@ class Engine:
         admitted = []
         while self._waiting and free:
             running = self._waiting.popleft()
-            if running.future.cancelled():
+            if _is_abandoned(running):
                 continue
             running.completion.policy_version = version
             slot = free.pop(0)
@@ -195,7 +207,7 @@ class Engine:
 
     def _advance(self) -> list[_Running]:
         """Decodes a few tokens of every running request; returns those that ended, their slots free again."""
-        for slot in [slot for slot, running in self._running.items() if running.future.cancelled()]:
+        for slot in [slot for slot, running in self._running.items() if _is_abandoned(running)]:
             del self._running[slot]
         if not self._running:
             return []
@@ -208,20 +220,42 @@ class Engine:
         finished = {slot: running for slot, running in self._running.items() if _has_ended(running, slot, decoded)}
         for slot in finished:
             del self._running[slot]
+        if any(isinstance(running.error, NonFiniteError) for running in finished.values()):
+            self._workspace.forget_prompts()  # one of them may be where the number stands
         return list(finished.values())
+
+
+def _is_abandoned(running: _Running) -> bool:
+    """Whether nobody waits for it any more."""
+    return running.future.cancelled() or running.future.get_loop().is_closed()
 
 
 def _has_ended(running: _Running, slot: int, decoded: Decoded) -> bool:
     """Adds what was decoded to the completion, and says whether there is no more to come."""
     count, completion = int(decoded.counts[slot]), running.completion
+    known = len(completion.token_ids)
     completion.token_ids += decoded.tokens[slot, :count].tolist()
     completion.sampler_logprobs += decoded.sampler_logprobs[slot, :count].tolist()
     completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
     try:
-        return _is_finished(running.request, completion, bool(decoded.active[slot]))
-    except Exception as error:  # of its stop strings: the others go on
+        has_ended = _is_finished(running.request, completion, bool(decoded.active[slot]))
+        _check_finite(running.request, completion, known)
+        return has_ended
+    except Exception as error:  # its own, or of its stop strings: the others go on
         running.error = error
         return True
+
+
+def _check_finite(request: Request, completion: Completion, known: int) -> None:
+    """Raise a `NonFiniteError` unless all log-probabilities are finite; the first `known` have been looked at."""
+    pairs = zip(completion.sampler_logprobs[known:], completion.behavior_logprobs[known:], strict=True)
+    for place, pair in enumerate(pairs, known):
+        if not all(map(math.isfinite, pair)):
+            raise NonFiniteError(
+                f"the log-probability of token {place} of the answer to a prompt of {len(request.prompt_ids)} tokens "
+                f"is {pair[0]} (as drawn: {pair[1]}): the parameters of version {completion.policy_version} are not "
+                "finite or too large for their dtype (restore a checkpoint), or logit_bias leaves no token"
+            )
 
 
 def _is_finished(request: Request, completion: Completion, is_active: bool) -> bool:

@@ -1,6 +1,5 @@
 """A live policy: weights, tokenizer, engine and device thread, with one way to ask it and one way to change it."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxft.core.arrays import vocabulary_size
 from jaxft.core.frozen import BASE
 from jaxft.core.types import Model, Params
 from jaxft.policy.chat import ChatTemplate
@@ -15,7 +15,7 @@ from jaxft.policy.device import CompileCounter, DeviceThread
 from jaxft.policy.engine import Engine
 from jaxft.policy.faults import PolicyLostError
 from jaxft.policy.relayout import Relayout
-from jaxft.policy.requests import Request
+from jaxft.policy.requests import NonFiniteError, Request
 
 HEALTH = 3
 """Stream of random numbers of the health check."""
@@ -71,6 +71,7 @@ class Policy:
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
+            vocabulary=vocabulary_size(model, params),
             stored_prompts=stored_prompts,
         )
 
@@ -144,9 +145,13 @@ class Policy:
         if not await self.read(are_finite):
             return False
         prompt = self.template.prompt([{"role": "user", "content": "?"}])
-        request = Request(prompt_ids=prompt.ids, key_ids=(HEALTH,), max_tokens=1, stop_ids=self.template.stop_ids)
-        completion = await self.engine.submit(request)
-        return len(completion.token_ids) == 1 and math.isfinite(completion.sampler_logprobs[0])
+        key_ids = (HEALTH, 0, 0, 0, 0, 0)  # as many as those of a call, or the engine would compile for them
+        request = Request(prompt_ids=prompt.ids, key_ids=key_ids, max_tokens=1, stop_ids=self.template.stop_ids)
+        try:
+            completion = await self.engine.submit(request)
+        except NonFiniteError:
+            return False
+        return len(completion.token_ids) == 1
 
     async def save(self, folder: str | Path) -> Path:
         """Writes model and tokenizer in Hugging Face's file format; adapters in PEFT's, with their base if it is

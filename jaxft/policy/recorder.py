@@ -33,7 +33,7 @@ class Call:
         index: how many calls of the episode began before it.
         llm: the name of the language model in the configuration.
         messages: the conversation as the agent sent it.
-        content: the text of the answer (a stop string is cut from it, not from the ids).
+        content: the text of the answer, as the agent got it (a stop string may be cut from it, not from the ids).
         prompt_text: the conversation as the chat template renders it.
         prompt_ids: what the policy was fed.
         token_ids: what it sampled, stop token included.
@@ -44,6 +44,7 @@ class Call:
         policy_version: of the parameters that sampled.
         functions: those of the agent that the call was made in, outermost first (`function`).
         prompt_cuts: where in the prompt those of earlier turns ended.
+        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Call:
     policy_version: int
     functions: tuple[str, ...] = ()
     prompt_cuts: tuple[int, ...] = ()
+    truncated_tokens: int = 0
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ class Episode:
         calls: what its language models answered, in the order in which the calls began.
         step_rewards: what `reward_step` gave, by the index of the call.
         candidates: what `record_candidates` was given, a decision each.
+        is_dropped: a prompt was too long, and `long_prompts` of its language model is `drop`.
     """
 
     run_seed: int
@@ -107,6 +110,7 @@ class Episode:
     calls: list[Call] = field(default_factory=list)
     step_rewards: dict[int, float] = field(default_factory=dict)
     candidates: list[Candidates] = field(default_factory=list)
+    is_dropped: bool = False
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
 

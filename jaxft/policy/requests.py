@@ -3,13 +3,19 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
 
-from jaxft.core.sampling import check_sampling
+from jaxft.core.arrays import check_token_ids
+from jaxft.core.sampling import LARGEST, check_sampling
 from jaxft.policy.slots import MAX_BIASED_IDS, MAX_STOP_IDS
 
 
 class RequestError(ValueError):
     """A request that can never be served: too long for the context, or impossible parameters."""
+
+
+class NonFiniteError(FloatingPointError):
+    """The parameters gave a request a log-probability that is not finite: what was sampled with it means nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,17 @@ class Completion:
     policy_version: int = 0
 
 
-def check_request(request: Request, max_context_tokens: int) -> None:
-    """Nothing, if the request can be served.
+def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:
+    """Raise unless the request can be served, and the device's arrays can hold every number of it.
 
     Raises:
-        RequestError: the prompt leaves no room in the context, or has no tokens, or a parameter is impossible.
+        RequestError: the prompt leaves no room in the context, or has no tokens, or holds one that is not of the
+            vocabulary; or a parameter is impossible.
 
-    >>> check_request(Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0), max_context_tokens=8)
+    >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
+    >>> check_request(request, max_context_tokens=8, vocabulary=4)
     Traceback (most recent call last):
-    jaxft.policy.requests.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1]
+    jaxft.policy.requests.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1], at least 1e-30
     """
     length = len(request.prompt_ids)
     if length == 0:
@@ -68,22 +76,36 @@ def check_request(request: Request, max_context_tokens: int) -> None:
     if length >= max_context_tokens:
         raise RequestError(
             f"the prompt has {length} tokens, but max_context_tokens is {max_context_tokens} with the answer "
-            "included; shorten the conversation or raise llms.<name>.max_context_tokens"
+            "included; shorten the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
         )
-    if request.max_tokens < 1:
+    if not _is_integer(request.max_tokens) or request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
-    if not all(0 <= number < 2**32 for number in request.key_ids):
+    if not all(_is_integer(number) and 0 <= number < 2**32 for number in request.key_ids):
         raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
+    # One beyond the vocabulary is never sampled, and does no harm: checkpoints name some.
+    if not all(_is_integer(token) and 0 <= token < 2**31 for token in request.stop_ids):
+        raise RequestError(f"stop_ids are {request.stop_ids}; wanted token ids, which fit int32")
     if len(request.logit_bias) > MAX_BIASED_IDS:
         raise RequestError(f"logit_bias names {len(request.logit_bias)} tokens; at most {MAX_BIASED_IDS} are supported")
     for token, value in request.logit_bias:
-        if not 0 <= token < 2**31 or math.isnan(value) or value == math.inf:
-            raise RequestError(f"logit_bias adds {value} to token {token}; wanted a number below inf, and a token's id")
-    if list(request.cuts) != sorted(set(request.cuts)) or not all(0 < cut < length for cut in request.cuts):
+        if not (value == -math.inf or -LARGEST <= value <= LARGEST):
+            raise RequestError(
+                f"logit_bias adds {value} to token {token}; wanted -inf, or a number that float32 holds, up to "
+                f"{LARGEST:.1e}"
+            )
+    if list(request.cuts) != sorted(set(request.cuts)) or not all(
+        _is_integer(cut) and 0 < cut < length for cut in request.cuts
+    ):
         raise RequestError(f"cuts are {request.cuts}; wanted ascending places within a prompt of {length} tokens")
     try:
+        check_token_ids("prompt_ids", request.prompt_ids, vocabulary)
+        check_token_ids("logit_bias", [token for token, _ in request.logit_bias], vocabulary)
         check_sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, min_p=request.min_p)
     except ValueError as error:
         raise RequestError(str(error)) from None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, SupportsIndex)

@@ -4,6 +4,9 @@ Prompts are prefilled in the rows of a store, and from there copied into the slo
 generations is computed once, a conversation goes on from its row. The store and the slots are caches of the same form;
 `near` is how many of their blocks a program reads and writes, enough for the tokens at hand.
 
+A request reads what was computed for its own tokens, and zeros: what others left in its row or its slot is cleared when
+these are handed out. That a place may not be seen is not enough: its weight is 0, and 0 times NaN is NaN.
+
 Letters: `R` slots, `P` rows of one program, `L` tokens of a piece, `N` key ids, `S` stop ids, `M` biased tokens.
 """
 
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxft.core.cache import init_cache
+from jaxft.core.cache import init_cache, keep_places
 from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_near
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.types import Cache, Model, Params
@@ -74,7 +77,8 @@ def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Slot
 def prefill(model: Model, near: int, params: Params, store: Cache, pieces: Pieces) -> Cache:
     """Computes the keys and values of the pieces, each behind what its row holds already."""
     positions = pieces.starts[:, None] + jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
-    _, written = model.apply(params, pieces.tokens, positions, cache=_taken(store[:near], pieces.rows))
+    held = keep_places(model, _taken(store[:near], pieces.rows), pieces.starts)
+    _, written = model.apply(params, pieces.tokens, positions, cache=held)
     return _held_cache(model, _put_near(store, written, pieces.rows))
 
 
@@ -86,7 +90,7 @@ def copy_rows(model: Model, near: int, store: Cache, sources: Int[Any, "P"], tar
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def admit(model: Model, near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
-    """Copies prompts into slots, and makes these ready to decode."""
+    """Copies prompts into slots, which hold nothing else then, and makes these ready to decode."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     state, keys = slots.state, jax.vmap(partial(fold_ids, key))(admission.key_ids)
     tokens, positions, active, rows = _put(
@@ -99,7 +103,10 @@ def admit(model: Model, near: int, slots: Slots, store: Cache, seed: UInt32[Arra
         ),
         admission.slots,
     )
-    cache = _put_near(state.cache, _taken(store[:near], admission.stored), admission.slots)
+    prompts = keep_places(model, _taken(store[:near], admission.stored), admission.positions)
+    cache = _put_near(state.cache, prompts, admission.slots)
+    empty = jax.tree.map(lambda leaf: leaf.at[admission.slots].set(0, mode="drop"), cache[near:])
+    cache = (*cache[:near], *empty)
     return _held(model, Slots(DecodeState(cache, tokens, positions, active), rows))
 
 

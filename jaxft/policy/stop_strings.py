@@ -39,11 +39,15 @@ class StopFinder:
         return any(stop in text for stop in self._stops)
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it.
+def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
+    """The text before the first stop string in it; with `include_stop` up to the end of that string.
 
-    >>> cut_at_stop("yes. No.", [".", "No"])
-    'yes'
+    >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
+    ('yes', 'yes.')
     """
-    found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(found)] if found else text
+    # Of two that begin at one place the shorter is the one that ended the answer.
+    found = [(place, len(stop)) for place, stop in ((text.find(stop), stop) for stop in stops) if place >= 0]
+    if not found:
+        return text
+    place, length = min(found)
+    return text[: place + length] if include_stop else text[:place]

@@ -227,14 +227,16 @@ class Workspace:
             pieces = [plan.pieces[depth] for plan in plans if len(plan.pieces) > depth]
             for (width, near), part in batches(pieces, self._shape, lambda shape: self._rows(shape[0])):
                 arrays.store = prefill(self._model, near, params, arrays.store, self._pieces(part, width))
-        for near, group in batches(
-            planned, lambda seat: blocks_for(len(seat[1].prompt_ids) - 1, self.length), lambda near: COPIED_ROWS
-        ):
+        for (near, _), group in batches(planned, self._admission_shape, lambda shape: COPIED_ROWS):
             admission = self._admission(group, group[0][1])
             arrays.slots = admit(self._model, near, arrays.slots, arrays.store, self._seed, admission)
         self._prefixes.settle()
         self.counts.prefilled_tokens += sum(len(piece.tokens) for plan in plans for piece in plan.pieces)
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
+
+    def _admission_shape(self, seat: tuple[int, Request, Plan]) -> tuple[int, int]:
+        _, request, _ = seat
+        return blocks_for(len(request.prompt_ids) - 1, self.length), len(request.key_ids)
 
     def _shape(self, piece: Piece) -> tuple[int, int]:
         return piece.width, blocks_for(piece.start + len(piece.tokens), self.length)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft.core.advantages import estimate_advantages, group_advantages, step_advantages, weighted_sum
+from jaxft.core.arrays import check_token_ids
 from jaxft.core.correction import sampler_agreement, sampler_correction
 from jaxft.core.kl import k1_penalty, kl_penalty
 from jaxft.core.losses import value_loss
@@ -128,3 +129,24 @@ def test_counted_pairs_survive_microbatches(bigram):
     batch = Batch(jnp.zeros((4, 3), jnp.int32), jnp.array([[False, True, True]] * 4))
     _, _, grads = loss_and_gradients(bigram, loss_fn, bigram.init(jax.random.key(0)), batch, 2)
     assert seen and np.all(np.asarray(grads["embedding"]) == 2 * count_trained(batch.completion_mask).pairs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((3, 9), r"ids\[1\] is 9; .* 9 tokens: 0 to 8"),
+        ([[3, 4], [-1, 4]], r"ids\[1, 0\] is -1;"),
+        ((3, 2**70), rf"ids\[1\] is {2**70};"),
+        ((3, 8.5), r"ids\[1\] is 8.5;"),
+        (np.array([1.0]), r"ids\[0\] is 1.0;"),
+        (("3",), r"ids\[0\] is 3;"),
+    ],
+)
+def test_what_is_no_token_id_is_refused(ids, message):
+    with pytest.raises(ValueError, match=message):
+        check_token_ids("ids", ids, 9)
+
+
+def test_ids_of_every_integer_type_are_taken():
+    for ids in ((), (0, 8), np.array([0, 8], np.uint8), jnp.array([[0], [8]])):
+        check_token_ids("ids", ids, 9)

@@ -231,3 +231,12 @@ def test_refusals(bigram):
         unchecked(bigram, PARAMS, TOKENS, temperature=jnp.ones(7))
     with pytest.raises(ValueError, match="chunk_tokens is 0; wanted at least 1"):
         token_logprobs(bigram, PARAMS, TOKENS, chunk_tokens=0)
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1])
+def test_tokens_outside_the_vocabulary_are_refused(bigram, token):
+    """As NaN they would reach the gradient, and through weights of 0 the tokens beside them."""
+    tokens = TOKENS.at[1, 2].set(token)
+    with pytest.raises(ValueError, match=rf"tokens\[1, 2\] is {token}; .* {VOCABULARY} tokens"):
+        token_logprobs(bigram, PARAMS, tokens)
+    assert score(bigram, PARAMS, tokens).logprobs.shape == TOKENS.shape  # under jit no id is known

@@ -75,6 +75,11 @@ def test_next_turn_extends_the_recorded_one(question, reply, answer):
     assert longer_ids[: len(ids)] == ids
 
 
+@pytest.mark.parametrize("role", ["function", "environment"])
+def test_functions_and_the_environment_speak_as_a_tool_does(role):
+    assert render([{"role": role, "content": "{1}"}]) == "<|tool|>{1}<|end|>"
+
+
 def test_unknown_role_is_named():
     with pytest.raises(TemplateError, match="message 1 has the role 'critic'; this template knows system, user"):
         render([{"role": "user", "content": ""}, {"role": "critic", "content": ""}])

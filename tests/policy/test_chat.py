@@ -213,6 +213,7 @@ def test_conversation_masks_what_the_assistant_said(template, tokenizer):
         ([], "messages is empty"),
         ([{"content": "x"}], "messages[0] has no 'role'"),
         ([user("x"), {"role": "assistant"}], "messages[1] has no 'content'"),
+        ([user("x"), user("ab\ud83d")], "messages[1]['content'] holds half of a character, U+D83D, at place 2"),
         (
             [{"role": "critic", "content": "x"}],
             "refuses a conversation of roles critic: message 0 has the role 'critic'",

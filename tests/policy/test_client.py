@@ -5,6 +5,7 @@ import pytest
 from jaxft.policy.client import ChatClient
 from jaxft.policy.recorder import Episode, recording
 from jaxft.policy.requests import RequestError
+from jaxft.policy.sequences import token_sequences
 
 QUESTION = [{"role": "user", "content": "x?"}]
 
@@ -92,6 +93,80 @@ def test_a_stop_string_ends_the_answer(client):
     assert ask(stop=()) == ask(stop=["\x00never"]) == free
 
 
+def converse(client, episode, messages, stop, *, include_stop=False, put_back=""):
+    """Two turns: an answer that `stop` ends, put into the history with `put_back` behind it, and a short one."""
+
+    async def main():
+        with recording(episode):
+            first = await client.chat(messages, max_tokens=40, stop=stop, include_stop=include_stop)
+            said = {"role": "assistant", "content": first.content + put_back}
+            await client.chat([*messages, said, {"role": "user", "content": "y"}], max_tokens=1)
+            return first
+
+    return asyncio.run(main())
+
+
+def readable_characters(text):
+    """Those that come later than a byte that is none, which text cannot spell."""
+    return [character for character in text[text.index("\ufffd") :] if character.isprintable() and character.isascii()]
+
+
+def test_a_stop_string_that_is_included_stays_in_one_sequence_with_its_history(client):
+    (free,) = chat(client, episode=make_episode(), max_tokens=40)
+    stop = readable_characters(free.content)[0]
+    included, cut = make_episode(), make_episode()
+    first = converse(client, included, QUESTION, stop, include_stop=True)
+    assert first.content == free.content[: free.content.index(stop) + 1] and first.finish_reason == "stop"
+    assert len(token_sequences(included.calls)) == 1
+    # The same history, but of another text than the recorded answer: it is tokenised afresh.
+    assert converse(client, cut, QUESTION, stop, put_back=stop).token_ids == first.token_ids
+    assert cut.calls[1].messages == included.calls[1].messages and len(token_sequences(cut.calls)) == 2
+
+
+LONG = [{"role": "user", "content": "abc" * 40}]
+
+
+@pytest.mark.parametrize(("max_tokens", "fed"), [(5, 91), (90, 48), (None, 48)])
+def test_a_truncated_prompt_is_recorded_as_it_was_fed(policy, max_tokens, fed):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    whole = policy.template.prompt(LONG).ids
+    (reply,) = chat(client, LONG, episode=episode, max_tokens=max_tokens)
+    (call,) = episode.calls
+    assert call.prompt_ids == whole[-fed:] and call.truncated_tokens == len(whole) - fed
+    assert len(reply.token_ids) <= (max_tokens or 48) and call.context_ids == (*whole[-fed:], *reply.token_ids)
+    # The same ids, asked for by themselves, give the same tokens: nothing that was cut is remembered.
+    (repeated,) = chat(client, LONG, episode=make_episode(), max_tokens=max_tokens)
+    assert repeated == reply
+
+
+def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    (free,) = chat(client, LONG, episode=make_episode(), max_tokens=40)
+    stop = next(character for character in free.content if character.isprintable() and character.isascii())
+    converse(client, episode, LONG, stop, include_stop=True)
+    first, second = episode.calls
+    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids and second.truncated_tokens == 0
+    (sequence,) = token_sequences(episode.calls)
+    assert tuple(sequence.tokens) == second.context_ids and sequence.completion_mask.index(True) == 56
+
+
+def test_prompts_that_fit_are_never_cut(policy):
+    for long_prompts in ("drop", "truncate_left"):
+        episode = make_episode()
+        chat(ChatClient(policy, "player", long_prompts), episode=episode, max_tokens=90)
+        assert episode.calls[0].truncated_tokens == 0 and not episode.is_dropped
+
+
+def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
+    for long_prompts, is_dropped in (("fail", False), ("drop", True)):
+        episode = make_episode()
+        with pytest.raises(RequestError, match="the prompt has 123 tokens"):
+            chat(ChatClient(policy, "player", long_prompts), LONG, episode=episode)
+        assert episode.is_dropped == is_dropped
+    with pytest.raises(RequestError, match="the prompt has 123 tokens"):
+        chat(ChatClient(policy, "player", "drop"), LONG)  # outside an episode there is nothing to drop
+
+
 def test_another_models_calls_are_not_continued(policy):
     episode, (one, other) = make_episode(), (ChatClient(policy, name) for name in ("one", "other"))
     (reply,) = chat(one, episode=episode, max_tokens=3)
@@ -113,6 +188,10 @@ def test_another_models_calls_are_not_continued(policy):
         ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
         ({"max_tokens": 0}, RequestError, "max_tokens is 0"),
         ({"messages": []}, ValueError, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, ValueError, r"messages\[0\]\['content'\] .* U\+D800"),
+        ({"logit_bias": {300: 1.0}}, RequestError, r"logit_bias\[0\] is 300; .* 262 tokens"),
+        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias adds 1e\+300 to token 7"),
+        ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
     ],
 )

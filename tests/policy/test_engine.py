@@ -1,5 +1,7 @@
 import asyncio
+import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jaxft.policy.device import counting_compiles
 from jaxft.policy.faults import DeviceThreadError, PolicyError
 from jaxft.policy.policy import PolicyLostError
 from jaxft.policy.recorder import Episode, recording
-from jaxft.policy.requests import Request, RequestError
+from jaxft.policy.requests import NonFiniteError, Request, RequestError
 from jaxft.policy.sequences import token_sequences
 from jaxft.policy.slots import MAX_BIASED_IDS, MAX_STOP_IDS
 
@@ -183,21 +185,57 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
         ({"stop_ids": tuple(range(9))}, f"9 stop ids were given; at most {MAX_STOP_IDS} are supported"),
         ({"key_ids": (0, -1, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
         ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"prompt_ids": (7, 262, 8)}, r"prompt_ids\[1\] is 262; .* 262 tokens"),
+        ({"prompt_ids": (-1, 7)}, r"prompt_ids\[0\] is -1; .* 262 tokens"),
+        ({"prompt_ids": (7, 8, 2**70)}, rf"prompt_ids\[2\] is {2**70}; .* 262 tokens"),
+        ({"stop_ids": (2**40,)}, f"stop_ids are \\({2**40},"),
+        ({"temperature": 1e39}, r"temperature is 1e\+39"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"top_k": 2**40}, f"top_k is {2**40}"),
+        ({"top_p": 1e-50}, "top_p is 1e-50"),
+        ({"logit_bias": ((5, 1e300),)}, r"logit_bias adds 1e\+300 to token 5"),
+        ({"logit_bias": ((5, float("inf")),)}, "logit_bias adds inf to token 5"),
+        ({"logit_bias": ((5, 1.0), (262, 1.0))}, r"logit_bias\[1\] is 262; .* 262 tokens"),
         ({"temperature": -1.0}, "temperature is -1.0; wanted 0"),
         ({"temperature": float("nan")}, "temperature is nan; wanted 0"),
         ({"top_k": -1}, "top_k is -1; wanted 0"),
         ({"top_p": 0.0}, "top_p is 0.0; wanted a share"),
         ({"min_p": 1.0}, "min_p is 1.0; wanted a share"),
         ({"logit_bias": ((5, float("nan")),)}, "logit_bias adds nan to token 5"),
-        ({"logit_bias": ((-1, 1.0),)}, "logit_bias adds 1.0 to token -1"),
+        ({"logit_bias": ((-1, 1.0),)}, r"logit_bias\[0\] is -1"),
         ({"logit_bias": ((1, 1.0),) * 33}, f"logit_bias names 33 tokens; at most {MAX_BIASED_IDS} are supported"),
         ({"cuts": (3, 2)}, r"cuts are \(3, 2\); wanted ascending places within a prompt of 5 tokens"),
         ({"cuts": (5,)}, r"cuts are \(5,\); wanted ascending places within a prompt of 5 tokens"),
     ],
 )
-def test_what_can_never_be_served_is_refused(policy, serve, changes, message):
-    with pytest.raises(RequestError, match=message):
-        serve(policy, request(0, **changes))
+def test_what_can_never_be_served_is_refused_and_takes_nobody_with_it(policy, changes, message):
+    async def main():
+        requests = [request(1), request(0, **changes), request(2)]
+        return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+
+    first, refused, last = run(main)
+    assert isinstance(refused, RequestError) and re.search(message, str(refused))
+    assert [len(first.token_ids), len(last.token_ids)] == [11, 11]
+
+
+def test_the_largest_numbers_that_arrays_hold_are_served(policy, serve):
+    extremes = (
+        {"temperature": 1e-6},
+        {"temperature": 3.4e38},
+        {"top_k": 2**31 - 1},
+        {"top_p": 1e-30},
+        {"min_p": 1 - 1e-12},
+        {"logit_bias": ((7, 3.4e38), (8, -3.4e38), (9, -math.inf))},
+        {"max_tokens": 2**80},
+    )
+    for completion in serve(policy, *(request(n, **changes) for n, changes in enumerate(extremes))):
+        assert np.isfinite(completion.sampler_logprobs + completion.behavior_logprobs).all()
+
+
+def test_requests_of_keys_of_different_lengths_share_a_batch(policy, serve):
+    expected = [record_of(serve(policy, request(n, key_ids=(3,) * (n + 1)))[0]) for n in range(3)]
+    together = serve(policy, *(request(n, key_ids=(3,) * (n + 1)) for n in range(3)))
+    assert [record_of(completion) for completion in together] == expected
 
 
 def test_a_cancelled_request_frees_its_slot(policy, serve):
@@ -312,6 +350,19 @@ def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
     task._log_destroy_pending = False
 
 
+def test_a_loop_closed_before_its_request_was_scheduled_takes_nobody_with_it(policy, serve):
+    """Its task has run, and has asked for a round; the callback that was to schedule it never does."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    decoded = policy.engine.counts.decoded_tokens
+    loop.close()
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+    assert policy.engine.counts.decoded_tokens - decoded == 11  # nothing is decoded for whom nobody waits
+    task._log_destroy_pending = False
+
+
 def test_a_closed_policy_refuses(make_policy, serve):
     policy = make_policy()
     policy.close()
@@ -353,6 +404,57 @@ def test_nothing_is_compiled_after_the_warm_up(make_policy, serve):
         run(lambda: policy.update(lambda params: (params, None)))
         serve(policy, request(0))
     assert compiles.count == 0
+
+
+# --- Numbers that are not finite.
+
+
+def spoil(policy):
+    """Makes all parameters NaN; returns the good ones."""
+    good = []
+
+    def job(params):
+        good.append(params)
+        return jax.tree.map(lambda leaf: leaf * jnp.nan, params), None
+
+    run(lambda: policy.update(job))
+    return good[0]
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_what_spoilt_parameters_left_in_the_caches_reaches_no_later_request(make_policy, serve, is_restored):
+    fresh, spoilt = (make_policy(max_context_tokens=600) for _ in range(2))
+    good = spoil(spoilt)
+
+    async def fill():
+        requests = [request(number, prompt_tokens=530, max_tokens=40) for number in range(16)]
+        return await asyncio.gather(*map(spoilt.engine.submit, requests), return_exceptions=True)
+
+    answers = run(fill)
+    assert {type(answer) for answer in answers} == {NonFiniteError}
+    assert all("token 0" in str(answer) and "version 1" in str(answer) for answer in answers)
+    assert not run(spoilt.is_sound)
+    if is_restored:
+        run(lambda: spoilt.restore(lambda params: good, 0))
+    else:
+        run(lambda: spoilt.update(lambda params: (good, None)))
+    assert run(spoilt.is_sound)
+    later = [request(number, prompt_tokens=(1, 30, 110)[number % 3], max_tokens=40) for number in range(8)]
+    assert [record_of(answer) for answer in serve(spoilt, *later)] == [record_of(each) for each in serve(fresh, *later)]
+
+
+def test_a_request_whose_numbers_are_not_finite_fails_alone(policy, serve):
+    expected = [record_of(serve(policy, request(number))[0]) for number in range(8)]
+    overflowing = request(8, logit_bias=((7, 3.4e38), (7, 3.4e38)))  # together infinite in float32
+
+    async def main():
+        requests = [request(number) for number in range(8)]
+        requests.insert(3, overflowing)
+        return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+
+    answers = run(main)
+    assert isinstance(answers.pop(3), NonFiniteError)
+    assert [record_of(answer) for answer in answers] == expected
 
 
 # --- Prompts that are kept.

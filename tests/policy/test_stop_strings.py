@@ -62,3 +62,11 @@ def test_the_text_is_cut_before_the_stop_string(policy):
     assert StopFinder(policy.template.answer_text, [". T", "wo"])(ids) == 6
     assert StopFinder(policy.template.answer_text, ["three"])(ids) is None
     assert cut_at_stop("one. Two.", ["wo", "."]) == "one"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [(["wo", ". "], "one. "), ([". Two", "."], "one."), (["three"], "one. Two."), ([], "one. Two.")],
+)
+def test_the_text_may_end_with_the_stop_string(stops, expected):
+    assert cut_at_stop("one. Two.", stops, include_stop=True) == expected
