@@ -193,6 +193,42 @@ def init_value_head(hidden_size: int) -> Params:
     return {"kernel": jnp.zeros(hidden_size, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
 
 
+def _is_narrow(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+
+
+def _gradient_sum(leaf: Array) -> Array:
+    """Takes up, chunk by chunk, the gradient of a parameter: in float32 where in the parameter's own dtype small terms
+    would vanish.
+
+    A float32 copy of the parameter would do the same, but compilers for GPUs keep it and round it in every chunk.
+    """
+    return _zeros_for_gradient(leaf) if _is_narrow(leaf) else leaf
+
+
+def _add_gradient_to(total: Array, leaf: Array) -> Array:
+    """The parameter, whose gradient is added to the `total` of `_gradient_sum`."""
+    return _with_gradient(total, jax.lax.stop_gradient(leaf)) if _is_narrow(leaf) else total
+
+
+@jax.custom_vjp
+def _zeros_for_gradient(leaf: Array) -> Array:
+    return jnp.zeros(leaf.shape, jnp.float32)
+
+
+_zeros_for_gradient.defvjp(
+    lambda leaf: (_zeros_for_gradient(leaf), leaf), lambda leaf, total: (total.astype(leaf.dtype),)
+)
+
+
+@jax.custom_vjp
+def _with_gradient(total: Array, leaf: Array) -> Array:
+    return leaf
+
+
+_with_gradient.defvjp(lambda total, leaf: (leaf, None), lambda _, gradient: (gradient.astype(jnp.float32), None))
+
+
 def _score_in_chunks(
     model: Model,
     params: Params,
@@ -204,10 +240,13 @@ def _score_in_chunks(
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Scores of the `N = B S` tokens. On a mesh, a chunk has equally many tokens of each device's own rows."""
 
+    sums = jax.tree.map(_gradient_sum, params)
+
     def score(
-        params: Params, hidden: Float[Array, "C D"], tokens: Int[Array, "C"], temperature: Float[Array, "C"]
+        sums: Params, hidden: Float[Array, "C D"], tokens: Int[Array, "C"], temperature: Float[Array, "C"]
     ) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
-        logprobs, entropy = logits_logprobs(model.unembed(params, hidden), tokens, temperature)
+        head = jax.tree.map(_add_gradient_to, sums, params)
+        logprobs, entropy = logits_logprobs(model.unembed(head, hidden), tokens, temperature)
         return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
     total, layout = tokens.size, model.layout
@@ -234,7 +273,7 @@ def _score_in_chunks(
 
     given = split(hidden), split(tokens), split(temperature)
     if chunks == 1:
-        logprobs, entropy = rechecked(params, *(x[0] for x in given))
+        logprobs, entropy = rechecked(sums, *(x[0] for x in given))
     else:
-        logprobs, entropy = jax.lax.map(lambda chunk: rechecked(params, *chunk), given)
+        logprobs, entropy = jax.lax.map(lambda chunk: rechecked(sums, *chunk), given)
     return join(logprobs), join(entropy)

@@ -69,13 +69,14 @@ def attend(
     rows, length, heads, head_dim = q.shape
     kv_heads = blocks[0].keys.shape[1]
     grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
-    flat = grouped.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5  # [B K GT h]
+    flat = grouped.reshape(rows, kv_heads, -1, head_dim)  # [B K GT h]
     wide = jnp.promote_types(flat.dtype, jnp.float32)
     scores, first = [], 0
     for block in blocks:
         seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
         products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
-        products = products.reshape(*grouped.shape[:-1], -1)  # [B K G T S]
+        # The products are scaled, which are float32, and not the queries, which bfloat16 would round once more.
+        products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
         scores.append(jnp.where(seen[:, None, None], products, HIDDEN))
         first += block.keys.shape[-1]
     largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))

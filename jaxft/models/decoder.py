@@ -30,7 +30,7 @@ from jaxft.models.attention import (
     write_tokens,
 )
 from jaxft.models.config import DecoderConfig, Lora
-from jaxft.models.layers import Linear, RMSNorm, adapter_of
+from jaxft.models.layers import Linear, RMSNorm, adapter_of, look_up
 from jaxft.models.rotary import rotary, rotate
 
 
@@ -213,7 +213,7 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         ends = bind_ends(used(params["ends"]))
-        x = by_rows(layout, jnp.take(ends.embedding[...], by_rows(layout, tokens), axis=0))  # [B T D]
+        x = by_rows(layout, look_up(ends.embedding[...], by_rows(layout, tokens)))  # [B T D]
         context = make_context(config, by_rows(layout, positions), cache, segment_ids, layout)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:

@@ -1,15 +1,44 @@
-"""What blocks are made of: products with weights, and norms.
+"""What a decoder is made of: the look-up of embeddings, products with weights, and norms.
 
-Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` width that comes in, `F` width that goes out, `r` rank.
+Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` width that comes in, `F` width that goes out, `r` rank, `V`
+vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxft.models.config import Lora
 from jaxft.models.sums import row_sum
+
+
+@jax.custom_vjp
+def look_up(embedding: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The embedding of each token; gradients of a token's places are summed in float32 or wider.
+
+    Automatic differentiation sums them in the dtype of the embedding. In bfloat16 a sum of ones stops at 256, so a
+    token at every other place of a batch gets a third of its gradient.
+
+    >>> gradient = jax.grad(lambda table: look_up(table, jnp.zeros((1, 1000), int)).sum())(jnp.ones((1, 1), "bfloat16"))
+    >>> print(gradient)  # one for each place
+    [[1000]]
+    """
+    return jnp.take(embedding, tokens, axis=0)
+
+
+def _look_up_forward(embedding: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return look_up(embedding, tokens), (embedding, tokens)
+
+
+def _look_up_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    embedding, tokens = saved
+    wide = jnp.promote_types(embedding.dtype, jnp.float32)
+    sums = jnp.zeros(embedding.shape, wide).at[tokens].add(cotangent.astype(wide))
+    return sums.astype(embedding.dtype), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 @jax.custom_vjp
