@@ -89,7 +89,8 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm:
 
 
 def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict[str, float]:
-    """Puts `advantages`, and for ppo `returns`, into the signals of the rows; what is to be logged of it comes back.
+    """Puts `advantages`, for ppo `returns`, and for losses that are averaged over trajectories `trajectory_tokens` into
+    the signals of the rows; what is to be logged of it comes back.
 
     The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
     `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
@@ -106,6 +107,10 @@ def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict
         _assign_per_step(rows, credit.step_rewards, credit.group_ids, k1, loss)
     else:
         _assign_per_trajectory(rows, credit, k1, loss)
+    if loss.averaged_over == "trajectories":
+        tokens = np.bincount([row.trajectory for row in rows], [sum(row.sequence.completion_mask) for row in rows])
+        for row in rows:
+            row.signals["trajectory_tokens"] = tokens[row.trajectory]
     return metrics
 
 

@@ -66,6 +66,11 @@ class LossConfig(ConfigModel):
     aggregation: Literal["row_mean", "token_mean", "budget"] | None = Field(
         default=None, description="What the loss is averaged over."
     )
+    weigh: Literal["trajectory", "sequence"] = Field(
+        default="trajectory",
+        description="A trajectory of several sequences counts once in the average, or each of its sequences does. "
+        "Ratios of importance_level 'sequence' stay those of sequences.",
+    )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None, description="One ratio per token or row."
     )
@@ -129,6 +134,15 @@ class LossConfig(ConfigModel):
         """The baseline that is really used."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
+    @property
+    def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
+        """What the loss is a mean of."""
+        if self.name == "dpo":
+            return "pairs"
+        if (self.aggregation or self.name) not in ("row_mean", "budget", "grpo", "gspo", "dr_grpo"):
+            return "tokens"
+        return "trajectories" if self.weigh == "trajectory" else "sequences"
+
     @model_validator(mode="after")
     def _has_what_it_reads(self) -> "LossConfig":
         own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
@@ -136,6 +150,8 @@ class LossConfig(ConfigModel):
             own -= {"gae_lambda", "value_coef", "value_clip"}
         if not self.needs_reference:
             own -= {"reference"}
+        if self.averaged_over == "tokens":
+            own -= {"weigh"}
         changed = [name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default]
         strange = sorted(set(changed) - {"name", *own})
         if strange:

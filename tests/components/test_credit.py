@@ -53,6 +53,16 @@ def test_rows_share_the_advantage_of_their_trajectory(make_group):
     assert got == [first, first, second, third, fourth]
 
 
+def test_rows_know_the_tokens_of_their_trajectory(make_group):
+    groups = [make_group(1.0, 0.0)]
+    groups[0][1].sequences.append(groups[0][1].sequences[0])
+    _, rows = advantages_of(groups)
+    assert [row.signals["trajectory_tokens"] for row in rows] == [4, 8, 8]
+    for knobs in ({"weigh": "sequence"}, {"name": "dapo"}, {"name": "gspo", "aggregation": "token_mean"}):
+        _, rows = advantages_of(groups, **knobs)
+        assert "trajectory_tokens" not in rows[0].signals
+
+
 def test_named_rewards_are_weighted_before_or_after_they_are_normalised(make_group):
     named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 8.0}, {"right": 0.0, "short": 0.0}]
     group = make_group(1.0, 8.0, 0.0, named_rewards=named)
