@@ -93,7 +93,8 @@ def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict
     the signals of the rows; what is to be logged of it comes back.
 
     The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
-    `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
+    `old_values`, and from the rows' `bootstrap_value`. Everything is computed in float64; a trajectory's rows share its
+    advantage.
     """
     if loss.kl_weight and loss.kl == "k1_in_reward":
         k1 = [_k1(row) for row in rows]
@@ -150,7 +151,8 @@ def _assign_per_token(rows: list[Row], credit: Credit, k1: list[np.ndarray], los
     rewards = rewards - loss.kl_weight * place(layout, k1, np.float64)
     if loss.estimator == "gae":
         values = place(layout, [row.signals["old_values"] for row in rows], np.float64)
-        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda)
+        after = np.array([row.bootstrap_value for row in rows])
+        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=after)
         for row, numbers in zip(rows, take(layout, returns), strict=True):
             row.signals["returns"] = numbers
     else:

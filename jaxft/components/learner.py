@@ -263,7 +263,11 @@ class Learner:
         if self._needs_old:
             scored = self._score_parts(placed, params, self.value_head)
             wanted["old_logprobs"] = scored.logprobs
-            wanted |= {"old_values": scored.values} if self.value_head is not None else {}
+            if scored.next_values is not None:
+                wanted["old_values"] = scored.values
+                for row, numbers in zip(rows, take(placed.layout, scored.next_values), strict=True):
+                    is_cut = row.sequence.episode_truncated and loss.bootstrap == "value"
+                    row.bootstrap_value = float(numbers[-1]) if is_cut else 0.0
         if loss.needs_reference:
             assert self.ref_params is not None
             reference = join(self.ref_params, split(self._model, params)[1])

@@ -60,12 +60,14 @@ class Model(NamedTuple):
 class Scored(NamedTuple):
     """Log-probability and entropy of each token of a batch, aligned to the token that they describe.
 
-    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`.
+    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`;
+    `next_values[b, t]` is that of `tokens[b, :t + 1]`, known also behind the last token of a row or packed segment.
     """
 
     logprobs: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     values: Float[Array, "B T"] | None = None
+    next_values: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):

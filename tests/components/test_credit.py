@@ -183,6 +183,14 @@ def test_a_later_step_in_another_row_counts_for_the_earlier_one(make_group, make
             assert made[0].signals["returns"][2:].tolist() == pytest.approx([0.95**3, 0.95**2, 0.95, 1.0])
 
 
+def test_gae_goes_on_where_an_episode_was_cut(make_group):
+    loss, group = LossConfig(name="ppo", gae_lambda=1.0, gamma=0.5), make_group(1.0, 1.0)
+    rows = [Row(t.sequences[0], i, {"old_values": np.zeros(6)}) for i, t in enumerate(group)]
+    rows[1].bootstrap_value = 4.0
+    assign_advantages(rows, gather_credit([group], loss), loss)
+    assert [row.signals["returns"][2:].tolist() for row in rows] == [[0.125, 0.25, 0.5, 1], [0.375, 0.75, 1.5, 3]]
+
+
 def test_gae_gives_returns_too(make_group):
     values = {"old_values": np.array([7.0, 7, 0.5, 0.5, 0.5, 0.5])}
     got, rows = advantages_of([make_group(1.0, 0.0)], values, name="ppo", gae_lambda=1.0)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxft.components.packing_choice as packing_choice
 from jaxft.components.batching import Row
-from jaxft.components.credit import gather_credit
+from jaxft.components.credit import assign_advantages, gather_credit
 from jaxft.components.learner import Learner
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
@@ -43,6 +43,9 @@ def job(make_sequence):
         return rows, gather_credit(groups, loss)
 
     return make
+
+
+HEAD = {"kernel": jnp.linspace(-1.0, 1.0, MODEL.config.hidden_size), "bias": jnp.array(0.5)}
 
 
 def learn(job, start, knobs, jobs=1, **options):
@@ -119,6 +122,32 @@ def test_ppo_trains_policy_and_values(job, start):
     assert np.abs(learner.value_head["kernel"]).max() > 0
     assert history[-1]["value_loss"] < history[0]["value_loss"]
     assert learner.step == 6
+
+
+def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, start, make_sequence):
+    def values_behind(packing, **knobs):
+        loss = LossConfig(name="ppo", **knobs)
+        rows, credit = job(loss)
+        rows[1].sequence = make_sequence(1, episode_truncated=True)
+        rows[2].sequence = make_sequence(2, truncated=True)  # an answer in the middle
+        learner = Learner(MODEL, loss, SGD, packing=packing, microbatch_tokens=64)
+        learner.arrays(start)  # makes what a first job starts from
+        learner.value_head = HEAD
+        learner._score(rows, start)
+        assign_advantages(rows, credit, loss)
+        return rows
+
+    rows = values_behind(packing=False)
+    assert [row.bootstrap_value for row in values_behind(packing=True)] == pytest.approx(
+        [row.bootstrap_value for row in rows], rel=1e-4
+    )
+    tokens = jnp.array([rows[1].sequence.tokens])
+    hidden, _ = MODEL.apply(start, tokens, jnp.arange(6)[None])
+    by_hand = float(hidden[0, -1] @ HEAD["kernel"] + HEAD["bias"])
+    assert [row.bootstrap_value for row in rows] == pytest.approx([0, by_hand, 0, 0], rel=1e-4)
+    # With a discount of 1 the last return is the reward and the value behind it.
+    assert [row.signals["returns"][-1] for row in rows] == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
+    assert not any(row.bootstrap_value for row in values_behind(packing=False, bootstrap="none"))
 
 
 @pytest.mark.parametrize("advantages", ["leave_one_out", "reinforce_pp"])

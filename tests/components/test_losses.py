@@ -56,6 +56,7 @@ def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, mess
         {"name": "dapo", "weigh": "sequence"},
         {"name": "sft", "weigh": "sequence"},
         {"weigh": "row"},
+        {"name": "grpo", "bootstrap": "none"},
     ],
 )
 def test_impossible_values_are_refused(wrong):
