@@ -103,6 +103,32 @@ def test_minibatches_take_every_trajectory_once_a_pass(job, start):
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
 
 
+def still(params, tokens, positions):
+    return jax.nn.one_hot(tokens, 64) @ params["table"]
+
+
+@pytest.mark.parametrize("knobs", [{"name": "grpo"}, {"name": "dapo"}])
+def test_metrics_of_several_updates_are_weighted_by_what_they_are_means_of(make_sequence, knobs):
+    """Three trajectories, of four, one and eight trained tokens in two sequences, in updates of two and of one."""
+    last = {"completion_mask": [False] * 5 + [True]}
+    pieces = [[make_sequence(0)], [make_sequence(1, **last)], [make_sequence(2), make_sequence(3)]]
+    group = [Trajectory(episode=[], reward=float(place**2), sequences=each) for place, each in enumerate(pieces)]
+    params = {"table": jax.random.normal(jax.random.key(2), (64, 64))}
+    loss, slowly = LossConfig(**knobs), SGD.model_copy(update={"learning_rate": 1e-12})
+
+    def metrics(minibatches):
+        rows = [Row(sequence, i) for i, each in enumerate(pieces) for sequence in each]
+        learner = Learner(
+            from_function(still), loss, slowly, minibatches=minibatches, packing=False, microbatch_tokens=64
+        )
+        return learner.learn(rows, gather_credit([group], loss), jax.tree.map(jnp.copy, params))[1]
+
+    whole, parts = metrics(1), metrics(2)
+    assert (parts["updates"], parts["applied_updates"]) == (2, 2.0)
+    for name in ("loss", "policy_loss", "entropy", "sampler_logprob_diff_mean", "sampler_disagreement_share"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+
+
 def test_references_stay_follow_or_average(job, start):
     other = jax.tree.map(lambda x: x * 1.1, start)  # of another checkpoint
     still, _, history = learn(job, start, {"beta": 0.1}, jobs=2, ref_params=other)
