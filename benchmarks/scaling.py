@@ -42,9 +42,13 @@ order_cpu_devices()
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2))
 ROWS, WIDTH, PROMPT, NEW = 16, 48, 16, 24
+TRAJECTORIES = (1, 3, 7, 5)
+"""Rows of each trajectory: some lie on several devices."""
+
 ALLOWED = {
     "loss": 1e-5,
     "gradients": 1e-5,
+    "shares of trajectories": 1e-6,
     "parameters after a step": 1e-5,
     "log-probabilities": 1e-5,
     "log-probabilities of generate": 1e-5,
@@ -94,6 +98,8 @@ def compared(alone: dict[str, Any], sizes: Sequence[int], parts: Sequence[str]) 
             difference = np.where(is_same, found[1] - alone[name][1], 0)
             figures[f"log-probabilities of {name}"] = float(np.abs(difference).max())
             figures[f"  rows of {name} that diverge"] = float((~is_same).any(axis=1).mean())
+        elif name == "shares of trajectories":
+            figures[name] = abs(float(found))
         elif name == "log-probabilities":
             figures[name] = float(np.abs(found - alone[name]).max())
         elif name == "files":
@@ -114,6 +120,8 @@ def measured(mesh: Any, parts: Sequence[str]) -> dict[str, Any]:
         tokens=rng.integers(0, vocabulary, (ROWS, WIDTH)).astype(np.int32),
         completion_mask=np.broadcast_to(np.arange(WIDTH) >= PROMPT, (ROWS, WIDTH)),
         advantages=rng.normal(size=ROWS).astype(np.float32),
+        trajectory_tokens=np.broadcast_to(np.repeat(TRAJECTORIES, TRAJECTORIES)[:, None], (ROWS, WIDTH))
+        * np.float32(WIDTH - PROMPT),
     )
     found: dict[str, Any] = {}
     for part in parts:
@@ -122,11 +130,18 @@ def measured(mesh: Any, parts: Sequence[str]) -> dict[str, Any]:
 
 
 def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """Of GRPO's loss, and the log-probabilities of the batch."""
+    """Of GRPO's loss, how far that is from one by hand, and the log-probabilities of the batch."""
     loss, _, found = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))(params, batch)
+    # The first update of a batch: every ratio is 1, and a trajectory's loss is the mean advantage of its rows.
+    by_hand = -np.mean([each.mean() for each in np.split(np.asarray(batch.advantages), np.cumsum(TRAJECTORIES[:-1]))])
     score = jax.jit(lambda params, tokens: jaxft.token_logprobs(model, params, tokens).logprobs)
     logprobs = np.asarray(score(params, batch.tokens))
-    return {"loss": np.asarray(loss), "gradients": jax.device_get(found), "log-probabilities": logprobs}
+    return {
+        "loss": np.asarray(loss),
+        "gradients": jax.device_get(found),
+        "shares of trajectories": loss - by_hand,
+        "log-probabilities": logprobs,
+    }
 
 
 def sampling(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:

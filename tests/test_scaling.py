@@ -36,6 +36,7 @@ def judge(figures, *parts):
 def test_gradients_on_a_mesh_of_all_axes(tmp_path):
     found = agreement(tmp_path / "found.json", "--mesh", "2x2x2", "--only", "gradients")
     judge(found["2x2x2"], "gradients")
+    assert found["2x2x2"]["shares of trajectories"] < 1e-6
 
 
 @pytest.mark.slow

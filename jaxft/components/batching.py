@@ -31,11 +31,13 @@ class Row:
     Attributes:
         trajectory: its number among those of the job.
         signals: numbers per token (or one for all of them) by the name of the batch's field.
+        bootstrap_value: what the value head gives all of it, where a length limit ended the episode with it; else 0.
     """
 
     sequence: TokenSequence
     trajectory: int
     signals: dict[str, Any] = field(default_factory=dict)
+    bootstrap_value: float = 0.0
 
 
 class PlacedBatch(NamedTuple):

@@ -89,10 +89,12 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm:
 
 
 def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict[str, float]:
-    """Puts `advantages`, and for ppo `returns`, into the signals of the rows; what is to be logged of it comes back.
+    """Puts `advantages`, for ppo `returns`, and for losses that are averaged over trajectories `trajectory_tokens` into
+    the signals of the rows; what is to be logged of it comes back.
 
     The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
-    `old_values`. Everything is computed in float64; a trajectory's rows share its advantage.
+    `old_values`, and from the rows' `bootstrap_value`. Everything is computed in float64; a trajectory's rows share its
+    advantage.
     """
     if loss.kl_weight and loss.kl == "k1_in_reward":
         k1 = [_k1(row) for row in rows]
@@ -106,6 +108,10 @@ def assign_advantages(rows: list[Row], credit: Credit, loss: LossConfig) -> dict
         _assign_per_step(rows, credit.step_rewards, credit.group_ids, k1, loss)
     else:
         _assign_per_trajectory(rows, credit, k1, loss)
+    if loss.averaged_over == "trajectories":
+        tokens = np.bincount([row.trajectory for row in rows], [sum(row.sequence.completion_mask) for row in rows])
+        for row in rows:
+            row.signals["trajectory_tokens"] = tokens[row.trajectory]
     return metrics
 
 
@@ -145,7 +151,8 @@ def _assign_per_token(rows: list[Row], credit: Credit, k1: list[np.ndarray], los
     rewards = rewards - loss.kl_weight * place(layout, k1, np.float64)
     if loss.estimator == "gae":
         values = place(layout, [row.signals["old_values"] for row in rows], np.float64)
-        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda)
+        after = np.array([row.bootstrap_value for row in rows])
+        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=after)
         for row, numbers in zip(rows, take(layout, returns), strict=True):
             row.signals["returns"] = numbers
     else:

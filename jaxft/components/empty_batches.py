@@ -64,4 +64,5 @@ class EmptyBatches:
             returns=floats if is_ppo else None,
             positions=whole if self.is_packed else None,
             segment_ids=whole if self.is_packed else None,
+            trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
         )

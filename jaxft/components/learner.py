@@ -30,6 +30,14 @@ from jaxft.core.update import TrainState, Update, init_train_state, make_update
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
 
+AVERAGED_OVER = {
+    "sampler_disagreement_share": "sequences",
+    **dict.fromkeys(
+        ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_nll"), "pairs"
+    ),
+    **dict.fromkeys(("grad_norm", "batch_rows"), "updates"),
+}
+"""What metrics are means of: all others of trained tokens, save for the loss (`LossConfig.averaged_over`)."""
 
 BEFORE_SCORING = (*RECORDED, "positions", "segment_ids")
 """The fields of a batch that is scored before there are advantages."""
@@ -142,7 +150,9 @@ class Learner:
             self.value_head = state.params["value_head"]
         self.jobs += 1
         history = jax.device_get(history)
-        figures |= merge_metrics(history) if history else {"applied_updates": 0.0}
+        of_loss = dict.fromkeys(("loss", "policy_loss"), self._loss_config.averaged_over)
+        counts = [count_rows(part) for part, _ in zip(parts, history, strict=False)]
+        figures |= merge_metrics(history, counts, AVERAGED_OVER | of_loss) if history else {"applied_updates": 0.0}
         for number, (metrics, part) in enumerate(zip(history, parts, strict=False), 1):
             self.bad_updates = self.bad_updates + 1 if metrics["nonfinite_updates"] else 0
             if metrics["nonfinite_updates"]:
@@ -150,8 +160,8 @@ class Learner:
         if figures["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
-        counts = {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates}
-        return params, {**figures, **counts, "learning_rate": rate}
+        figures |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates}
+        return params, {**figures, "learning_rate": rate}
 
     def state(self) -> dict[str, int]:
         """The counters that decide the next jobs, for JSON."""
@@ -263,7 +273,11 @@ class Learner:
         if self._needs_old:
             scored = self._score_parts(placed, params, self.value_head)
             wanted["old_logprobs"] = scored.logprobs
-            wanted |= {"old_values": scored.values} if self.value_head is not None else {}
+            if scored.next_values is not None:
+                wanted["old_values"] = scored.values
+                for row, numbers in zip(rows, take(placed.layout, scored.next_values), strict=True):
+                    is_cut = row.sequence.episode_truncated and loss.bootstrap == "value"
+                    row.bootstrap_value = float(numbers[-1]) if is_cut else 0.0
         if loss.needs_reference:
             assert self.ref_params is not None
             reference = join(self.ref_params, split(self._model, params)[1])
@@ -337,17 +351,41 @@ def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> 
     return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
 
 
-def merge_metrics(history: list[dict[str, Any]]) -> dict[str, float]:
-    """The metrics of a job from those of its updates.
+def count_rows(rows: list[Row]) -> dict[str, int]:
+    """What the metrics of an update on these rows are means of, by the names of `AVERAGED_OVER`."""
+    tokens = [sum(row.sequence.completion_mask) for row in rows]
+    return {
+        "tokens": sum(tokens),
+        "sequences": sum(count > 0 for count in tokens),
+        "trajectories": len({row.trajectory for row, count in zip(rows, tokens, strict=True) if count}),
+        "pairs": len(rows) // 2,
+        "updates": 1,
+    }
 
-    >>> merge_metrics([{"loss": 1.0, "diff_max": 2.0, "applied_updates": 1.0}] * 2)
-    {'loss': 1.0, 'diff_max': 2.0, 'applied_updates': 2.0}
+
+def merge_metrics(
+    history: list[dict[str, Any]], counts: list[dict[str, int]], averaged_over: dict[str, str]
+) -> dict[str, float]:
+    """The metrics of a job from those of its updates: means are weighted by how many each of them is a mean of.
+
+    Args:
+        history: the metrics of each update.
+        counts: of each update, as `count_rows` gives them.
+        averaged_over: which of the counts a metric is a mean of; `tokens` where it is not named.
+
+    >>> first = {"kl": 1.0, "kl_max": 2.0, "applied_updates": 1.0}
+    >>> second = {"kl": 4.0, "kl_max": 1.0, "applied_updates": 1.0}
+    >>> merge_metrics([first, second], [{"tokens": 2}, {"tokens": 1}], {})
+    {'kl': 2.0, 'kl_max': 2.0, 'applied_updates': 2.0}
     """
     merged = {}
     for name in history[0]:
         values = [float(metrics[name]) for metrics in history]
         if name in COUNTED:
             merged[name] = sum(values)
+        elif name.endswith("_max"):
+            merged[name] = max(values)
         else:
-            merged[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+            weights = [count[averaged_over.get(name, "tokens")] for count in counts]
+            merged[name] = float(np.average(values, weights=weights)) if any(weights) else 0.0
     return merged

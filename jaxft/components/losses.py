@@ -66,6 +66,11 @@ class LossConfig(ConfigModel):
     aggregation: Literal["row_mean", "token_mean", "budget"] | None = Field(
         default=None, description="What the loss is averaged over."
     )
+    weigh: Literal["trajectory", "sequence"] = Field(
+        default="trajectory",
+        description="A trajectory of several sequences counts once in the average, or each of its sequences does. "
+        "Ratios of importance_level 'sequence' stay those of sequences.",
+    )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None, description="One ratio per token or row."
     )
@@ -86,6 +91,11 @@ class LossConfig(ConfigModel):
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(default=1.0, gt=0.0, le=1.0, description="Discount per step of shaped rewards, or per token.")
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Generalised advantage estimation's.")
+    bootstrap: Literal["value", "none"] = Field(
+        default="value",
+        description="The value behind an episode whose last answer was cut by a length limit: 'value' takes the value "
+        "head's, as the episode would have gone on; 'none' takes 0, as if it had ended there.",
+    )
     value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value term.")
     value_clip: float | None = Field(default=0.2, gt=0.0, description="How far a value may move at no loss; null: any.")
     max_completion_tokens: int | None = Field(
@@ -129,13 +139,24 @@ class LossConfig(ConfigModel):
         """The baseline that is really used."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
+    @property
+    def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
+        """What the loss is a mean of."""
+        if self.name == "dpo":
+            return "pairs"
+        if (self.aggregation or self.name) not in ("row_mean", "budget", "grpo", "gspo", "dr_grpo"):
+            return "tokens"
+        return "trajectories" if self.weigh == "trajectory" else "sequences"
+
     @model_validator(mode="after")
     def _has_what_it_reads(self) -> "LossConfig":
         own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
         if self.is_policy_loss and self.name != "ppo":
-            own -= {"gae_lambda", "value_coef", "value_clip"}
+            own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
         if not self.needs_reference:
             own -= {"reference"}
+        if self.averaged_over == "tokens":
+            own -= {"weigh"}
         changed = [name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default]
         strange = sorted(set(changed) - {"name", *own})
         if strange:

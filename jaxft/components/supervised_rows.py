@@ -48,7 +48,7 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
         )
     rewards = [trajectory.reward for trajectory in _trajectories(collection)]
     figures = {
-        "pairs": len(rows) // 2,
+        "pairs_trained": len(rows) // 2,
         "foreign_sequences": foreign,
         "pair_reward_mean": sum(rewards) / len(rewards),
         **_counted(rows),

@@ -19,7 +19,8 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     Raises:
         ValueError: shapes that differ; no trained token; a trained first token, which nothing predicts; tokens outside
             the vocabulary; and, on trained tokens, a temperature that is not above 0 (greedy rows have nothing to learn
-            from) or numbers that are not finite. The message names the field, the row and the token.
+            from), a trajectory of no trained tokens, or numbers that are not finite. The message names the field, the
+            row and the token.
 
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, True]]), np.array([1.0])))
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, False]])))
@@ -41,6 +42,9 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     _refuse((tokens < 0) | (tokens >= limit), "tokens", f"is outside the vocabulary of {limit}")
     if "temperatures" in given:
         _refuse(mask & ~(given["temperatures"] > 0), "temperatures", "is not above 0: greedy rows cannot be trained on")
+    if "trajectory_tokens" in given:
+        few = ~(given["trajectory_tokens"] >= 1)
+        _refuse(mask & few, "trajectory_tokens", "is not at least 1: the token itself is one of its trajectory")
     for name, x in given.items():
         if np.issubdtype(x.dtype, np.floating):
             per_token = x if x.ndim == 2 else x[:, None]

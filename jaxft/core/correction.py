@@ -124,8 +124,9 @@ def sampler_agreement(
         lengths = jnp.maximum(row_sums(completion_mask.astype(difference.dtype), segment_ids), 1)
         is_near = row_sums(jnp.abs(difference), segment_ids) / lengths <= max_mean_diff
         is_far = (~is_near).astype(difference.dtype)
+        of_rows = denominators._replace(trajectories=denominators.rows)  # foreign is a sequence, not its trajectory
         figures["sampler_disagreement_share"] = aggregate(
-            is_far, completion_mask, denominators, "row_mean", segment_ids=segment_ids
+            is_far, completion_mask, of_rows, "row_mean", segment_ids=segment_ids
         )
     return figures | {
         "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),

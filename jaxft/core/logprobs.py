@@ -168,10 +168,10 @@ def token_logprobs(
         check_token_ids("tokens", tokens, jax.eval_shape(model.unembed, params, hidden[0]).shape[-1])
     scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
     logprobs, entropy = _score_in_chunks(model, params, *scored, entropy_gradient, chunk_tokens)
-    values = None
+    next_values = None
     if value_head is not None:
-        wide = hidden[:, :-1].astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        values = wide @ value_head["kernel"] + value_head["bias"]  # [B T-1]
+        wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        next_values = wide @ value_head["kernel"] + value_head["bias"]  # [B T]
     continues = None
     if segment_ids is not None:
         continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -181,7 +181,8 @@ def token_logprobs(
         aligned = jnp.pad(x.reshape(rows, -1), ((0, 0), (1, 0)))  # [B T]
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
-    return Scored(shifted(logprobs), shifted(entropy), None if values is None else shifted(values))
+    values = None if next_values is None else shifted(next_values[:, :-1])
+    return Scored(shifted(logprobs), shifted(entropy), values, next_values)
 
 
 def init_value_head(hidden_size: int) -> Params:

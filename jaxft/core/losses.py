@@ -61,12 +61,13 @@ def policy_loss(
     max_completion_tokens: int | None = None,
     policy_weights: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    trajectory_tokens: Float[Array, "B T"] | None = None,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch and its metrics; `loss` names a row of `PRESETS`, the other knobs override that row.
 
-    Averaged over: the rows' token means (grpo, gspo), all trained tokens (dapo, cispo, ppo, reinforce), or rows times
-    `max_completion_tokens` (dr_grpo); rows without a trained token are in no denominator.
+    Averaged over: the trajectories' token means (grpo, gspo), all trained tokens (dapo, cispo, ppo, reinforce), or
+    trajectories times `max_completion_tokens` (dr_grpo); those without a trained token are in no denominator.
 
     Args:
         logprobs: of the tokens under the present policy; gradients flow into these.
@@ -85,6 +86,9 @@ def policy_loss(
         policy_weights: factors of the policy term, constants outside the clip (`sampler_correction`); free on
             untrained tokens, like everything else there.
         segment_ids: which of several packed sequences a token belongs to; `advantages` are then per token.
+        trajectory_tokens: trained tokens of the whole trajectory that a token belongs to, where trajectories are
+            several rows: cut into any number of them, a trajectory counts once. Its ratios stay those of rows. None:
+            every row is a trajectory.
         denominators: of the whole batch, when these rows are a part of it.
 
     Returns:
@@ -110,11 +114,21 @@ def policy_loss(
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
-    _check_inputs(logprobs, old_logprobs, advantages, completion_mask, beta, ref_logprobs, policy_weights, segment_ids)
+    _check_inputs(
+        logprobs,
+        old_logprobs,
+        advantages,
+        completion_mask,
+        beta,
+        ref_logprobs,
+        policy_weights,
+        segment_ids,
+        trajectory_tokens,
+    )
 
     mask = completion_mask
     per_token_advantages = advantages if advantages.ndim == 2 else advantages[:, None]
-    denominators = count_trained(mask, segment_ids) if denominators is None else denominators
+    denominators = count_trained(mask, segment_ids, trajectory_tokens) if denominators is None else denominators
     old_logprobs = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)  # [B T]
     importance = of_whole_row = log_ratio
@@ -137,7 +151,9 @@ def policy_loss(
         policy_term = jax.lax.stop_gradient(jnp.where(mask, policy_weights, 0.0)) * policy_term
 
     def reduced(per_token: Float[Array, "B T"]) -> Float[Array, ""]:
-        return aggregate(per_token, mask, denominators, aggregation, max_completion_tokens, segment_ids)
+        return aggregate(
+            per_token, mask, denominators, aggregation, max_completion_tokens, segment_ids, trajectory_tokens
+        )
 
     value = reduced(policy_term)
     metrics = {"policy_loss": value}
@@ -272,6 +288,7 @@ def _check_inputs(
     ref_logprobs: Array | None,
     policy_weights: Array | None,
     segment_ids: Array | None,
+    trajectory_tokens: Array | None,
 ) -> None:
     if beta and ref_logprobs is None:
         raise ValueError(
@@ -285,6 +302,7 @@ def _check_inputs(
         ref_logprobs=ref_logprobs,
         policy_weights=policy_weights,
         segment_ids=segment_ids,
+        trajectory_tokens=trajectory_tokens,
     )
     shape = logprobs.shape
     if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):

@@ -267,6 +267,7 @@ def _policy_terms(
         ref_logprobs=batch.ref_logprobs,
         policy_weights=weights,
         segment_ids=batch.segment_ids,
+        trajectory_tokens=batch.trajectory_tokens,
         denominators=denominators,
     )
     entropy = token_mean(scored.entropy, mask, denominators)

@@ -1,9 +1,12 @@
 """From numbers per token to numbers per row and per batch; every one is 0 on an empty mask.
 
 A *row* is one sequence. Packed batches hold several in one physical row: neighbours with the same `segment_ids` are
-then one sequence, whatever the ids are, and every reduction "of a row" is one of a segment.
+then one sequence, whatever the ids are, and every reduction "of a row" is one of a segment. A *trajectory* is one row
+or several; `trajectory_tokens` holds, at each token, the trained tokens of its whole trajectory.
 Letters: `B` physical rows, `T` tokens.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +27,41 @@ def row_sums(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None = Non
     return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=len(ids))[ids])(x, ids)
 
 
-def count_trained(completion_mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Denominators:
-    """Rows (segments) with a trained token, trained tokens, and pairs of rows that both have one.
+def count_trained(
+    completion_mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    trajectory_tokens: Float[Array, "B T"] | None = None,
+) -> Denominators:
+    """Rows (segments) with a trained token, trained tokens, pairs of rows that both have one, and trajectories.
+
+    Counts of parts of a batch add up to those of the whole. A part that holds some rows of a trajectory counts their
+    share of its tokens; without `trajectory_tokens` every row is a trajectory.
 
     >>> print(*count_trained(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
-    3.0 4.0 1.0
+    3.0 4.0 1.0 3.0
+    >>> rows = jnp.array([[True, True], [True, False]])  # of one trajectory
+    >>> print(*count_trained(rows, trajectory_tokens=jnp.full((2, 2), 3.0)))
+    2.0 3.0 1.0 1.0
     """
     trained = completion_mask.any(axis=1)
-    if segment_ids is None:
-        rows = trained.sum()
-    else:
-        some = jax.vmap(lambda mask, ids: jax.ops.segment_sum(mask, ids, num_segments=len(ids)) > 0)
-        rows = some(completion_mask.astype(jnp.int32), _segment_numbers(segment_ids)).sum()
+    of_rows = _reduced_rows(completion_mask.astype(jnp.float32), segment_ids, "sum")
+    rows = trajectories = (of_rows > 0).sum()
+    if trajectory_tokens is not None:
+        of_trajectories = _reduced_rows(jnp.where(completion_mask, trajectory_tokens, 0.0), segment_ids, "max")
+        trajectories = (of_rows / jnp.maximum(of_trajectories, 1.0)).sum()
     halves = len(trained) // 2 * 2
     pairs = (trained[:halves:2] & trained[1:halves:2]).sum()
-    return Denominators(*(count.astype(jnp.float32) for count in (rows, completion_mask.sum(), pairs)))
+    return Denominators(*(count.astype(jnp.float32) for count in (rows, completion_mask.sum(), pairs, trajectories)))
+
+
+def _reduced_rows(
+    x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, reduction: Literal["sum", "max"]
+) -> Float[Array, "B *T"]:
+    """The sum or the maximum of each row, `[B]`, or of each segment, `[B T]`; what is no segment has 0 or less."""
+    if segment_ids is None:
+        return x.sum(axis=1) if reduction == "sum" else x.max(axis=1, initial=0.0)
+    reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
+    return jax.vmap(lambda row, ids: reduce(row, ids, num_segments=len(ids)))(x, _segment_numbers(segment_ids))
 
 
 def _segment_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -54,25 +77,34 @@ def aggregate(
     aggregation: str,
     max_completion_tokens: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    trajectory_tokens: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
 
-    `row_mean`: mean over rows of the row's mean over trained tokens; `token_mean`: mean over all trained tokens;
-    `budget`: sum over `rows x max_completion_tokens`.
+    `row_mean`: mean over trajectories of the trajectory's mean over trained tokens; `token_mean`: mean over all trained
+    tokens; `budget`: sum over `trajectories x max_completion_tokens`. A row is a trajectory where `trajectory_tokens`
+    is None.
 
     Raises:
-        ValueError: `budget` without a `max_completion_tokens` of at least 1, or an unknown name.
+        ValueError: `budget` without a `max_completion_tokens` of at least 1, an unknown name, or trajectories that were
+            not counted.
 
     >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
     >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
     4.5 4.0
     """
-    masked = jnp.where(completion_mask, per_token, 0.0)
-    if aggregation == "row_mean":
-        lengths = jnp.maximum(row_sums(completion_mask.astype(masked.dtype), segment_ids), 1)
-        return jnp.sum(masked / lengths) / jnp.maximum(denominators.rows, 1.0)
     if aggregation == "token_mean":
         return token_mean(per_token, completion_mask, denominators)
+    if trajectory_tokens is not None and denominators.trajectories is None:
+        raise ValueError("denominators.trajectories is None; count the whole batch with count_trained")
+    # Parts of a batch count fractions of trajectories, which add up to a whole number but for rounding.
+    trajectories = denominators.rows if denominators.trajectories is None else jnp.round(denominators.trajectories)
+    masked = jnp.where(completion_mask, per_token, 0.0)
+    if aggregation == "row_mean":
+        lengths = trajectory_tokens
+        if lengths is None:
+            lengths = row_sums(completion_mask.astype(masked.dtype), segment_ids)
+        return jnp.sum(masked / jnp.maximum(lengths, 1)) / jnp.maximum(trajectories, 1.0)
     if aggregation == "budget":
         if max_completion_tokens is None:
             raise ValueError(
@@ -82,7 +114,7 @@ def aggregate(
             raise ValueError(
                 f"max_completion_tokens is {max_completion_tokens}; wanted at least 1, the loss divides by it"
             )
-        return masked.sum() / (jnp.maximum(denominators.rows, 1.0) * max_completion_tokens)
+        return masked.sum() / (jnp.maximum(trajectories, 1.0) * max_completion_tokens)
     raise ValueError(f"aggregation is {aggregation!r}; wanted row_mean, token_mean or budget")
 
 

@@ -83,14 +83,17 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    bootstrap_values: PerRow | None = None,
 ) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) and its returns `A + V`.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`; both are 0 behind the last trained
-    token, also where a length limit ended the row.
+    token, save for what `bootstrap_values` says.
 
     Args:
         values: `values[b, t]` is the value of the context that token t was chosen in, `tokens[b, :t]`.
+        bootstrap_values: the value of all tokens of a row, for one that a length limit cut: it stands behind the last
+            trained token. 0 for one that ended by itself. None: 0 for all of them.
 
     Raises:
         ValueError: shapes that differ.
@@ -99,10 +102,19 @@ def gae(
     >>> advantages, returns = gae(rewards, values, np.ones((1, 2), bool), lam=1.0)
     >>> print(advantages, returns)  # deltas -0.25 and 0.75
     [[0.5  0.75]] [[1. 1.]]
+    >>> gae(rewards, values, np.ones((1, 2), bool), lam=1.0, bootstrap_values=np.array([2.0])).returns
+    array([[3., 3.]])
     """
     check_shapes("B T", token_rewards=token_rewards, values=values, completion_mask=completion_mask)
     xp = namespace(token_rewards, values, completion_mask)
     token_rewards, values = as_floats(xp, token_rewards, values)
+    zeros = after = xp.zeros(len(token_rewards), token_rewards.dtype)
+    if bootstrap_values is not None:
+        if np.shape(bootstrap_values) != after.shape:
+            raise ValueError(
+                f"bootstrap_values have shape {np.shape(bootstrap_values)}; wanted one per row, {after.shape}"
+            )
+        after = xp.asarray(bootstrap_values, token_rewards.dtype)
 
     def step(later: Any, now: Any) -> tuple[Any, Any]:
         value_after, advantage_after, pending = later
@@ -116,8 +128,7 @@ def gae(
         )
         return carried, xp.where(mask, advantage, 0.0)
 
-    zeros = xp.zeros(len(token_rewards), token_rewards.dtype)
-    advantages = _backwards(xp, step, (zeros, zeros, zeros), (token_rewards, values, completion_mask))
+    advantages = _backwards(xp, step, (after, zeros, zeros), (token_rewards, values, completion_mask))
     return Estimate(advantages, xp.where(completion_mask, advantages + values, 0.0))
 
 

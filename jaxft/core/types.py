@@ -60,12 +60,14 @@ class Model(NamedTuple):
 class Scored(NamedTuple):
     """Log-probability and entropy of each token of a batch, aligned to the token that they describe.
 
-    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`.
+    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`;
+    `next_values[b, t]` is that of `tokens[b, :t + 1]`, known also behind the last token of a row or packed segment.
     """
 
     logprobs: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     values: Float[Array, "B T"] | None = None
+    next_values: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):
@@ -75,11 +77,13 @@ class Denominators(NamedTuple):
         rows: rows with at least one trained token.
         tokens: trained tokens.
         pairs: of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
+        trajectories: those with at least one trained token; None where every row is one.
     """
 
     rows: Float[Array, ""]
     tokens: Float[Array, ""]
     pairs: Float[Array, ""] | None = None
+    trajectories: Float[Array, ""] | None = None
 
 
 class Batch(NamedTuple):
@@ -88,6 +92,8 @@ class Batch(NamedTuple):
     The optional fields are None when the loss does not need them; `advantages` may be one per row or one per token.
     With `segment_ids` (and positions that restart) several sequences are packed into a row: a sequence's tokens stand
     next to each other and share an id, which no other sequence of the row has.
+    `trajectory_tokens` says of each token how many trained tokens its whole trajectory has, in all sequences of it that
+    are in the update: then a trajectory counts once, however many sequences it is. None: each sequence is a trajectory.
     """
 
     tokens: Int[Array, "B T"]
@@ -102,6 +108,7 @@ class Batch(NamedTuple):
     returns: Float[Array, "B T"] | None = None
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
+    trajectory_tokens: Float[Array, "B T"] | None = None
 
 
 class FinishReason(enum.IntEnum):

@@ -155,7 +155,7 @@ class Update:
         parts = self._placed(self.microbatches(batch))
         if len(parts) == 1:
             return self._whole(state, parts[0])
-        counts = [self._count(part.completion_mask, part.segment_ids) for part in parts]
+        counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         sums = self._begin(state.params, self._reported(state.params, parts[0], denominators))
         for part in parts:
@@ -192,7 +192,7 @@ class Update:
             analysis: Any = self._whole.lower(state, parts[0]).compile().memory_analysis()
             return analysis.temp_size_in_bytes
         for part in parts:
-            counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids)
+            counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids, part.trajectory_tokens)
             reports = self._reported(state.params, part, counts)
             sums = jax.eval_shape(lambda params, reports=reports: self._no_sums(params, reports), state.params)
             sums = sums if self._layout is None else self._layout.place(sums)
@@ -296,7 +296,7 @@ def loss_and_gradients(
     0.6931 [ 0.5 -0.5]
     """
     check_batch_shapes(batch)
-    denominators = count_trained(batch.completion_mask, batch.segment_ids)
+    denominators = count_trained(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:
         (loss, metrics), grads = value_and_gradients(model, loss_fn, params, batch, denominators)

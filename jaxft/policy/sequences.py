@@ -23,7 +23,8 @@ class TokenSequence(BaseModel):
     Tokens that are not trained, of prompts and of calls that training is not aimed at, have mask False and zeros
     elsewhere; `policy_versions` and `turns` are -1 there. `turns` counts the
     answers of the episode in the order in which they were asked for; empty when it is not known. `llm` names the
-    language model that sampled, when it is known.
+    language model that sampled, when it is known. `truncated` says that a length limit cut an answer of the row,
+    `episode_truncated` that it cut the last answer of the whole episode, with which the row ends.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -36,6 +37,7 @@ class TokenSequence(BaseModel):
     policy_versions: list[int]
     turns: list[int] = []
     truncated: bool = False
+    episode_truncated: bool = False
     llm: str | None = None
 
 
@@ -68,6 +70,9 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
             )
             sequences.append(longest)
         _extend(longest, call, turns[call.index], is_target(call))
+        longest.episode_truncated = (
+            turns[call.index] == len(calls) - 1 and is_target(call) and call.finish_reason == "length"
+        )
     return [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
 
 

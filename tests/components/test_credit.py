@@ -53,6 +53,16 @@ def test_rows_share_the_advantage_of_their_trajectory(make_group):
     assert got == [first, first, second, third, fourth]
 
 
+def test_rows_know_the_tokens_of_their_trajectory(make_group):
+    groups = [make_group(1.0, 0.0)]
+    groups[0][1].sequences.append(groups[0][1].sequences[0])
+    _, rows = advantages_of(groups)
+    assert [row.signals["trajectory_tokens"] for row in rows] == [4, 8, 8]
+    for knobs in ({"weigh": "sequence"}, {"name": "dapo"}, {"name": "gspo", "aggregation": "token_mean"}):
+        _, rows = advantages_of(groups, **knobs)
+        assert "trajectory_tokens" not in rows[0].signals
+
+
 def test_named_rewards_are_weighted_before_or_after_they_are_normalised(make_group):
     named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 8.0}, {"right": 0.0, "short": 0.0}]
     group = make_group(1.0, 8.0, 0.0, named_rewards=named)
@@ -171,6 +181,14 @@ def test_a_later_step_in_another_row_counts_for_the_earlier_one(make_group, make
         assert np.allclose(got[0], got[1]) and np.allclose(got[2], got[3])
         if name == "ppo":
             assert made[0].signals["returns"][2:].tolist() == pytest.approx([0.95**3, 0.95**2, 0.95, 1.0])
+
+
+def test_gae_goes_on_where_an_episode_was_cut(make_group):
+    loss, group = LossConfig(name="ppo", gae_lambda=1.0, gamma=0.5), make_group(1.0, 1.0)
+    rows = [Row(t.sequences[0], i, {"old_values": np.zeros(6)}) for i, t in enumerate(group)]
+    rows[1].bootstrap_value = 4.0
+    assign_advantages(rows, gather_credit([group], loss), loss)
+    assert [row.signals["returns"][2:].tolist() for row in rows] == [[0.125, 0.25, 0.5, 1], [0.375, 0.75, 1.5, 3]]
 
 
 def test_gae_gives_returns_too(make_group):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxft.components.dpo_trainer import DPOTrainer, DPOTrainerConfig
+from jaxft.components.supervised_rows import gather_pairs
 from jaxft.harness.data_models import (
     DPOItem,
     FinetuneConfig,
@@ -17,6 +18,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.interfaces import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
+from jaxft.policy.chat import ChatTemplate
 from jaxft.policy.faults import PolicyLostError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -48,7 +50,7 @@ class Listed(TrajectoryBuilder):
             raise given
         failures = [f"example '{n}', generation 0: ValueError: x\ntraceback" for n in range(10 - len(given))]
         rewards = {"reward_mean": len(given), "reward_max": len(given)}
-        figures = {"episodes": 10, "failed_episodes": len(failures), **rewards}
+        figures = {"episodes": 10, "failed_episodes": len(failures), "pairs": len(given), **rewards}
         return TrajectoryCollection(trajectories=[given], run_id=run_id, metrics=figures, failures=failures)
 
     def log_progress(self, run_id: str, metrics: dict, output_dir: str | None = None) -> None:
@@ -121,6 +123,17 @@ def test_collections_then_a_job_per_epoch(train, tmp_path):
     assert "epoch 2/2  preferred 0.75" in shown
     assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == 7.5
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
+
+
+def test_pairs_collected_and_pairs_trained_are_two_figures(train, tokenizer):
+    class Counting(Noted):
+        async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+            template = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
+            self.figures = gather_pairs(self.submitted[-1], template).metrics  # what the local adapter says of a job
+            return await super().status(ref)
+
+    _, rows, _ = train(Listed([pair(c) for c in "aaabbbccca"]), Counting())
+    assert (rows[0]["pairs"], rows[0]["pairs_trained"], rows[1]["pairs_trained"]) == (10, 3, 3)
 
 
 def test_double_pairs_may_stay_and_pairs_may_be_limited(train):

@@ -9,7 +9,7 @@ import pytest
 
 import jaxft.components.packing_choice as packing_choice
 from jaxft.components.batching import Row
-from jaxft.components.credit import gather_credit
+from jaxft.components.credit import assign_advantages, gather_credit
 from jaxft.components.learner import Learner
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
@@ -43,6 +43,9 @@ def job(make_sequence):
         return rows, gather_credit(groups, loss)
 
     return make
+
+
+HEAD = {"kernel": jnp.linspace(-1.0, 1.0, MODEL.config.hidden_size), "bias": jnp.array(0.5)}
 
 
 def learn(job, start, knobs, jobs=1, **options):
@@ -100,6 +103,32 @@ def test_minibatches_take_every_trajectory_once_a_pass(job, start):
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
 
 
+def still(params, tokens, positions):
+    return jax.nn.one_hot(tokens, 64) @ params["table"]
+
+
+@pytest.mark.parametrize("knobs", [{"name": "grpo"}, {"name": "dapo"}])
+def test_metrics_of_several_updates_are_weighted_by_what_they_are_means_of(make_sequence, knobs):
+    """Three trajectories, of four, one and eight trained tokens in two sequences, in updates of two and of one."""
+    last = {"completion_mask": [False] * 5 + [True]}
+    pieces = [[make_sequence(0)], [make_sequence(1, **last)], [make_sequence(2), make_sequence(3)]]
+    group = [Trajectory(episode=[], reward=float(place**2), sequences=each) for place, each in enumerate(pieces)]
+    params = {"table": jax.random.normal(jax.random.key(2), (64, 64))}
+    loss, slowly = LossConfig(**knobs), SGD.model_copy(update={"learning_rate": 1e-12})
+
+    def metrics(minibatches):
+        rows = [Row(sequence, i) for i, each in enumerate(pieces) for sequence in each]
+        learner = Learner(
+            from_function(still), loss, slowly, minibatches=minibatches, packing=False, microbatch_tokens=64
+        )
+        return learner.learn(rows, gather_credit([group], loss), jax.tree.map(jnp.copy, params))[1]
+
+    whole, parts = metrics(1), metrics(2)
+    assert (parts["updates"], parts["applied_updates"]) == (2, 2.0)
+    for name in ("loss", "policy_loss", "entropy", "sampler_logprob_diff_mean", "sampler_disagreement_share"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+
+
 def test_references_stay_follow_or_average(job, start):
     other = jax.tree.map(lambda x: x * 1.1, start)  # of another checkpoint
     still, _, history = learn(job, start, {"beta": 0.1}, jobs=2, ref_params=other)
@@ -119,6 +148,32 @@ def test_ppo_trains_policy_and_values(job, start):
     assert np.abs(learner.value_head["kernel"]).max() > 0
     assert history[-1]["value_loss"] < history[0]["value_loss"]
     assert learner.step == 6
+
+
+def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, start, make_sequence):
+    def values_behind(packing, **knobs):
+        loss = LossConfig(name="ppo", **knobs)
+        rows, credit = job(loss)
+        rows[1].sequence = make_sequence(1, episode_truncated=True)
+        rows[2].sequence = make_sequence(2, truncated=True)  # an answer in the middle
+        learner = Learner(MODEL, loss, SGD, packing=packing, microbatch_tokens=64)
+        learner.arrays(start)  # makes what a first job starts from
+        learner.value_head = HEAD
+        learner._score(rows, start)
+        assign_advantages(rows, credit, loss)
+        return rows
+
+    rows = values_behind(packing=False)
+    assert [row.bootstrap_value for row in values_behind(packing=True)] == pytest.approx(
+        [row.bootstrap_value for row in rows], rel=1e-4
+    )
+    tokens = jnp.array([rows[1].sequence.tokens])
+    hidden, _ = MODEL.apply(start, tokens, jnp.arange(6)[None])
+    by_hand = float(hidden[0, -1] @ HEAD["kernel"] + HEAD["bias"])
+    assert [row.bootstrap_value for row in rows] == pytest.approx([0, by_hand, 0, 0], rel=1e-4)
+    # With a discount of 1 the last return is the reward and the value behind it.
+    assert [row.signals["returns"][-1] for row in rows] == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
+    assert not any(row.bootstrap_value for row in values_behind(packing=False, bootstrap="none"))
 
 
 @pytest.mark.parametrize("advantages", ["leave_one_out", "reinforce_pp"])

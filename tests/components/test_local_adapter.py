@@ -95,6 +95,16 @@ def test_without_signal_nothing_moves(adapter, make_collection):
     assert bool((flat_params(policy) == before).all())
 
 
+def test_a_trajectory_of_three_sequences_counts_once(adapter, make_collection, make_sequence):
+    collection = make_collection("in pieces")
+    good, bad = collection.trajectories[0]
+    bad = bad.model_copy(update={"sequences": [make_sequence(place) for place in range(3)]})
+    (status,) = train(adapter, collection.model_copy(update={"trajectories": [[good, bad]]}))
+    metrics = status.metadata["metrics"]
+    assert metrics["sequences_per_trajectory"] == 2.0 and metrics["applied_updates"] == 1.0
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)  # counted by sequences it would be half the advantage
+
+
 def test_tokens_of_other_versions_are_counted(adapter, make_collection):
     def sampled_by(version):
         return {"policy_versions": [-1, -1, version, version, version, version]}

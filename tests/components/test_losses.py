@@ -53,6 +53,10 @@ def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, mess
             "length_penalty_tokens": 4,
         },
         {"correction": {"name": "token_mask", "low": 1.5}},
+        {"name": "dapo", "weigh": "sequence"},
+        {"name": "sft", "weigh": "sequence"},
+        {"weigh": "row"},
+        {"name": "grpo", "bootstrap": "none"},
     ],
 )
 def test_impossible_values_are_refused(wrong):

@@ -209,3 +209,74 @@ def test_pairs_may_stand_in_any_order_and_be_split_between_pairs(small, kind):
     np.testing.assert_allclose(loss, fewer[0], rtol=1e-5)
     np.testing.assert_allclose(metrics["reward_margin"], fewer[1]["reward_margin"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, fewer[2])
+
+
+ON_POLICY = {
+    "grpo": partial(grpo_loss, loss="grpo", beta=0.1),
+    "gspo": partial(grpo_loss, loss="gspo", beta=0.1, kl="k2"),
+    "dr_grpo": partial(grpo_loss, loss="dr_grpo", max_completion_tokens=20),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
+def on_policy_gradients(name, model, params, batch, microbatch_rows):
+    return loss_and_gradients(model, ON_POLICY[name], params, batch, microbatch_rows)
+
+
+def make_trajectories(draw):
+    """Three of different lengths, trained wherever something stands before a token, save for some holes."""
+    trajectories = []
+    for length in (11, 8, 5):
+        mask = draw.random(length) < 0.8
+        mask[0], mask[1], mask[-1] = False, True, True
+        trajectories.append(
+            {
+                "tokens": draw.integers(48, size=length),
+                "completion_mask": mask,
+                "advantages": np.full(length, draw.normal()),
+                "ref_logprobs": draw.normal(size=length) * 0.2 - 3.9,
+                "trajectory_tokens": np.full(length, mask.sum()),
+            }
+        )
+    return trajectories
+
+
+def cut(trajectory, ends):
+    """A trajectory as sequences that end before these places; each begins with the token that stood before it.
+
+    A model that sees one token back gives the tokens the same log-probabilities, wherever the cuts are.
+    """
+    pieces = []
+    for start, end in zip((0, *ends), (*ends, len(trajectory["tokens"])), strict=True):
+        piece = {name: values[max(start - 1, 0) : end].copy() for name, values in trajectory.items()}
+        piece["completion_mask"][0] = False
+        pieces.append(piece)
+    return pieces
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_a_trajectory_counts_once_however_it_is_cut(small, name):
+    model, params = small[0], of_type(small[1], jnp.float32)
+    trajectories = make_trajectories(np.random.default_rng(4))
+
+    def check(found, wanted):
+        assert abs(found[0] - wanted[0]) < 1e-6
+        largest = max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(wanted[2]))
+        for mine, theirs in zip(*map(jax.tree.leaves, (found[2], wanted[2])), strict=True):
+            assert jnp.abs(mine - theirs).max() < 1e-6 * largest
+
+    def batch_of(sequences, layout):
+        return make_batch(sequences, layout([len(each["tokens"]) for each in sequences], WIDTH))
+
+    whole = as_rows(batch_of(trajectories, padded_layout))
+    wanted = on_policy_gradients(name, model, params, whole, None)
+    # Each trajectory a row is what a batch that says nothing of trajectories means.
+    alone = on_policy_gradients(name, model, params, whole._replace(trajectory_tokens=None), None)
+    check(alone, wanted)
+    for cuts in (((), (), (2,)), ((3, 4, 6), (), ()), ((6,), (2, 3), (3,))):
+        pieces = [piece for each, ends in zip(trajectories, cuts, strict=True) for piece in cut(each, ends)]
+        rows, packed = batch_of(pieces, padded_layout), batch_of(pieces, packed_layout)
+        for batch, microbatch_rows in ((as_rows(rows), None), (packed, 2)):
+            check(on_policy_gradients(name, model, params, batch, microbatch_rows), wanted)
+        counted_apart = on_policy_gradients(name, model, params, as_rows(rows)._replace(trajectory_tokens=None), None)
+        assert abs(counted_apart[0] - wanted[0]) > 1e-3

@@ -209,19 +209,22 @@ def test_chunked_gradients_never_hold_all_logits(bigram):
 
 def test_rows_of_one_token(bigram):
     scored = score(bigram, PARAMS, TOKENS[:, :1])
-    jax.tree.map(np.testing.assert_array_equal, tuple(scored), (np.zeros((3, 1)), np.zeros((3, 1)), None))
+    jax.tree.map(np.testing.assert_array_equal, tuple(scored[:2]), (np.zeros((3, 1)), np.zeros((3, 1))))
+    assert scored.values is None and scored.next_values is None
 
 
 def test_values_describe_what_a_token_was_chosen_after(bigram):
     """Values of the hidden state before each token; 0 where nothing stands before it."""
     head = {"kernel": jnp.array([1.0, -2.0, 0.5, 3.0]), "bias": jnp.array(0.25)}
     segments = jnp.array([[0, 0, 0, 1, 1, 2, 2]] * 3)
-    got = score(bigram, PARAMS, TOKENS, value_head=head, segment_ids=segments).values
-    expected = np.zeros(TOKENS.shape)
+    got = score(bigram, PARAMS, TOKENS, value_head=head, segment_ids=segments)
+    expected, after = np.zeros(TOKENS.shape), np.zeros(TOKENS.shape)
     for row, t in np.ndindex(*TOKENS.shape):
+        after[row, t] = PARAMS["embedding"][TOKENS[row, t]] @ head["kernel"] + 0.25
         if t not in (0, 3, 5):
-            expected[row, t] = PARAMS["embedding"][TOKENS[row, t - 1]] @ head["kernel"] + 0.25
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+            expected[row, t] = after[row, t - 1]
+    np.testing.assert_allclose(got.values, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.next_values, after, rtol=1e-5, atol=1e-6)
 
 
 def test_refusals(bigram):

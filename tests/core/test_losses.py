@@ -500,6 +500,33 @@ def test_shapes_that_disagree_are_refused():
         loss(x, x, jnp.zeros(2), mask, segment_ids=segments)
 
 
+@pytest.mark.parametrize(
+    ("loss", "of_trajectories", "of_rows"), [("grpo", 0.0, 0.5), ("gspo", 0.0, 0.5), ("dr_grpo", 0.0, 0.0)]
+)
+def test_a_trajectory_in_three_rows_counts_once(loss, of_trajectories, of_rows):
+    """One of advantage +1 in a row, one of -1 in three; of six trained tokens each."""
+    mask = jnp.arange(6) < jnp.array([[6], [3], [2], [1]])
+    given = dict(advantages=jnp.array([1.0, -1, -1, -1]), loss=loss, max_completion_tokens=6)
+    x, six = jnp.full((4, 6), -1.0), jnp.full(SHAPE, 6.0)
+    value, gradient, _ = value_and_gradient(x, x, mask=mask, trajectory_tokens=six, **given)
+    close(value, of_trajectories)
+    close(gradient, np.where(mask, np.array([[-1], [1], [1], [1]]) / 12, 0))
+    value, gradient, _ = value_and_gradient(x, x, mask=mask, **given)
+    close(value, of_rows)
+    close(jnp.abs(gradient).sum(), 1.0 if loss != "dr_grpo" else 0.5)  # divided by the rows
+
+
+def test_ratios_at_sequence_level_are_those_of_a_row_of_a_trajectory():
+    logprobs, old = log_rows([1.5, 1.0], [0.5, 0.5])
+    one, four = jnp.ones(2), jnp.full(SHAPE, 4.0)
+    close(
+        value_and_gradient(
+            logprobs, old, one, all_trained(old), loss="gspo", clip_low=0.9, clip_high=0.9, trajectory_tokens=four
+        )[0],
+        -(2 * 1.5**0.5 + 2 * 0.5) / 4,
+    )
+
+
 def test_pieces_refuse_unknown_names_too():
     x, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     with pytest.raises(ValueError, match="kl is 'k9'"):

@@ -19,10 +19,36 @@ def test_sums_of_rows_and_of_segments():
 
 
 def test_counts():
-    assert count_trained(MASK) == (2, 4, 1)
-    assert count_trained(MASK, SEGMENTS)[:2] == (3, 4)
-    assert count_trained(MASK[:1]) == (1, 3, 0)  # a row alone is no pair
-    assert count_trained(jnp.zeros((4, 3), bool)) == (0, 0, 0)
+    assert count_trained(MASK) == (2, 4, 1, 2)
+    assert count_trained(MASK, SEGMENTS) == (3, 4, 1, 3)
+    assert count_trained(MASK[:1]) == (1, 3, 0, 1)  # a row alone is no pair
+    assert count_trained(jnp.zeros((4, 3), bool)) == (0, 0, 0, 0)
+
+
+def test_trajectories_are_counted_by_their_tokens():
+    # The first and the third sequence are one trajectory of two tokens; of the second a third is somewhere else.
+    tokens = jnp.array([[2.0, 2.0, 3.0, 3.0], [7.0, 3.0, 3.0, 2.0]])
+    np.testing.assert_allclose(count_trained(MASK, SEGMENTS, tokens)[3], 1 / 2 + 2 / 3 + 1 / 2, rtol=1e-7)
+    both = jnp.full((2, 4), 4.0)
+    assert count_trained(MASK, trajectory_tokens=both)[3] == count_trained(MASK, SEGMENTS, both)[3] == 1
+    parts = [count_trained(MASK[row : row + 1], trajectory_tokens=both[:1])[3] for row in (0, 1)]
+    assert parts == [0.75, 0.25]
+    assert count_trained(jnp.zeros((4, 3), bool), trajectory_tokens=jnp.zeros((4, 3)))[3] == 0
+
+
+def test_a_trajectory_is_averaged_over_all_its_tokens():
+    both = jnp.full(MASK.shape, 4.0)
+    counted = count_trained(MASK, trajectory_tokens=both)
+    for aggregation, expected in (("row_mean", 141 / 4), ("token_mean", 141 / 4), ("budget", 141 / 10)):
+        got = aggregate(X, MASK, counted, aggregation, 10, trajectory_tokens=both)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        parts = [
+            aggregate(X[row], MASK[row], counted, aggregation, 10, trajectory_tokens=both[row])
+            for row in (slice(1), slice(1, 2))
+        ]
+        np.testing.assert_allclose(sum(parts), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"denominators\.trajectories is None"):
+        aggregate(X, MASK, Denominators(jnp.array(2.0), jnp.array(4.0)), "row_mean", trajectory_tokens=both)
 
 
 @pytest.mark.parametrize(

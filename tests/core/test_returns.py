@@ -1,5 +1,6 @@
 """Advantages of tokens: published numbers, definitions as plain loops, and what untrained tokens must not change."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def one_row_at_a_time(rewards, values, mask, gamma, lam):
             advantages[row, t] = delta + gamma * lam * advantage_after
             returns[row, t] = advantages[row, t] + values[row, t]
     return advantages, returns
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_a_row_that_was_cut_goes_on_with_its_value(xp):
+    """Deltas of the first row 1 + 0.5 x 2 - 0.25 and 0.5 x 0.25 - 0.5; the second, not cut, ends with 0."""
+    rewards, values = xp.array([[0.0, 9.0, 1.0, 0.0], [0.0] * 4]), xp.array([[0.5, 9.0, 0.25, 9.0], [0.5] * 4])
+    mask = xp.array([[True, False, True, False], [False, True, False, False]])
+    rewards = xp.where(mask, rewards, 0.0)
+    got = gae(rewards, values, mask, gamma=0.5, lam=0.5, bootstrap_values=xp.array([2.0, 0.0]))
+    np.testing.assert_allclose(got.advantages, [[-0.375 + 0.25 * 1.75, 0, 1.75, 0], [0, -0.5, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(got.returns, [[0.5625, 0, 2.0, 0], [0, 0, 0, 0]], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"bootstrap_values have shape \(3,\); wanted one per row, \(2,\)"):
+        inspect.unwrap(gae)(rewards, values, mask, bootstrap_values=xp.zeros(3))
 
 
 arrays = st.integers(0, 2**32 - 1).map(np.random.default_rng)

@@ -244,7 +244,7 @@ def test_rows_below_one_are_refused(bigram):
 
 
 def test_count_trained_counts_rows_and_tokens():
-    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1)
+    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1, 2)
 
 
 # --- Turned down by the caller's own rule.

@@ -119,6 +119,22 @@ def test_a_conversation_becomes_one_row():
     assert row.truncated and row.llm == "policy"
 
 
+def test_an_episode_is_truncated_where_its_last_answer_was_cut():
+    def truncated(*calls, is_target=lambda call: True):
+        rows = token_sequences(list(calls), is_target)
+        return [(row.tokens, row.episode_truncated) for row in rows]
+
+    first, cut = make_call(0, [1], [2]), make_call(1, [1, 2, 3], [4], finish_reason="length")
+    assert truncated(first, cut) == truncated(cut, first) == [([1, 2, 3, 4], True)]
+    # In the middle of an episode, in its row or in another, it is no truncation; nor is somebody else's answer.
+    assert truncated(first, cut, make_call(2, [1, 2, 3, 4, 5], [6])) == [([1, 2, 3, 4, 5, 6], False)]
+    assert truncated(first, cut, make_call(2, [8], [9])) == [([1, 2, 3, 4], False), ([8, 9], False)]
+    assert truncated(first, cut, is_target=lambda call: call.index == 0) == [([1, 2], False)]
+    # Of several rows it is the one with the last answer.
+    last = make_call(2, [8], [9], finish_reason="length")
+    assert truncated(first, cut, last) == [([1, 2, 3, 4], False), ([8, 9], True)]
+
+
 def test_what_does_not_extend_a_row_begins_another():
     first, branch = make_call(0, [1], [2]), make_call(2, [1, 2, 8], [9])
     extends, edited = make_call(1, [1, 2, 3], [4]), make_call(3, [1, 7, 3], [4])
