@@ -168,6 +168,7 @@ class Checkpoints:
                 write_manifest(folder, {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score})
                 sync_folder(self.folder)
                 verify_manifest(folder)
+            self._directory.settle()
             self._drop_old(step)
         except BaseException as error:  # it belongs to whoever waits
             self._error = error

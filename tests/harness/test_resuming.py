@@ -70,6 +70,7 @@ class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
     busy_seconds: float | None = None
     wants_arrays: bool = False
     save_seconds: float = 0.0
+    is_well: bool = True
     signal_in_save: int | None = None
 
 
@@ -81,7 +82,7 @@ class SteadyAdapter(TrainerAdapter):
         self.jobs = self.saves = 0
 
     async def is_healthy(self):
-        return True
+        return self.adapter_config.is_well
 
     async def submit(self, trajectories):
         self.jobs += 1
@@ -457,6 +458,91 @@ def test_a_directory_that_is_taken_or_not_writable_is_found_before_any_model(run
     assert main(run_file(output_dir="file/run")) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert toy_events == []
+
+
+MISSING = "{_type: jsonl, file_path: nope.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--dataset", "nope.jsonl"], "nope.jsonl: cannot be read"),
+        (["--set", f"eval.validation.dataset={MISSING}"], "nope.jsonl: cannot be read"),
+        (["--set", "llms.policy={_type: local_policy, path: ./no_model}"], "no_model"),
+        (["--set", "workflow.llm=nobody"], "nobody"),
+        (["--set", "trainer_adapters.local.is_well=false"], "the trainer adapter is not healthy"),
+    ],
+)
+def test_an_overwrite_that_fails_leaves_the_earlier_run(run_file, toy_events, capsys, options, named):  # noqa: F811
+    assert main(run_file()) == 0
+    Path("run/model").mkdir()
+    Path("run/model/weights").write_text("the only ones")
+    before = contents(Path("run"))
+    toy_events.clear()
+    assert main([*run_file(num_epochs=9), "--overwrite", *options]) in (1, 2)
+    assert named in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    if "nope" in named:  # datasets are read before models
+        assert toy_events == []
+    assert main(["resume", "run"]) == 0
+    assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+    assert steps_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
+
+
+@pytest.mark.parametrize("options", [["--dataset", "nope.jsonl"], ["--set", "trainer_adapters.local.is_well=false"]])
+def test_a_start_that_failed_is_repeated_in_the_same_directory(run_file, capsys, options):
+    assert main([*run_file(), *options]) in (1, 2)
+    assert main(run_file()) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert main([*run_file(checkpoints={"every": None}), "--overwrite", "--set", "trainers.loop.stop_in=0"]) == 143
+    shown = capsys.readouterr()
+    assert "the earlier run of run is back" in shown.out and "go on with" not in shown.err
+    assert contents(Path("run")) == before
+
+
+def killed(arguments, at):
+    """How a process of the command line ends that kills itself at a named point."""
+    program = (
+        f"import sys; from tests.faults.injection import kill_at; kill_at({at!r})\n"
+        "import tests.harness.test_resuming; from jaxft.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run([sys.executable, "-c", program, *arguments], env=os.environ | path, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "then"),
+    [
+        ("before a save", "resume"),
+        ("before a save", "start"),
+        ("between arrays and manifest", "start"),
+        ("between arrays and manifest", "overwrite"),
+        ("after the manifest", "resume"),
+    ],
+)
+def test_a_kill_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys, at, then):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert killed([*run_file(num_epochs=9), "--overwrite"], at) == -signal.SIGKILL
+    if at == "after the manifest":  # the new run has its first checkpoint
+        assert main(["resume", "run"]) == 0
+        assert steps_logged() == [*range(9)] and not Path("run/.earlier_run").exists()
+    elif then == "resume":
+        assert main(["resume", "run", "--set", "finetuning.num_epochs=5"]) == 0
+        assert "the earlier run of run is back" in capsys.readouterr().out
+        assert steps_logged() == [0, 1, 2, 3, 4]
+    elif then == "start":
+        assert main(run_file(num_epochs=9)) == 2
+        assert contents(Path("run")) == before
+    else:
+        assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+        assert steps_logged() == [0, 1]
 
 
 def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys):
