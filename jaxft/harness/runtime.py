@@ -82,7 +82,7 @@ def run_arguments(
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="take the place of the run in the output directory, which goes when this one has its first checkpoint",
+        help="replace the run that the output directory holds; it goes when this one has its first checkpoint",
     )
     existing.add_argument("--resume", action="store_true", help="go on with the run that the output directory holds")
     return parser
