@@ -6,12 +6,14 @@ at the boundaries between epochs only; an epoch that was cut off is repeated, fr
 """
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxft.harness.data_models import CheckpointConfig
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.disk import DiskFull
 from jaxft.runs.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Checkpointing:
         self._boundary: dict[str, Any] | None = None
         self._score: float | None = None
         self._is_restored = self._is_saved = False
-        self._saved_step: int | None = None
+        self._begun_step: int | None = None
 
     async def find(self) -> None:
         """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
@@ -91,7 +93,7 @@ class Checkpointing:
             if not saved:
                 self.say(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
         checkpoints.set_aside(after=found.step)
-        self._saved_step, self._is_restored = found.step, True
+        self._begun_step, self._is_restored = found.step, True
         self.when_restored()
 
     async def boundary(self, trainer: "Trainer", step: int, *, score: float | None = None, is_last: bool) -> None:
@@ -114,7 +116,7 @@ class Checkpointing:
             "logs": self._directory.log_sizes(),
             "adapter": await adapter.save_state(lambda values, arrays: values),
         }
-        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._saved_step
+        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._begun_step
         if (is_last or step % self._config.every == 0) and await self.save_boundary(trainer) is None:
             raise CheckpointError(f"checkpoint {step} was not made: the adapter changed between two epochs")
         if is_last:
@@ -129,29 +131,46 @@ class Checkpointing:
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:
                 return False
-            checkpoints.save(state["step"], state, arrays, score=self._score)
+            with self._tolerant():
+                checkpoints.wait()
+            with self._tolerant():
+                checkpoints.save(state["step"], state, arrays, score=self._score)
             return True
 
         if not self._is_saved:
             self._is_saved = await _parts(trainer)[1].save_state(save)
         if not self._is_saved:
             return None
-        self._saved_step = state["step"]
-        return self._saved_step
+        self._begun_step = state["step"]
+        return self._begun_step
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Lets a checkpoint that cannot be written end the run, or says so, as `when_unwritable` wants it."""
+        try:
+            yield
+        except (CheckpointError, DiskFull) as error:
+            if self._config.when_unwritable == "stop":
+                raise
+            self.say(f"warning: {error}; the run goes on without this checkpoint")
 
     @property
-    def has_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
-        return self._saved_step is not None
+    def saved_step(self) -> int | None:
+        """The newest checkpoint to go on from; None when none is finished."""
+        saved = None if self._checkpoints is None else self._checkpoints.saved_step
+        if saved is None and self._is_restored and self.found is not None:
+            return self.found.step
+        return saved
 
     async def wait(self) -> None:
         """Waits until what was saved is on the disk, without holding up the event loop.
 
         Raises:
-            CheckpointError, DiskFull: it could not be written.
+            CheckpointError, DiskFull: it could not be written, and `when_unwritable` is `stop`.
         """
         if self._checkpoints is not None:
-            await asyncio.to_thread(self._checkpoints.wait)
+            with self._tolerant():
+                await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
         """Waits for the save in the background; its errors are those of `wait`."""

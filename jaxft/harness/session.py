@@ -20,7 +20,7 @@ from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.disk import disk_errors
+from jaxft.runs.disk import DiskFull, disk_errors
 from jaxft.runs.environment import environment, secrets_of_environment
 from jaxft.runs.redaction import hiding, without_secrets
 
@@ -133,12 +133,12 @@ class Session:
             step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
         shutdown.end_within(max(grace, 1.0))  # an update that was given up still holds the device
-        if step is not None:
-            raise Stopped(f"saved as checkpoint {step}")
-        if self.checkpointing.has_saved:
-            raise Stopped("not saved: the checkpoint before counts")
+        saved = self.checkpointing.saved_step
+        if saved is not None:
+            raise Stopped(f"saved as checkpoint {step}" if saved == step else "not saved: the checkpoint before counts")
         shutdown.resume_command = None
-        raise Stopped("not saved: this run makes no checkpoints")
+        makes_none = self.config.finetuning.checkpoints.every is None
+        raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
     async def trainer(self) -> Trainer:
         """The trainer with its parts, not yet initialised.
@@ -267,6 +267,10 @@ async def open_session(
                         if shutdown is not None:
                             shutdown.resume_command = command
                     yield Session(config, directory, shown_on, builder, started, checkpointing)
+            except DiskFull as error:
+                is_saved = checkpointing.saved_step is not None
+                error.then = f", then {'continue the run with --resume' if is_saved else 'start the run again'}"
+                raise
             finally:
                 checkpointing.close()
                 shown_on.close()

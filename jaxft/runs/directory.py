@@ -298,8 +298,14 @@ class RunDirectory:
         """
         self._make_room()  # first: what an earlier run left may be a link that leads out
         path = self._resolve(name)
-        with disk_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with disk_errors(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunDirectoryError(
+                f"{name!r} is not the name of a file under '{self.path}': '{error.filename}' is no folder: move it "
+                "elsewhere"
+            ) from error
         return path
 
     def _resolve(self, name: str) -> Path:

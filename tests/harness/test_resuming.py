@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxft.cli import main
@@ -72,6 +73,8 @@ class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
     save_seconds: float = 0.0
     is_well: bool = True
     signal_in_save: int | None = None
+    large_from: int | None = None
+    large_to: int = 0
 
 
 class SteadyAdapter(TrainerAdapter):
@@ -105,7 +108,10 @@ class SteadyAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._save, save)
 
     def _save(self, save):
-        result = save({"jobs": self.jobs}, {})
+        config = self.adapter_config
+        is_large = config.large_from is not None and config.large_from <= self.jobs <= config.large_to
+        arrays = {"x": np.random.default_rng(0).normal(size=100_000)} if is_large else {}
+        result = save({"jobs": self.jobs}, arrays)
         if result is True:  # and not the values that a boundary asks for
             self.saves += 1
             if self.saves - 1 == self.adapter_config.signal_in_save:
@@ -378,6 +384,35 @@ def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
 def test_a_run_that_makes_no_checkpoints_says_so_when_it_is_stopped(run_file, capsys):
     shown = stopped(run_file, capsys, checkpoints={"every": None}).err
     assert shown.endswith("jaxft: not saved: this run makes no checkpoints\njaxft: terminated\n")
+
+
+LIMITED = """
+import sys
+import tests.harness.test_resuming
+from jaxft.cli import main
+from tests.faults.injection import limit_file_size
+
+limit_file_size(100_000)()
+for policy, first, last in (("stop", 0, 9), ("stop", 2, 9), ("go_on", 1, 2)):
+    options = [f"finetuning.checkpoints.when_unwritable={policy}", f"finetuning.output_dir={policy}{first}"]
+    options += [f"trainer_adapters.local.large_from={first}", f"trainer_adapters.local.large_to={last}"]
+    code = main([*sys.argv[1:], *(word for option in options for word in ("--set", option))])
+    print(f"ended with {code}", file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_is_left_out(run_file):
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", LIMITED, *run_file()]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=120, check=False)
+    first, code, later, later_code, last_code = done.stderr.splitlines()
+    said = "cannot be written: File too large; "
+    assert f"{Path('stop0/checkpoints/0').absolute()}' {said}" in first and first.endswith("then start the run again")
+    assert f"{Path('stop2/checkpoints/2').absolute()}' {said}" in later
+    assert later.endswith("then continue the run with --resume")
+    assert (code, later_code, last_code) == ("ended with 1", "ended with 1", "ended with 0")
+    assert done.stdout.count("warning: ") == 2 and f"go_on1/checkpoints/1' {said}" in done.stdout
+    assert sorted(os.listdir("go_on1/checkpoints")) == ["3", "4"] and steps_logged(Path("go_on1")) == [0, 1, 2, 3]
 
 
 def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
