@@ -8,10 +8,11 @@ at the boundaries between epochs only; an epoch that was cut off is repeated, fr
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxft.harness.data_models import CheckpointConfig
+from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
+from jaxft.harness.datasets import digest_of
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
 from jaxft.runs.disk import DiskFull
 from jaxft.runs.metrics import METRICS_FILE
@@ -41,6 +42,7 @@ class Checkpointing:
         self.say = say
         self._directory, self._config = directory, config
         self._checkpoints: Checkpoints | None = None
+        self._dataset_sha256: str | None = None
         self._boundary: dict[str, Any] | None = None
         self._score: float | None = None
         self._is_restored = self._is_saved = False
@@ -66,6 +68,22 @@ class Checkpointing:
         self.say("no checkpoint was finished: the run starts from its beginning")
         self._open().set_aside(after=-1)
         self._directory.cut_logs({})
+
+    async def check_dataset(self, items: Sequence[EvalInputItem]) -> None:
+        """Remembers the examples of the run, for its checkpoints.
+
+        Raises:
+            RestoreError: those of the checkpoint that was found were others, or in another order.
+        """
+        self._dataset_sha256 = await asyncio.to_thread(digest_of, items)
+        # Checkpoints of earlier versions do not have it.
+        before = None if self.found is None else self.found.state.get("dataset_sha256")
+        if self.found is not None and before not in (None, self._dataset_sha256):
+            raise RestoreError(
+                f"eval.general.dataset: the examples are not those of checkpoint {self.found.step}: their sha256 was "
+                f"{before} and is {self._dataset_sha256}: put the data set back as it was, or begin another run, with "
+                "--overwrite or another output_dir"
+            )
 
     async def restore(self, trainer: "Trainer") -> None:
         """Puts a trainer, with its parts, into the state that was found; once, and not for a run from its beginning.
@@ -113,6 +131,7 @@ class Checkpointing:
             "builder": builder.state(),
             "num_validations": 0 if builder.evaluation is None else builder.evaluation.num_validations,
             "notes": self.notes,
+            "dataset_sha256": self._dataset_sha256,
             "logs": self._directory.log_sizes(),
             "adapter": await adapter.save_state(lambda values, arrays: values),
         }

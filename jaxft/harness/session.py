@@ -258,8 +258,10 @@ async def open_session(
                         if shutdown is not None:
                             shutdown.resume_command = command
                         await _go_on(directory, config, checkpointing)
+                        await checkpointing.check_dataset(await builder.get_dataset())
                         await builder.open()
                     else:  # also for a run that was killed before it wrote down its configuration
+                        await checkpointing.check_dataset(await builder.get_dataset())
                         await builder.open()
                         about = environment() | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
                         directory.write_json(ENVIRONMENT_FILE, about)

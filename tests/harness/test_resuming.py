@@ -262,6 +262,25 @@ def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, val
     assert Path("run/config.yml").read_bytes() == before and steps_logged() == [0, 1]
 
 
+def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsys):  # noqa: F811
+    rows = ['{"question": "a", "answer": "A"}\n', '{"question": "b", "answer": "B"}\n']
+    data = Path("rows.jsonl")
+    data.write_text("".join(rows))
+    toy_run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    stopped(run_file, capsys)
+    before = contents(Path("run"))
+    toy_events.clear()
+    resume = ["resume", "run", "--set", "trainers.loop.stop_in=null"]
+    for other in ("".join(reversed(rows)), rows[0], "".join(rows).replace("B", "C")):
+        data.write_text(other)
+        assert main(resume) == 2
+        assert "eval.general.dataset: the examples are not those of checkpoint 2" in capsys.readouterr().err
+        assert contents(Path("run")) == before and toy_events == []
+    data.write_text("\n".join(rows))  # in other lines, or in another place
+    assert main([*resume, "--set", f"eval.general.dataset.file_path={data.rename('moved.jsonl')}"]) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
 def test_a_model_is_what_a_run_is(field):
     from fnmatch import fnmatchcase
