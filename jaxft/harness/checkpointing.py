@@ -6,12 +6,15 @@ at the boundaries between epochs only; an epoch that was cut off is repeated, fr
 """
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxft.harness.data_models import CheckpointConfig
+from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
+from jaxft.harness.datasets import digest_of
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.disk import DiskFull
 from jaxft.runs.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -39,10 +42,11 @@ class Checkpointing:
         self.say = say
         self._directory, self._config = directory, config
         self._checkpoints: Checkpoints | None = None
+        self._dataset_sha256: str | None = None
         self._boundary: dict[str, Any] | None = None
         self._score: float | None = None
         self._is_restored = self._is_saved = False
-        self._saved_step: int | None = None
+        self._begun_step: int | None = None
 
     async def find(self) -> None:
         """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
@@ -64,6 +68,22 @@ class Checkpointing:
         self.say("no checkpoint was finished: the run starts from its beginning")
         self._open().set_aside(after=-1)
         self._directory.cut_logs({})
+
+    async def check_dataset(self, items: Sequence[EvalInputItem]) -> None:
+        """Remembers the examples of the run, for its checkpoints.
+
+        Raises:
+            RestoreError: those of the checkpoint that was found were others, or in another order.
+        """
+        self._dataset_sha256 = await asyncio.to_thread(digest_of, items)
+        # Checkpoints of earlier versions do not have it.
+        before = None if self.found is None else self.found.state.get("dataset_sha256")
+        if self.found is not None and before not in (None, self._dataset_sha256):
+            raise RestoreError(
+                f"eval.general.dataset: the examples are not those of checkpoint {self.found.step}: their sha256 was "
+                f"{before} and is {self._dataset_sha256}: put the data set back as it was, or begin another run, with "
+                "--overwrite or another output_dir"
+            )
 
     async def restore(self, trainer: "Trainer") -> None:
         """Puts a trainer, with its parts, into the state that was found; once, and not for a run from its beginning.
@@ -91,7 +111,7 @@ class Checkpointing:
             if not saved:
                 self.say(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
         checkpoints.set_aside(after=found.step)
-        self._saved_step, self._is_restored = found.step, True
+        self._begun_step, self._is_restored = found.step, True
         self.when_restored()
 
     async def boundary(self, trainer: "Trainer", step: int, *, score: float | None = None, is_last: bool) -> None:
@@ -111,10 +131,11 @@ class Checkpointing:
             "builder": builder.state(),
             "num_validations": 0 if builder.evaluation is None else builder.evaluation.num_validations,
             "notes": self.notes,
+            "dataset_sha256": self._dataset_sha256,
             "logs": self._directory.log_sizes(),
             "adapter": await adapter.save_state(lambda values, arrays: values),
         }
-        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._saved_step
+        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._begun_step
         if (is_last or step % self._config.every == 0) and await self.save_boundary(trainer) is None:
             raise CheckpointError(f"checkpoint {step} was not made: the adapter changed between two epochs")
         if is_last:
@@ -129,29 +150,46 @@ class Checkpointing:
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:
                 return False
-            checkpoints.save(state["step"], state, arrays, score=self._score)
+            with self._tolerant():
+                checkpoints.wait()
+            with self._tolerant():
+                checkpoints.save(state["step"], state, arrays, score=self._score)
             return True
 
         if not self._is_saved:
             self._is_saved = await _parts(trainer)[1].save_state(save)
         if not self._is_saved:
             return None
-        self._saved_step = state["step"]
-        return self._saved_step
+        self._begun_step = state["step"]
+        return self._begun_step
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Lets a checkpoint that cannot be written end the run, or says so, as `when_unwritable` wants it."""
+        try:
+            yield
+        except (CheckpointError, DiskFull) as error:
+            if self._config.when_unwritable == "stop":
+                raise
+            self.say(f"warning: {error}; the run goes on without this checkpoint")
 
     @property
-    def has_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
-        return self._saved_step is not None
+    def saved_step(self) -> int | None:
+        """The newest checkpoint to go on from; None when none is finished."""
+        saved = None if self._checkpoints is None else self._checkpoints.saved_step
+        if saved is None and self._is_restored and self.found is not None:
+            return self.found.step
+        return saved
 
     async def wait(self) -> None:
         """Waits until what was saved is on the disk, without holding up the event loop.
 
         Raises:
-            CheckpointError, DiskFull: it could not be written.
+            CheckpointError, DiskFull: it could not be written, and `when_unwritable` is `stop`.
         """
         if self._checkpoints is not None:
-            await asyncio.to_thread(self._checkpoints.wait)
+            with self._tolerant():
+                await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
         """Waits for the save in the background; its errors are those of `wait`."""

@@ -15,6 +15,7 @@ from jaxft.harness.config import Config, load_config
 from jaxft.harness.errors import ConfigError
 from jaxft.harness.layers import literal
 from jaxft.harness.session import (
+    CAME_BACK,
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     MASKED,
@@ -27,7 +28,7 @@ from jaxft.harness.session import (
     resume_command,
 )
 from jaxft.runs.console import Console
-from jaxft.runs.directory import holds_run
+from jaxft.runs.directory import bring_back_earlier_run, holds_run
 from jaxft.runs.environment import environment
 
 EVALUATION_FILE = "evaluation.json"
@@ -54,6 +55,8 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     Raises:
         ConfigError: no run is there, a script made it, or secrets that it did not keep are missing.
     """
+    if bring_back_earlier_run(folder):
+        Console().message(CAME_BACK.format(folder))
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError([f"{folder}: holds no run to go on with: it has no {CONFIG_FILE}; begin one with finetune"])

@@ -6,7 +6,7 @@ reward 0.0: NaN has no word in JSON, and None would break readers that know the 
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -229,6 +229,11 @@ class CheckpointConfig(ConfigModel):
     )
     max_to_keep: int = Field(default=2, ge=1, description="The newest so many checkpoints are kept.")
     keep_best: bool = Field(default=True, description="That of the best validation reward is kept, too.")
+    when_unwritable: Literal["stop", "go_on"] = Field(
+        default="stop",
+        description="A checkpoint that cannot be written ends the run (stop), or is left out with a warning (go_on): "
+        "the run then goes on without it and tries again when the next one is due.",
+    )
 
 
 class FinetuneRunConfig(ConfigModel):

@@ -5,6 +5,7 @@ workflow. Rows without an id are named by their number, from 0. Tables (`csv`, `
 `jaxft.harness.table_datasets`.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -190,6 +191,20 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
             raise DatasetError(f"{source}: the id '{item.id}' is there twice")
         seen.add(item.id)
     return items
+
+
+def digest_of(items: Iterable[EvalInputItem]) -> str:
+    """The sha256 of examples in their order; of a value that JSON has no word for only the type counts.
+
+    >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
+    >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]
+    ('c72295e1', '597b8800')
+    """
+    digest = hashlib.sha256()
+    for item in items:
+        fields = [item.id, item.input_obj, item.expected_output_obj, item.full_dataset_entry]
+        digest.update(json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _without_doubles(rows: list[Row], id_key: str) -> Iterator[Row]:

@@ -80,7 +80,9 @@ def run_arguments(
         parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
-        "--overwrite", action="store_true", help="remove the run that the output directory holds instead of refusing"
+        "--overwrite",
+        action="store_true",
+        help="replace the run that the output directory holds; it goes when this one has its first checkpoint",
     )
     existing.add_argument("--resume", action="store_true", help="go on with the run that the output directory holds")
     return parser

@@ -20,7 +20,7 @@ from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.disk import disk_errors
+from jaxft.runs.disk import DiskFull, disk_errors
 from jaxft.runs.environment import environment, secrets_of_environment
 from jaxft.runs.redaction import hiding, without_secrets
 
@@ -30,6 +30,8 @@ RESULT_FILE = "result.json"
 RESUME_COMMAND, MASKED = "resume_command", "masked"
 """Keys of `environment.json`: what a user types to go on, and where the configuration holds secrets."""
 MODEL_FOLDER = "model"
+
+CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
 
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
 
@@ -131,12 +133,12 @@ class Session:
             step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
         shutdown.end_within(max(grace, 1.0))  # an update that was given up still holds the device
-        if step is not None:
-            raise Stopped(f"saved as checkpoint {step}")
-        if self.checkpointing.has_saved:
-            raise Stopped("not saved: the checkpoint before counts")
+        saved = self.checkpointing.saved_step
+        if saved is not None:
+            raise Stopped(f"saved as checkpoint {step}" if saved == step else "not saved: the checkpoint before counts")
         shutdown.resume_command = None
-        raise Stopped("not saved: this run makes no checkpoints")
+        makes_none = self.config.finetuning.checkpoints.every is None
+        raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
     async def trainer(self) -> Trainer:
         """The trainer with its parts, not yet initialised.
@@ -201,6 +203,7 @@ class Session:
         }
         result = {**figures, **{name: value for name, value in own.items() if name not in figures}}
         path = self.directory.write_json(RESULT_FILE, result)
+        self.directory.settle()
         shown = {name: value for name, value in result.items() if name != "versions"}
         width = max(len(name) for name in shown)
         table = [f"{name:<{width}}  {_shown(value)}" for name, value in shown.items()]
@@ -216,11 +219,14 @@ async def open_session(
     console: Console | None = None,
     output_dir: Path | None = None,
 ) -> AsyncIterator[Session]:
-    """A run in `finetuning.output_dir`, which gets `config.yml` and `environment.json` at once.
+    """A run in `finetuning.output_dir`, which gets `config.yml` and `environment.json` once its parts are open.
+
+    These are the datasets, the workflow, the evaluators and their models; a fault in one of them changes no file.
 
     Args:
         config: the whole tree.
-        overwrite: whether the directory may hold an earlier run; it is then removed.
+        overwrite: whether the directory may hold an earlier run. It is set aside, and removed when this one has its
+            first checkpoint; it comes back if that is never reached.
         resume: go on with the run that the directory holds, from its newest good checkpoint.
         console: by default one that prints to standard output.
         output_dir: the directory, when it is another one.
@@ -235,25 +241,46 @@ async def open_session(
     path = config.finetuning.output_dir if output_dir is None else output_dir
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
     command, shutdown = resume_command.get(), current_shutdown()
-    if shutdown is not None and output_dir is None:
-        shutdown.resume_command = command
+    if shutdown is not None and output_dir is not None:
+        shutdown = None  # there is nothing to go on with
     directory = (
         RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
     )
-    with hiding(secrets), without_secrets(), directory:
-        checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
-        try:
-            if resume and directory.holds(CONFIG_FILE):
-                await _go_on(directory, config, checkpointing)
-            else:  # also for a run that was killed before it wrote down its configuration
-                about = environment() | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
-                directory.write_json(ENVIRONMENT_FILE, about)
-                directory.write_text(CONFIG_FILE, resolved_yaml(config))
-            async with ComponentBuilder(config, directory, shown_on) as builder:
-                yield Session(config, directory, shown_on, builder, started, checkpointing)
-        finally:
-            checkpointing.close()
-            shown_on.close()
+    if directory.came_back:
+        shown_on.message(CAME_BACK.format(path))
+        directory.came_back = False
+    try:
+        with hiding(secrets), without_secrets(), directory:
+            checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
+            try:
+                async with ComponentBuilder(config, directory, shown_on) as builder:
+                    if resume and directory.holds(CONFIG_FILE):
+                        if shutdown is not None:
+                            shutdown.resume_command = command
+                        await _go_on(directory, config, checkpointing)
+                        await checkpointing.check_dataset(await builder.get_dataset())
+                        await builder.open()
+                    else:  # also for a run that was killed before it wrote down its configuration
+                        await checkpointing.check_dataset(await builder.get_dataset())
+                        await builder.open()
+                        about = environment() | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
+                        directory.write_json(ENVIRONMENT_FILE, about)
+                        directory.write_text(CONFIG_FILE, resolved_yaml(config))
+                        if shutdown is not None:
+                            shutdown.resume_command = command
+                    yield Session(config, directory, shown_on, builder, started, checkpointing)
+            except DiskFull as error:
+                is_saved = checkpointing.saved_step is not None
+                error.then = f", then {'continue the run with --resume' if is_saved else 'start the run again'}"
+                raise
+            finally:
+                checkpointing.close()
+                shown_on.close()
+    finally:
+        if directory.came_back:
+            shown_on.message(CAME_BACK.format(path))
+            if shutdown is not None:
+                shutdown.resume_command = None
 
 
 async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpointing) -> None:

@@ -88,6 +88,13 @@ class ComponentBuilder:
         items = await self._once("eval.general.dataset", self.config.eval.general.dataset, DatasetConfig)
         return checked_items(items, "eval.general.dataset")
 
+    async def open(self) -> None:
+        """Makes what every run needs: the datasets first, which is quick, then the evaluation with its models."""
+        await self.get_dataset()
+        if self.config.eval.validation is not None and self.config.finetuning.enabled:
+            await self._shared("validation examples", self._read_validation)
+        await self.get_evaluation()
+
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
         """The builder `trajectory_builders.<name>`, with the evaluation and the examples bound to it."""
         configs = self.config.trajectory_builders
@@ -119,21 +126,24 @@ class ComponentBuilder:
         """The section `eval.validation`, ready to run; None without one."""
         return await self._shared("validation", self._make_validation)
 
-    async def _make_validation(self) -> Validation | None:
-        section = self.config.eval.validation
-        if section is None:
-            return None
-        config = validation_config(self.config)
-        source = self
+    async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
+        """The builder of the configuration that validation follows, and the examples."""
+        section, config, source = self.config.eval.validation, validation_config(self.config), self
+        assert section is not None
         if config is not self.config:
             source = ComponentBuilder(config, self.directory, self.console, lender=self)
             await self._closing.enter_async_context(source)
         if section.dataset is None:
-            examples = await source.get_dataset()
-        else:
-            made = await self._once("eval.validation.dataset", section.dataset, DatasetConfig)
-            examples = checked_items(made, "eval.validation.dataset")
-        reward = config.finetuning.reward_function or self.config.finetuning.reward_function
+            return source, await source.get_dataset()
+        made = await self._once("eval.validation.dataset", section.dataset, DatasetConfig)
+        return source, checked_items(made, "eval.validation.dataset")
+
+    async def _make_validation(self) -> Validation | None:
+        section = self.config.eval.validation
+        if section is None:
+            return None
+        source, examples = await self._shared("validation examples", self._read_validation)
+        reward = source.config.finetuning.reward_function or self.config.finetuning.reward_function
         return Validation(
             await source.make_evaluation(reward, counted_with=await self.get_evaluation()),
             examples,

@@ -9,9 +9,11 @@ flipped bits without a word. The steps before go only when the new one has been 
 """
 
 import contextlib
+import logging
+import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ from jaxft.models.manifest import (
     write_manifest,
 )
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
-from jaxft.runs.disk import disk_errors
+from jaxft.runs.disk import DiskFull, disk_errors
 
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
@@ -46,6 +48,9 @@ class Checkpoints:
     """Saves and restores steps of one run; one save at a time runs in the background.
 
     `save` and `arrays` are called where nothing changes the arrays meanwhile, the rest from any thread.
+
+    Attributes:
+        saved_step: the newest step that this object has finished; None before the first.
     """
 
     def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, keep_best: bool = True) -> None:
@@ -54,15 +59,17 @@ class Checkpoints:
 
         self._ocp = ocp
         self._directory = directory
-        self.folder = directory.file(f"{FOLDER}/.").resolve()
-        self.folder.mkdir(exist_ok=True)
+        self.folder = directory.file(f"{FOLDER}/step").parent
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
         self._begun: int | None = None
-        self._manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
-        )
+        self.saved_step: int | None = None
+        self._manager = self._new_manager()
+
+    def _new_manager(self) -> Any:
+        options = self._ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
+        return self._ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:
         """The numbers of all step directories, good or not, ascending."""
@@ -105,6 +112,8 @@ class Checkpoints:
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{step}{DAMAGED}"
+                if aside.is_symlink() or aside.is_file():
+                    raise RestoreError(f"'{aside}' is in the way of checkpoint {step}: move it elsewhere")
                 shutil.rmtree(aside, ignore_errors=True)
                 (self.folder / str(step)).rename(aside)
         self._manager.reload()
@@ -148,29 +157,61 @@ class Checkpoints:
         self.wait()
         if step == self._begun:  # by a caller that was cancelled while it waited for this
             return
+        place = self.folder / str(step)
+        if os.path.lexists(place):  # orbax would remove a file that somebody put there
+            raise CheckpointError(f"'{place}' is no checkpoint of this run and in the way of one: move it elsewhere")
         args = self._ocp.args
         items = {"state": args.JsonSave({**state, "layout": layout(arrays)})}
         if jax.tree.leaves(arrays):
             items["arrays"] = args.StandardSave(arrays)
-        with disk_errors(self.folder / str(step)):
-            # Forced: it would leave out a step below a name such as 20 that somebody put there.
-            self._manager.save(step, args=args.Composite(**items), force=True)
+        with contextlib.ExitStack() as quiet:
+            quiet.enter_context(_without_orbax_errors())
+            with self._failing(step):
+                # Forced: it would leave out a step below a name such as 20 that somebody put there.
+                self._manager.save(step, args=args.Composite(**items), force=True)
+            until_finished = quiet.pop_all()
         self._begun = step
-        self._finishing = threading.Thread(target=self._finish, args=(step, score), name=f"checkpoint {step}")
+        self._finishing = threading.Thread(
+            target=self._finish, args=(step, score, until_finished), name=f"checkpoint {step}"
+        )
         self._finishing.start()
 
-    def _finish(self, step: int, score: float | None) -> None:
+    def _finish(self, step: int, score: float | None, until_finished: contextlib.ExitStack) -> None:
         folder = self.folder / str(step)
         try:
-            with disk_errors(folder):
+            with until_finished, self._failing(step):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
                 write_manifest(folder, {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score})
                 sync_folder(self.folder)
                 verify_manifest(folder)
-            self._drop_old(step)
+                self.saved_step = step
+                self._directory.settle()
+                self._drop_old(step)
         except BaseException as error:  # it belongs to whoever waits
             self._error = error
+
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """Raises every error of a save as `DiskFull` or `CheckpointError`, and makes room for the next save."""
+        try:
+            with disk_errors(self.folder / str(step)):
+                yield
+        except Exception as error:
+            self._give_up(step)
+            if isinstance(error, DiskFull | CheckpointError):
+                raise
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {error}") from error
+
+    def _give_up(self, step: int) -> None:
+        """Removes what was written of a step that has no manifest."""
+        with contextlib.suppress(Exception):  # a manager raises the failure of a save again, whatever it is asked
+            self._manager.close()
+        for entry in self.folder.glob(f"{step}*"):
+            is_unfinished = entry.name == str(step) and not (entry / MANIFEST).exists()
+            if entry.is_dir() and (is_unfinished or entry.name.startswith(f"{step}.orbax-checkpoint-tmp")):
+                shutil.rmtree(entry, ignore_errors=True)
+        self._manager = self._new_manager()
 
     def _drop_old(self, newest: int) -> None:
         """Removes the finished steps that need not be kept; what cannot be read stays."""
@@ -186,7 +227,8 @@ class Checkpoints:
             (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # at once: half a step is none
         for entry in self.folder.iterdir():
             name, dot, _ = entry.name.partition(".")
-            is_ours = dot and name.isdecimal() and entry.suffix in (OLD, DAMAGED) and not entry.is_symlink()
+            is_folder = entry.is_dir() and not entry.is_symlink()
+            is_ours = dot and name.isdecimal() and entry.suffix in (OLD, DAMAGED) and is_folder
             if is_ours and (entry.suffix == OLD or int(name) <= newest):
                 shutil.rmtree(entry)
 
@@ -201,8 +243,6 @@ class Checkpoints:
             self._finishing = None
         if self._error is not None:
             error, self._error = self._error, None
-            if isinstance(error, Exception) and not hasattr(error, "exit_code"):
-                raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {error}") from error
             raise error
 
     def close(self) -> None:
@@ -210,6 +250,21 @@ class Checkpoints:
         if self._finishing is not None:
             self._finishing.join()
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _without_orbax_errors() -> Iterator[None]:
+    """Keeps orbax from logging, with a traceback per thread, the failure that it raises."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def layout(arrays: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jaxft.models.manifest import sync_folder
+from jaxft.models.manifest import MANIFEST, sync_folder
 from jaxft.runs.disk import disk_errors
 from jaxft.runs.json_text import json_bytes, with_non_finite_named
 
@@ -27,6 +27,7 @@ RUN_FILES = (
     "environment.json",
     RESUMES_FILE,
     "result.json",
+    "evaluation.json",
     "training_metrics.jsonl",
     "timings.jsonl",
     "reward_history.json",
@@ -43,10 +44,53 @@ RUN_FILES = (
 LOCK_FILE = "LOCK"
 HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also the mark that a run made this directory
 
+# Where the files of an earlier run stay until the run that overwrites it has a checkpoint. Each change from one name to
+# the next is one rename, so that a process may be killed at any moment:
+ASIDE = ".earlier_run"  # the earlier run; what stands in the directory itself is the new one's
+MOVING = ".earlier_run.moving"  # a part of the earlier run; the rest of it stands in the directory itself
+REMOVED = ".earlier_run.removed"  # nobody needs it any more
+
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has written here, so that another one would be refused."""
-    return bool(_run_files(path))
+    """Whether files are here for which another run would be refused."""
+    return bool(_run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds what training made: a finished checkpoint, a row of metrics, a result or a model.
+
+    A start that failed leaves less than that, and may be repeated without `overwrite`.
+    """
+    return _has_rows(path) or _is_saved(path)
+
+
+def _has_rows(path: Path) -> bool:
+    metrics = path / "training_metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a run is so far that an earlier one need not come back; of one without checkpoints a row is enough."""
+    return (
+        any(os.path.lexists(path / name) for name in ("result.json", "model"))
+        or any(path.glob(f"checkpoints/*/{MANIFEST}"))
+        or (_has_rows(path) and not (path / "checkpoints").exists())
+    )
+
+
+def bring_back_earlier_run(path: Path) -> bool:
+    """Brings back the run that a process had set aside which was killed before its own first checkpoint.
+
+    Returns:
+        Whether there was one; everything else in the directory stays as it is.
+
+    Raises:
+        RunDirectoryError: another process holds the directory.
+    """
+    if not any((path / name).is_dir() for name in (ASIDE, MOVING, REMOVED)):
+        return False
+    with RunDirectory.open(path) as directory:
+        return directory.came_back
 
 
 def _run_files(path: Path) -> list[str]:
@@ -76,28 +120,37 @@ class RunDirectory:
 
     Attributes:
         path: the directory, absolute, symbolic links resolved.
+        came_back: whether an earlier run that had been set aside stands here again.
     """
 
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
+        self.came_back = False
         self._lock = lock
         self._writing = Lock()
+        self._earlier: list[str] = []  # files of an earlier run, which the first write sets aside
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> "RunDirectory":
         """A directory for a new run; parents are made.
 
+        The files of an earlier run (those in `RUN_FILES`) stay until the first write, which sets them aside. `settle`
+        removes them as soon as the new run has a checkpoint, and so does the end of a `with` block without an error.
+        They come back when the directory is closed before that, or, after a kill, when it is next created or opened.
+
         Args:
             path: where. It may exist and hold files of other origin: they stay as they are.
-            overwrite: remove the files of an earlier run (those in `RUN_FILES`) instead of refusing.
+            overwrite: take the place of an earlier run instead of refusing. What a failed start left is none.
 
         Raises:
             RunDirectoryError: not writable, held by another process, or it holds a run already.
         """
         directory = cls._locked(Path(path), make=True)
         try:
-            directory._make_room(overwrite)
+            directory._recover()
+            earlier = directory._replaceable(overwrite)
             directory._write_holder()
+            directory._earlier = earlier
         except BaseException:
             directory.close()
             raise
@@ -119,6 +172,7 @@ class RunDirectory:
             raise RunDirectoryError(f"no run to continue in '{path}': create it, or give the directory of a run")
         directory = cls._locked(Path(path), make=False)
         try:
+            directory._recover()
             others = [name for name in _run_files(directory.path) if name not in (begun_by, "environment.json")]
             if begun_by is not None and others and not directory.holds(begun_by):
                 raise RunDirectoryError(
@@ -144,21 +198,23 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"run directory '{path}' is in use by {_holder(path)}: wait for that run, or choose another directory"
             ) from None
-        except (OSError, NotImplementedError) as error:
+        except (OSError, NotImplementedError, ValueError) as error:  # ValueError: NUL, a lone surrogate
             if (path / LOCK_FILE).is_symlink():  # opening it with O_NOFOLLOW fails
                 raise RunDirectoryError(
                     f"'{path / LOCK_FILE}' is a symbolic link, and the lock of a run is never taken through one: "
                     "remove that link"
                 ) from error
             raise RunDirectoryError(
-                f"run directory '{path}' cannot be written ({error}): choose one where files can be made and locked"
+                f"run directory {str(path)!r} cannot be written ({error}): choose one where files can be made and "
+                "locked"
             ) from error
         return cls(path.resolve(), lock)
 
-    def _make_room(self, overwrite: bool) -> None:
+    def _replaceable(self, overwrite: bool) -> list[str]:
+        """The files of a run or of a failed start that may be replaced."""
         present = _run_files(self.path)
-        if present in ([], ["environment.json"]):  # or a run that was killed before it wrote anything else
-            return
+        if not holds_run(self.path):
+            return present
         shown = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         if not overwrite:
             raise RunDirectoryError(
@@ -169,12 +225,62 @@ class RunDirectory:
                 f"'{self.path}' holds {shown}, but no run made it (it has no {HOLDER_FILE}), so nothing was removed: "
                 "choose another directory, or remove them yourself"
             )
-        try:
-            self.remove(reversed(present))  # the configuration goes last: without it nothing would be resumed
-        except OSError as error:
-            raise RunDirectoryError(
-                f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
-            ) from error
+        return present
+
+    def _make_room(self) -> None:
+        """Sets the earlier run aside, before anything is written; removes what a failed start left."""
+        with self._writing:
+            earlier, self._earlier = self._earlier, []
+            if not earlier or not self._lock.is_locked:
+                return
+            try:
+                if is_run(self.path):
+                    self._set_aside(earlier)
+                else:
+                    self._remove(earlier)
+            except OSError as error:
+                self._recover()
+                raise RunDirectoryError(
+                    f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
+                ) from error
+
+    def _set_aside(self, names: Iterable[str]) -> None:
+        moving = self.path / MOVING
+        moving.mkdir()
+        for name in names:
+            (self.path / name).rename(moving / name)
+        moving.rename(self.path / ASIDE)
+        sync_folder(self.path)
+
+    def _recover(self) -> None:
+        """Ends what another process began: an earlier run goes if the one after it is saved, else it comes back."""
+        aside, moving, removed = (self.path / name for name in (ASIDE, MOVING, REMOVED))
+        if aside.is_dir() and _is_saved(self.path):
+            self._remove_earlier()
+        elif aside.is_dir():
+            self._remove(_run_files(self.path))
+            self._remove(entry.name for entry in list(self.path.glob(".*.tmp")) if entry.name[1:-4] in RUN_FILES)
+            aside.rename(moving)
+        if moving.is_dir():
+            for entry in moving.iterdir():
+                entry.rename(self.path / entry.name)
+            moving.rmdir()
+            sync_folder(self.path)
+            self.came_back = True
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _remove_earlier(self) -> None:
+        (self.path / ASIDE).rename(self.path / REMOVED)
+        shutil.rmtree(self.path / REMOVED)
+
+    def settle(self) -> None:
+        """Removes the earlier run, if one was set aside, once this one has a checkpoint, a result or a model.
+
+        Of a run that makes no checkpoints a row of metrics is enough.
+        """
+        with self._writing:
+            if (self.path / ASIDE).is_dir() and self._lock.is_locked and _is_saved(self.path):
+                self._remove_earlier()
 
     def _write_holder(self) -> None:
         try:
@@ -195,9 +301,16 @@ class RunDirectory:
             RunDirectoryError: a symbolic link leads out of the directory.
             DiskFull: there is no room for the folders.
         """
+        self._make_room()  # first: what an earlier run left may be a link that leads out
         path = self._resolve(name)
-        with disk_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with disk_errors(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunDirectoryError(
+                f"{name!r} is not the name of a file under '{self.path}': '{error.filename}' is no folder: move it "
+                "elsewhere"
+            ) from error
         return path
 
     def _resolve(self, name: str) -> Path:
@@ -347,23 +460,37 @@ class RunDirectory:
     def remove(self, names: Iterable[str]) -> None:
         """Removes files and folders of this run; a symbolic link goes, what it leads to stays."""
         with self._writable():
-            for name in names:
-                entry = self.path / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink(missing_ok=True)
+            self._remove(names)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the lock back; a second call does nothing. Writing afterwards is an error."""
+        """Gives the lock back; a second call does nothing. Writing afterwards is an error.
+
+        An earlier run that is still set aside comes back, unless this one is saved.
+        """
         with self._writing:
-            self._lock.release()
+            if self._lock.is_locked:
+                try:
+                    self._recover()
+                finally:
+                    self._lock.release()
 
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if kind is None and (self.path / ASIDE).is_dir():
+                self._remove_earlier()
+        finally:
+            self.close()
 
 
 def _append(path: Path, line: bytes) -> None:

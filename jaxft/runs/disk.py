@@ -12,15 +12,23 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFull(RuntimeError):
-    """A file could not be written for want of space; names it, what is free, and the way out."""
+    """A file could not be written for want of space; names it, what is free, and the way out.
+
+    Attributes:
+        then: what to do when there is space; the end of the message, known to whoever knows the run.
+    """
 
     exit_code = 1
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
             f"'{path}' cannot be written: {reason}; {_free_bytes(path)} bytes are free on its file system: free space, "
-            "or raise the quota or file-size limit (ulimit -f), then continue the run with --resume"
+            "or raise the quota or file-size limit (ulimit -f)"
         )
+        self.then = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.then
 
 
 class disk_errors(contextlib.AbstractContextManager[None]):

@@ -42,6 +42,7 @@ class MetricsLog:
         if doubled:
             raise ValueError(f"step {step} has more than one figure called {', '.join(doubled)}: rename all but one")
         self._directory.append_jsonl(METRICS_FILE, {"step": step, **metrics})
+        self._directory.settle()
         self._directory.append_jsonl(TIMINGS_FILE, {"step": step, **timings})
         self._tensorboard.add(step, {**metrics, **timings})
 

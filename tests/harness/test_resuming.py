@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxft.cli import main
@@ -70,7 +71,10 @@ class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
     busy_seconds: float | None = None
     wants_arrays: bool = False
     save_seconds: float = 0.0
+    is_well: bool = True
     signal_in_save: int | None = None
+    large_from: int | None = None
+    large_to: int = 0
 
 
 class SteadyAdapter(TrainerAdapter):
@@ -81,7 +85,7 @@ class SteadyAdapter(TrainerAdapter):
         self.jobs = self.saves = 0
 
     async def is_healthy(self):
-        return True
+        return self.adapter_config.is_well
 
     async def submit(self, trajectories):
         self.jobs += 1
@@ -104,7 +108,10 @@ class SteadyAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._save, save)
 
     def _save(self, save):
-        result = save({"jobs": self.jobs}, {})
+        config = self.adapter_config
+        is_large = config.large_from is not None and config.large_from <= self.jobs <= config.large_to
+        arrays = {"x": np.random.default_rng(0).normal(size=100_000)} if is_large else {}
+        result = save({"jobs": self.jobs}, arrays)
         if result is True:  # and not the values that a boundary asks for
             self.saves += 1
             if self.saves - 1 == self.adapter_config.signal_in_save:
@@ -255,6 +262,25 @@ def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, val
     assert Path("run/config.yml").read_bytes() == before and steps_logged() == [0, 1]
 
 
+def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsys):  # noqa: F811
+    rows = ['{"question": "a", "answer": "A"}\n', '{"question": "b", "answer": "B"}\n']
+    data = Path("rows.jsonl")
+    data.write_text("".join(rows))
+    toy_run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    stopped(run_file, capsys)
+    before = contents(Path("run"))
+    toy_events.clear()
+    resume = ["resume", "run", "--set", "trainers.loop.stop_in=null"]
+    for other in ("".join(reversed(rows)), rows[0], "".join(rows).replace("B", "C")):
+        data.write_text(other)
+        assert main(resume) == 2
+        assert "eval.general.dataset: the examples are not those of checkpoint 2" in capsys.readouterr().err
+        assert contents(Path("run")) == before and toy_events == []
+    data.write_text("\n".join(rows))  # in other lines, or in another place
+    assert main([*resume, "--set", f"eval.general.dataset.file_path={data.rename('moved.jsonl')}"]) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
 def test_a_model_is_what_a_run_is(field):
     from fnmatch import fnmatchcase
@@ -379,6 +405,35 @@ def test_a_run_that_makes_no_checkpoints_says_so_when_it_is_stopped(run_file, ca
     assert shown.endswith("jaxft: not saved: this run makes no checkpoints\njaxft: terminated\n")
 
 
+LIMITED = """
+import sys
+import tests.harness.test_resuming
+from jaxft.cli import main
+from tests.faults.injection import limit_file_size
+
+limit_file_size(100_000)()
+for policy, first, last in (("stop", 0, 9), ("stop", 2, 9), ("go_on", 1, 2)):
+    options = [f"finetuning.checkpoints.when_unwritable={policy}", f"finetuning.output_dir={policy}{first}"]
+    options += [f"trainer_adapters.local.large_from={first}", f"trainer_adapters.local.large_to={last}"]
+    code = main([*sys.argv[1:], *(word for option in options for word in ("--set", option))])
+    print(f"ended with {code}", file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_is_left_out(run_file):
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", LIMITED, *run_file()]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=120, check=False)
+    first, code, later, later_code, last_code = done.stderr.splitlines()
+    said = "cannot be written: File too large; "
+    assert f"{Path('stop0/checkpoints/0').absolute()}' {said}" in first and first.endswith("then start the run again")
+    assert f"{Path('stop2/checkpoints/2').absolute()}' {said}" in later
+    assert later.endswith("then continue the run with --resume")
+    assert (code, later_code, last_code) == ("ended with 1", "ended with 1", "ended with 0")
+    assert done.stdout.count("warning: ") == 2 and f"go_on1/checkpoints/1' {said}" in done.stdout
+    assert sorted(os.listdir("go_on1/checkpoints")) == ["3", "4"] and steps_logged(Path("go_on1")) == [0, 1, 2, 3]
+
+
 def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
     toy_run["trainer_adapters"]["local"] = {"_type": "toy_adapter"}
     stopped(run_file, capsys)
@@ -457,6 +512,91 @@ def test_a_directory_that_is_taken_or_not_writable_is_found_before_any_model(run
     assert main(run_file(output_dir="file/run")) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert toy_events == []
+
+
+MISSING = "{_type: jsonl, file_path: nope.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--dataset", "nope.jsonl"], "nope.jsonl: cannot be read"),
+        (["--set", f"eval.validation.dataset={MISSING}"], "nope.jsonl: cannot be read"),
+        (["--set", "llms.policy={_type: local_policy, path: ./no_model}"], "no_model"),
+        (["--set", "workflow.llm=nobody"], "nobody"),
+        (["--set", "trainer_adapters.local.is_well=false"], "the trainer adapter is not healthy"),
+    ],
+)
+def test_an_overwrite_that_fails_leaves_the_earlier_run(run_file, toy_events, capsys, options, named):  # noqa: F811
+    assert main(run_file()) == 0
+    Path("run/model").mkdir()
+    Path("run/model/weights").write_text("the only ones")
+    before = contents(Path("run"))
+    toy_events.clear()
+    assert main([*run_file(num_epochs=9), "--overwrite", *options]) in (1, 2)
+    assert named in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    if "nope" in named:  # datasets are read before models
+        assert toy_events == []
+    assert main(["resume", "run"]) == 0
+    assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+    assert steps_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
+
+
+@pytest.mark.parametrize("options", [["--dataset", "nope.jsonl"], ["--set", "trainer_adapters.local.is_well=false"]])
+def test_a_start_that_failed_is_repeated_in_the_same_directory(run_file, capsys, options):
+    assert main([*run_file(), *options]) in (1, 2)
+    assert main(run_file()) == 0
+    assert steps_logged() == [0, 1, 2, 3]
+
+
+def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert main([*run_file(checkpoints={"every": None}), "--overwrite", "--set", "trainers.loop.stop_in=0"]) == 143
+    shown = capsys.readouterr()
+    assert "the earlier run of run is back" in shown.out and "go on with" not in shown.err
+    assert contents(Path("run")) == before
+
+
+def killed(arguments, at):
+    """How a process of the command line ends that kills itself at a named point."""
+    program = (
+        f"import sys; from tests.faults.injection import kill_at; kill_at({at!r})\n"
+        "import tests.harness.test_resuming; from jaxft.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run([sys.executable, "-c", program, *arguments], env=os.environ | path, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "then"),
+    [
+        ("before a save", "resume"),
+        ("before a save", "start"),
+        ("between arrays and manifest", "start"),
+        ("between arrays and manifest", "overwrite"),
+        ("after the manifest", "resume"),
+    ],
+)
+def test_a_kill_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys, at, then):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert killed([*run_file(num_epochs=9), "--overwrite"], at) == -signal.SIGKILL
+    if at == "after the manifest":  # the new run has its first checkpoint
+        assert main(["resume", "run"]) == 0
+        assert steps_logged() == [*range(9)] and not Path("run/.earlier_run").exists()
+    elif then == "resume":
+        assert main(["resume", "run", "--set", "finetuning.num_epochs=5"]) == 0
+        assert "the earlier run of run is back" in capsys.readouterr().out
+        assert steps_logged() == [0, 1, 2, 3, 4]
+    elif then == "start":
+        assert main(run_file(num_epochs=9)) == 2
+        assert contents(Path("run")) == before
+    else:
+        assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+        assert steps_logged() == [0, 1]
 
 
 def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys):

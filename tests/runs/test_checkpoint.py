@@ -18,7 +18,7 @@ import pytest
 from jaxft.models.manifest import MANIFEST, read_manifest, write_manifest
 from jaxft.runs import checkpoint as module
 from jaxft.runs.checkpoint import Checkpoints, layout
-from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory, RunDirectoryError
 from tests.faults.injection import damages, small_disk
 
 FIXTURE = Path(__file__).parents[1] / "data" / "checkpoint_v1"
@@ -280,14 +280,17 @@ from tests.faults.injection import limit_file_size
 async def main():
     with RunDirectory.create(sys.argv[1]) as directory:
         checkpoints = Checkpoints(directory)
-        checkpoints.save(1, {"notes": {}}, {"x": jnp.arange(100_000.0)})
-        checkpoints.wait()
-        if sys.argv[2] == "limit":
-            limit_file_size(200_000)()
-        count = 100_000 if sys.argv[2] == "limit" else 1_000_000
-        import jax
-        checkpoints.save(2, {"notes": {}}, {"x": jax.random.normal(jax.random.key(0), count)})
-        checkpoints.wait()
+        try:
+            checkpoints.save(1, {"notes": {}}, {"x": jnp.arange(100_000.0)})
+            checkpoints.wait()
+            if sys.argv[2] == "limit":
+                limit_file_size(200_000)()
+            count = 100_000 if sys.argv[2] == "limit" else 1_000_000
+            import jax
+            checkpoints.save(2, {"notes": {}}, {"x": jax.random.normal(jax.random.key(0), count)})
+            checkpoints.wait()
+        finally:
+            checkpoints.close()
 
 sys.exit(exit_code_of(main))
 """
@@ -300,20 +303,61 @@ def fill(folder, way):
     environment = {**os.environ, "PYTHONPATH": str(root)}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, env=environment)
     assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("\n") == 1 and os.listdir(folder / "checkpoints") == ["1"]
     with RunDirectory.open(folder) as directory:
         checkpoints, said = Checkpoints(directory), []
         found = checkpoints.newest(said.append)
         assert found.step == 1
         np.testing.assert_array_equal(checkpoints.arrays(found, {"x": jnp.zeros(100_000)})["x"], np.arange(100_000.0))
         checkpoints.close()
-    return ended.stderr.splitlines()[-1]
+    return ended.stderr.rstrip()
 
 
 def test_a_full_disk_names_path_and_free_bytes_and_spoils_nothing(tmp_path):
     shown = fill(tmp_path / "run", "limit")
     pattern = r"jaxft: error: '.*/run/checkpoints/2' cannot be written: File too large; \d+ bytes are free on its .*"
     assert re.fullmatch(pattern, shown)
-    assert shown.endswith("then continue the run with --resume")
+    assert shown.endswith("(ulimit -f)")
+
+
+def test_a_save_that_fails_leaves_room_for_the_next(directory, open_checkpoints):
+    checkpoints = open_checkpoints()
+    save(checkpoints, 1)
+    with pytest.raises(CheckpointError, match=f"a checkpoint could not be written to {checkpoints.folder}"):
+        checkpoints.save(2, STATE | {"notes": object()}, trees())
+        checkpoints.wait()
+    assert checkpoints.steps() == [1] and checkpoints.saved_step == 1
+    save(checkpoints, 3)
+    assert checkpoints.steps() == [1, 3] and checkpoints.saved_step == 3
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_what_is_in_the_way_of_a_step_is_named_and_kept(open_checkpoints, make):
+    checkpoints = open_checkpoints()
+    save(checkpoints, 1)
+    make(checkpoints.folder / "2")
+    with pytest.raises(CheckpointError, match=f"'{checkpoints.folder / '2'}' is no checkpoint of this run"):
+        save(checkpoints, 2)
+    assert os.path.lexists(checkpoints.folder / "2")
+    save(checkpoints, 3)
+
+
+def test_files_that_are_called_like_old_steps_are_left_alone(open_checkpoints):
+    checkpoints = open_checkpoints()
+    for name in ("0.old", "0.damaged", "1.damaged"):
+        (checkpoints.folder / name).write_text("theirs")
+    save(checkpoints, 1, 2, 3)
+    assert all((checkpoints.folder / name).read_text() == "theirs" for name in ("0.old", "0.damaged", "1.damaged"))
+    (checkpoints.folder / "3.damaged").write_text("theirs")
+    with pytest.raises(RestoreError, match=f"'{checkpoints.folder / '3.damaged'}' is in the way"):
+        checkpoints.set_aside(after=2)
+    assert checkpoints.steps() == [2, 3]
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(directory):
+    (directory.path / "checkpoints").write_text("theirs")
+    with pytest.raises(RunDirectoryError, match=f"'{directory.path / 'checkpoints'}' is no folder"):
+        Checkpoints(directory)
 
 
 def test_so_does_a_small_one(tmp_path):

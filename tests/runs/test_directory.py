@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +109,8 @@ def test_a_read_only_directory_is_found_at_once(tmp_path):
 def test_a_run_is_not_overwritten_unasked(tmp_path):
     with RunDirectory.create(tmp_path) as first:
         first.write_text("config.yml", "seed: 0")
-    with pytest.raises(RunDirectoryError, match=r"already holds a run \(config.yml\)"):
+        first.append_jsonl("training_metrics.jsonl", {"step": 0})
+    with pytest.raises(RunDirectoryError, match=r"already holds a run \(config.yml, training_metrics.jsonl\)"):
         RunDirectory.create(tmp_path)
     assert (tmp_path / "config.yml").read_text() == "seed: 0"
     with RunDirectory.open(tmp_path) as again:  # the refusal gave the lock back
@@ -125,9 +127,11 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     (tmp_path / "checkpoints" / "inner").unlink()
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    with RunDirectory.create(tmp_path, overwrite=True):
+    with RunDirectory.create(tmp_path, overwrite=True) as second:
+        second.write_text("config.yml", "new")
         left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "elsewhere", "LOCK", "LOCK.holder"}
+    assert left == {"notes.txt", "elsewhere", "LOCK", "LOCK.holder", "config.yml", ".earlier_run"}
+    assert {path.name for path in tmp_path.iterdir()} == left - {".earlier_run"}
     assert (tmp_path / "elsewhere" / "weights").read_text() == "mine"
 
 
@@ -137,6 +141,100 @@ def test_overwriting_spares_what_no_run_made(tmp_path):
         with pytest.raises(RunDirectoryError, match="no run made it"):
             RunDirectory.create(tmp_path, overwrite=True)
     assert (tmp_path / "checkpoints").is_dir()
+
+
+def trained(path, seed):
+    """A directory that holds what a run of this seed trained; its files by name."""
+    with RunDirectory.create(path) as directory:
+        directory.write_text("config.yml", f"seed: {seed}")
+        directory.write_text("checkpoints/1/manifest.json", f"{{}} {seed}")
+        directory.append_jsonl("training_metrics.jsonl", {"step": seed})
+    return files(path)
+
+
+def files(path):
+    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {name: content for name, content in found.items() if not name.startswith("LOCK")}
+
+
+def test_an_earlier_run_comes_back_unless_the_new_one_has_trained(tmp_path):
+    path = tmp_path / "run"
+    before = trained(path, 0)
+    with pytest.raises(KeyError), RunDirectory.create(path, overwrite=True) as directory:
+        assert files(path) == before  # nothing is written yet
+        directory.write_text("config.yml", "seed: 1")
+        directory.write_text("tensorboard/events", "")
+        directory.settle()
+        raise KeyError
+    assert files(path) == before and directory.came_back
+    with pytest.raises(KeyError), RunDirectory.create(path, overwrite=True) as directory:
+        directory.append_jsonl("training_metrics.jsonl", {"step": 1})
+        directory.settle()
+        raise KeyError
+    assert files(path) == {"training_metrics.jsonl": b'{"step": 1}\n'} and not directory.came_back
+
+
+@pytest.mark.parametrize("left", ["config.yml", "checkpoints/0/arrays"])
+def test_what_a_failed_start_left_is_no_run(tmp_path, left):
+    with RunDirectory.create(tmp_path) as directory:
+        directory.write_text(left, "old")
+    with RunDirectory.create(tmp_path) as directory:
+        directory.write_text("environment.json", "{}")
+    assert files(tmp_path) == {"environment.json": b"{}"}
+    (tmp_path / "LOCK.holder").unlink()
+    with pytest.raises(RunDirectoryError, match="already holds a run"):  # or somebody's own files
+        RunDirectory.create(tmp_path)
+
+
+OVERWRITE_AND_DIE = """
+import os, signal, sys
+from jaxft.runs.directory import RunDirectory
+
+CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}  # os.replace is a rename
+changes_left = None
+
+def die_in_time(event, arguments):
+    global changes_left
+    if changes_left is not None and event in CHANGES:
+        if changes_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        changes_left -= 1
+
+sys.addaudithook(die_in_time)
+for path in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        kind, changes_left = path.rpartition("/")[2].split("-")
+        changes_left = int(changes_left)
+        directory = RunDirectory.create(path, overwrite=True)
+        directory.write_text("config.yml", "seed: 1")
+        directory.write_text("tensorboard/events", "")
+        if kind == "trained":
+            directory.write_text("checkpoints/1/manifest.json", "1")
+            directory.settle()
+        directory.close()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_one_run_or_the_other(tmp_path):
+    """Killed at every change of the file system in turn, with and without a checkpoint of the new run."""
+    folders = [tmp_path / f"{kind}-{changes}" for kind in ("failed", "trained") for changes in range(30)]
+    before = trained(tmp_path / "run", 0)
+    for folder in folders:
+        shutil.copytree(tmp_path / "run", folder)
+    new = {"config.yml": b"seed: 1", "tensorboard/events": b"", "checkpoints/1/manifest.json": b"1"}
+    done = subprocess.run([sys.executable, "-c", OVERWRITE_AND_DIE, *folders], capture_output=True, text=True)
+    codes = [int(code) for code in done.stdout.split()]
+    assert {codes[29], codes[59]} == {0} and codes.count(-signal.SIGKILL) > 30, done.stderr  # the last ones lived
+    found = []
+    for folder in folders:
+        with RunDirectory.open(folder):
+            found.append(files(folder))
+    assert found[:30] == [before] * 30
+    when = found[30:].index(new)  # from the manifest of its first checkpoint on it is the new one
+    assert found[30:] == [before] * when + [new] * (30 - when)
 
 
 def test_only_a_run_can_be_opened(tmp_path):
@@ -218,6 +316,7 @@ def test_nothing_is_written_where_a_link_leads_out(tmp_path, folder):
         assert directory.log_sizes() == {}
         directory.cut_logs({})  # as a resume does
     with RunDirectory.create(tmp_path / "run", overwrite=True) as directory:
+        directory.write_json(f"{folder}/ours.json", {})
         assert not (directory.path / folder).is_symlink()
     assert [path.name for path in outside.iterdir()] == ["theirs.jsonl"]
     assert (outside / "theirs.jsonl").read_text() == "theirs\n"

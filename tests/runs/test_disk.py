@@ -53,7 +53,7 @@ directory.append_jsonl("training_metrics.jsonl", {"step": 4})
     said = run.stdout
     assert said.startswith(f"'{path}' cannot be written: File too large; ") and said.count("\n") == 1, run.stderr
     assert int(said.split("; ")[1].split()[0]) > 0  # bytes that are free
-    assert said.endswith("file-size limit (ulimit -f), then continue the run with --resume\n")
+    assert said.endswith("file-size limit (ulimit -f)\n")
     assert [json.loads(row)["step"] for row in path.read_text().splitlines()] == [0, 1, 2, 4]
 
 
