@@ -7,6 +7,7 @@ at the boundaries between epochs only; an epoch that was cut off is repeated, fr
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,12 @@ class Checkpointing:
         self._score: float | None = None
         self._is_restored = self._is_saved = False
         self._saved_step: int | None = None
+        self._started, self._seconds_before = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this session, and of those before it up to the checkpoints that the next went on from."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     async def find(self) -> None:
         """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
@@ -53,6 +60,7 @@ class Checkpointing:
         self.found = await asyncio.to_thread(self._open().newest, self.say)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
+            self._seconds_before = self.found.seconds
             self.say(f"going on from checkpoint {self.found.step}")
             return
         # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
@@ -129,7 +137,7 @@ class Checkpointing:
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:
                 return False
-            checkpoints.save(state["step"], state, arrays, score=self._score)
+            checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds)
             return True
 
         if not self._is_saved:

@@ -36,10 +36,11 @@ DAMAGED, OLD = ".damaged", ".old"
 
 
 class Checkpoint(NamedTuple):
-    """A step that verifies, and its JSON."""
+    """A step that verifies, its JSON, and how many seconds the run had taken by then."""
 
     step: int
     state: dict[str, Any]
+    seconds: float = 0.0
 
 
 class Checkpoints:
@@ -85,7 +86,7 @@ class Checkpoints:
                         f"{folder} is of checkpoint_format {manifest['checkpoint_format']}, newer than this program "
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
-                return Checkpoint(step, self._state(step))
+                return Checkpoint(step, self._state(step), manifest.get("seconds", 0.0))
             except NewerFormatError as error:  # it is good: nothing may take its place
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
@@ -133,7 +134,9 @@ class Checkpoints:
         args = self._ocp.args.Composite(arrays=self._ocp.args.StandardRestore(target))
         return self._manager.restore(checkpoint.step, args=args).arrays
 
-    def save(self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
+    ) -> None:
         """Begins to write a step and returns when the arrays may change again.
 
         Args:
@@ -141,6 +144,7 @@ class Checkpoints:
             state: for JSON.
             arrays: a tree of arrays; none is fine.
             score: for `keep_best`.
+            seconds: that the run has taken. They stand in the manifest: state and arrays are equal in equal runs.
 
         Raises:
             CheckpointError, DiskFull: the save before did not come to its end.
@@ -156,16 +160,17 @@ class Checkpoints:
             # Forced: it would leave out a step below a name such as 20 that somebody put there.
             self._manager.save(step, args=args.Composite(**items), force=True)
         self._begun = step
-        self._finishing = threading.Thread(target=self._finish, args=(step, score), name=f"checkpoint {step}")
+        self._finishing = threading.Thread(target=self._finish, args=(step, score, seconds), name=f"checkpoint {step}")
         self._finishing.start()
 
-    def _finish(self, step: int, score: float | None) -> None:
+    def _finish(self, step: int, score: float | None, seconds: float) -> None:
         folder = self.folder / str(step)
+        about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds}
         try:
             with disk_errors(folder):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
-                write_manifest(folder, {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score})
+                write_manifest(folder, about)
                 sync_folder(self.folder)
                 verify_manifest(folder)
             self._drop_old(step)
