@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if parsed.verb == "resume":
         return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level)
-    return exit_code_of(run)
+    return exit_code_of(run, title=parsed.verb)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -224,6 +224,7 @@ class ComponentBuilder:
                 instance = await anext(generator, _NOTHING)
         except UserCodeError as failure:
             raise _failure(what, failure) from failure.error
+        self.console.status("")
         if instance is _NOTHING:
             raise ComponentError(f"{what}: its factory yielded nothing")
         self._closing.push_async_callback(_close, what, generator)

@@ -52,6 +52,7 @@ class Console:
         self._status: Callable[[], str] = str
         self._status_began = time.perf_counter()
         self._compiling: str | None = None
+        self._compiling_began = self._status_began
         self._seconds_between_signs = seconds_between_signs
         self._signs: threading.Thread | None = None
         self._is_closed = threading.Event()
@@ -97,7 +98,7 @@ class Console:
 
     def compiling(self, program: str | None) -> None:
         """Shows beside the status that a program is being compiled; None: no more."""
-        self._compiling = program
+        self._compiling, self._compiling_began = program, time.perf_counter()
 
     def epoch(self, done: int, figures: Mapping[str, float | str]) -> None:
         """Shows a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
@@ -172,12 +173,14 @@ class Console:
 
     def _line(self) -> str:
         """What goes on, in one line; empty when nothing is known to."""
-        status = self._status()
-        if status:
-            status += f" ({time.perf_counter() - self._status_began:.0f} s)"
-        done = f"{self._done}/{self._total_epochs} epochs" if self._progress is not None else ""
-        compiling = "" if self._compiling is None else f"compiling {self._compiling}"
-        return self._safe("  ".join(part for part in (done, status, compiling) if part))
+        parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
+        program = self._compiling
+        for text, began in (
+            (self._status(), self._status_began),
+            (f"compiling {program}" if program is not None else "", self._compiling_began),
+        ):
+            parts += [f"{text} ({time.perf_counter() - began:.0f} s)"] if text else []
+        return self._safe("  ".join(parts))
 
     def _render(self) -> Group:
         line = Text(self._line(), no_wrap=True, overflow="ellipsis")
