@@ -11,7 +11,13 @@ from jaxft.bench.arguments import add_arguments as bench_arguments
 from jaxft.bench.main import bench
 from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune, resume
 from jaxft.harness.config import help_text, load_config
-from jaxft.harness.runtime import exit_code_of, override_arguments, run_arguments, run_script
+from jaxft.harness.runtime import (
+    exit_code_of,
+    log_arguments,
+    override_arguments,
+    run_arguments,
+    run_script,
+)
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
 FINETUNE = "Trains as the configuration says, and leaves a run directory with the model, the metrics and a plot."
@@ -54,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
             doctor(config, sharding=parsed.sharding)
 
-    return exit_code_of(run)
+    if parsed.verb == "resume":
+        return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level)
+    return exit_code_of(run, title=parsed.verb)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     continuing = verbs.add_parser("resume", help="go on with a run", description=RESUME)
     continuing.add_argument("folder", type=Path, help="the run directory")
     override_arguments(continuing)
+    log_arguments(continuing)
     continuing.set_defaults(resume=True, overwrite=False)
 
     judging = verbs.add_parser("eval", help="run the agent over a dataset and judge it")

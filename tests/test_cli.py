@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,9 +104,10 @@ finetuning: {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer
 """
 
 
-def jaxft(*arguments, cwd=ROOT):
+def jaxft(*arguments, cwd=ROOT, **variables):
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jaxft.cli import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -128,6 +130,82 @@ def test_finetune_from_a_file(project):
 
     again = jaxft("finetune", "--config_file", "out/config.yml", "-o", "finetuning.output_dir", "out2", cwd=project)
     assert (again.returncode, again.stderr) == (0, "")
+
+
+LOGGING = """
+import logging, sys, threading
+from pathlib import Path
+sys.path.append(str(Path(__file__).parent / "site-packages"))
+import quiet_library
+
+log = logging.getLogger(__name__)
+log.info("imported, jax: %s", "jax" in sys.modules)
+
+class TalkativeConfig(WorkflowConfig, name="cli_talkative"):
+    pass
+
+@register_workflow(config_type=TalkativeConfig)
+async def talkative(config, builder):
+    async def answer(example):
+        log.debug("asked %s", example["question"])
+        quiet_library.work()
+        thread = threading.Thread(target=log.info, args=("the key is sk-3141592653",))
+        thread.start()
+        thread.join()
+        return "a"
+    yield answer
+"""
+
+LIBRARY = """
+import logging
+log = logging.getLogger(__name__)
+
+def work():
+    log.info("working")
+    log.warning("worn out")
+"""
+
+
+def test_log_lines_of_the_agent_are_shown_and_kept(project):
+    library = project / "conf" / "site-packages" / "quiet_library.py"
+    library.parent.mkdir()
+    library.write_text(LIBRARY)
+    (project / "conf" / "cli_parts.py").write_text(COMPONENTS + LOGGING)
+    command = ["finetune", "--config_file", "conf/run.yml", "--set", "workflow._type=cli_talkative"]
+    done = jaxft(*command, cwd=project, JUDGE_API_KEY="sk-3141592653")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("jaxft ") and first.endswith(": conf/run.yml")
+    logged = [
+        "INFO cli_parts: imported, jax: False",
+        "WARNING quiet_library: worn out",
+        "INFO cli_parts: the key is ***",
+    ]
+    assert [line for line in lines if "cli_parts: " in line or "quiet_library: " in line] == logged
+    kept = (project / "out" / "run.log").read_text().splitlines()
+    assert [line[len("2026-01-31 23:59:59 ") :] for line in kept] == [first, *lines]
+
+    done = jaxft(*command, "--overwrite", "--log-level", "debug", cwd=project)
+    assert done.returncode == 0 and "DEBUG cli_parts: asked q" in done.stdout
+    assert "DEBUG cli_parts: asked q" in (project / "out" / "run.log").read_text()
+    done = jaxft(*command, "--overwrite", "--log-level", "error", cwd=project)
+    assert done.returncode == 0 and "cli_parts" not in done.stdout and "worn out" not in done.stdout
+
+
+def test_the_commit_of_a_run_is_that_of_its_configuration(project):
+    def git(*arguments):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        command = ["git", "-C", str(project / "conf"), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    file, out = str(project / "conf" / "run.yml"), f"finetuning.output_dir={project / 'out'}"
+    done = jaxft("finetune", "--config_file", file, "--set", out)  # in the checkout of jaxft
+    assert (done.returncode, done.stderr) == (0, "")
+    about = json.loads((project / "out" / "environment.json").read_text())
+    assert about["git_commit"] == git("rev-parse", "HEAD")
 
 
 def test_faults_of_a_file_are_all_shown(project):

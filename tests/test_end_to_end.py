@@ -134,8 +134,21 @@ def test_sampler_and_trainer_agree_in_every_epoch(first_run):
 
 def test_a_run_shows_itself(first_run):
     _, shown = first_run
-    assert "epoch 1/2  reward" in shown and "epoch 2/2  reward" in shown
-    assert "--- epoch 1, example of-1, reward" in shown
+    assert "1/2 epochs  reward" in shown and "2/2 epochs  reward" in shown
+    assert "--- after 0 epochs, example of-1, reward" in shown
+
+
+def test_epochs_count_from_0_in_rows_and_checkpoints_are_named_by_how_many_are_finished(first_run):
+    folder, _ = first_run
+    for name in ("training_metrics.jsonl", "timings.jsonl"):
+        assert [json.loads(row)["epoch"] for row in (folder / name).read_text().splitlines()] == [0, 1]
+    assert [row["epoch"] for row in json.loads((folder / "reward_history.json").read_text())] == [0, 1]
+    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_the_devices_of_a_run_are_written_down(first_run):
+    folder, _ = first_run
+    assert json.loads((folder / "environment.json").read_text())["devices"] == ["cpu (cpu 0)"]
 
 
 @pytest.mark.parametrize("max_concurrency", [64, 1])
@@ -294,7 +307,7 @@ def question(text):
 def test_the_command_line_trains(finetune, tmp_path):
     done = finetune(question("one"), question("two"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "epoch 1/1  reward" in done.stdout and "jobs_completed  1" in done.stdout
+    assert "1/1 epochs  reward" in done.stdout and "jobs_completed  1" in done.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (1, 1, "model")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

@@ -132,7 +132,7 @@ def rows_of(path):
 def test_every_part_of_a_run_can_be_ones_own(runs):
     folder, done = runs[0] / "custom_components", runs[1]["config.yml"]
     assert (done.returncode, done.stderr) == (0, "")
-    assert "epoch 6/6  episodes 32  failed_episodes 0  short_episodes 0" in done.stdout
+    assert "6/6 epochs  episodes 32  failed_episodes 0  short_episodes 0" in done.stdout
     written = {path.name for path in folder.iterdir()}
     files = {
         "config.yml",
@@ -145,7 +145,7 @@ def test_every_part_of_a_run_can_be_ones_own(runs):
     assert files <= written and "tensorboard" not in written  # which the shipped trainers write
 
     rows = rows_of(folder / "training_metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["epoch"] for row in rows] == list(range(6))
     assert all(row["episodes"] == 32 and 0 < row["chosen_groups"] < 8 and row["loss"] > 0 for row in rows)
     state = json.loads((folder / "curriculum_state.json").read_text())
     assert (state["current_percentile"], state["last_expansion_epoch"]) == (0.5, 5)
@@ -164,7 +164,7 @@ def test_the_shipped_parts_train_the_same_agent(runs):
     folder, done = runs[0] / "shipped_components", runs[1]["shipped.yml"]
     assert (done.returncode, done.stderr) == (0, "")
     rows = rows_of(folder / "training_metrics.jsonl")
-    assert [(row["step"], row["applied_updates"], row["policy_version"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
+    assert [(row["epoch"], row["applied_updates"], row["policy_version"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
     for name in ("result.json", "timings.jsonl", "reward_plot.png", "curriculum_state.json", "model/model.safetensors"):
         assert (folder / name).is_file(), name
 

@@ -76,7 +76,9 @@ class DPOTrajectoryBuilder(EpisodeCollector):
             by_example.setdefault(outcome.item.id, []).append(outcome)
         turns = {example: self._turns(episodes) for example, episodes in by_example.items()}
         groups = {example: list(self._pairs(example, of_example)) for example, of_example in turns.items()}
-        about["metrics"] |= reward_figures([outcome.reward for outcome in outcomes if outcome.reward is not None])
+        about["metrics"] |= reward_figures(
+            [[outcome.reward for outcome in group if outcome.reward is not None] for group in by_example.values()]
+        )
         about["metrics"] |= {
             "decisions": sum(map(len, turns.values())),
             "lone_candidates": sum(len(turn.candidates) == 1 for of_example in turns.values() for turn in of_example),

@@ -181,13 +181,13 @@ def _identity(pair: Trajectory) -> str:
 
 
 def _added(collections: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all collections in one: means of the means, extremes of the extremes, sums of the counts."""
+    """The metrics of all collections in one: means of means and quartiles, extremes of extremes, sums of counts."""
     names = {name: None for metrics in collections for name in metrics}
     return {name: _joined(name, [metrics[name] for metrics in collections if name in metrics]) for name in names}
 
 
 def _joined(name: str, values: list[float]) -> float:
-    if name.endswith("_mean"):
+    if name.endswith(("_mean", "_q25", "_q75")):
         return mean(values)
     return min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
 

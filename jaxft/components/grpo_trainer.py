@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,11 @@ class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
     early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="What ends the run before its time.")
     show_episodes_every: int = Field(
         default=10, ge=0, description="Epochs between sample episodes shown; 0 shows none."
+    )
+    save_episodes: Literal["shown", "all"] = Field(
+        default="shown",
+        description="Which episodes trajectories/samples.jsonl keeps: those that are shown, or all of every epoch, "
+        "failed ones included.",
     )
     max_failed_share: float = Field(
         default=0.5, gt=0.0, le=1.0, description="The run stops when more of an epoch's episodes than this fail."
@@ -97,7 +102,8 @@ class GRPOTrainer(LoggedTrainer):
         await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
-        metrics = {**collection.metrics, **reward_figures(_rewards(collection))}
+        rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
+        metrics = {**collection.metrics, **reward_figures(rewards)}
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
         unscorable = metrics.get("unscorable_trajectories")
         if unscorable:
@@ -107,7 +113,7 @@ class GRPOTrainer(LoggedTrainer):
         dropped = metrics.get("dropped_episodes")
         if dropped:
             self._message(f"{run_id}: {dropped:.0f} episodes were dropped: a prompt left no room for an answer")
-        self._show_episode(epoch, collection)
+        self._show_and_keep(epoch, collection)
         chosen = self.apply_curriculum_learning(collection, epoch)
         metrics |= self._curriculum_figures(collection, chosen)
         self.trajectory_builder.log_progress(run_id, metrics)
@@ -162,10 +168,14 @@ class GRPOTrainer(LoggedTrainer):
             **({"reward_mean_chosen": mean(rewards)} if rewards else {}),
         }
 
-    def _show_episode(self, epoch: int, collection: TrajectoryCollection) -> None:
+    def _show_and_keep(self, epoch: int, collection: TrajectoryCollection) -> None:
         every = self.trainer_config.show_episodes_every
-        if every and epoch % every == 0 and collection.trajectories:
-            self.log.sample(epoch, collection.trajectories[0][0])
+        trajectories = [trajectory for group in collection.trajectories for trajectory in group]
+        shown = trajectories[:1] if every and epoch % every == 0 else []
+        for trajectory in shown:
+            self.log.sample(epoch, trajectory)
+        is_all = self.trainer_config.save_episodes == "all"
+        self.log.keep(epoch, trajectories if is_all else shown, collection.failures if is_all else [])
 
     def _message(self, text: str) -> None:
         self.log.console.message(text)

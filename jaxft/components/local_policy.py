@@ -219,6 +219,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> "AsyncIterato
         stored_prompts=config.stored_prompts,
         base=None if config.path is None else base_name(config.path),
     )
+    policy.compiles.show = builder.console.compiling
+    builder.add_devices(policy.devices())
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
     yield ChatClient(policy, name, config.long_prompts)
     policy.close()

@@ -55,6 +55,7 @@ class LoggedTrainer(Trainer):
     async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
         """`checkpoint`, with the seconds that it held up the loop."""
         started = time.perf_counter()
+        self.log.console.status("saving")
         await self.checkpoint(step, score=score, is_last=is_last)
         self._seconds_checkpoint = time.perf_counter() - started
 
@@ -71,6 +72,7 @@ class LoggedTrainer(Trainer):
         ref = await self.run_epoch(epoch, run_id)
         metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
         if ref is not None:
+            self.log.console.status("training")
             status = await self.trainer_adapter.wait_until_complete(ref)
             metadata = status.metadata or {}
             metrics |= metadata.get("metrics", {})
@@ -119,7 +121,7 @@ class LoggedTrainer(Trainer):
         return self.log.figures(run_id)
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Writes one step of the logs and the progress line; the reward plot every tenth epoch."""
+        """Writes the rows of an epoch and its line; the reward plot every tenth epoch."""
         self.log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
 
     async def cleanup(self) -> None:

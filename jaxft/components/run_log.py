@@ -1,6 +1,7 @@
 """What a trainer leaves behind of a run, and shows of it: metrics, histories, curriculum, plot, progress line."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,8 +53,8 @@ class RunLog:
 
     def start(self, num_epochs: int, done: int = 0) -> None:
         """Opens the files and shows the progress bar; so many epochs are logged already."""
-        self._log = MetricsLog(self._directory, first_step=done)
-        self.console.start(num_epochs)
+        self._log = MetricsLog(self._directory, first_epoch=done)
+        self.console.start(num_epochs, done)
 
     def state(self) -> dict[str, Any]:
         """The histories, for JSON."""
@@ -75,7 +76,7 @@ class RunLog:
         return {**self.metrics[run_id], **self.timings[run_id]}
 
     def epoch(self, epoch: int, run_id: str, shown: Mapping[str, Any]) -> None:
-        """Writes one step of the logs and the progress line; histories and plot every tenth epoch."""
+        """Writes the rows of an epoch, which counts from 0, and shows it; histories and plot every tenth epoch."""
         if self._log is not None:
             self._log.log(epoch, self.metrics[run_id], self.timings[run_id])
         self.console.epoch(epoch + 1, {SHOWN[name]: shown[name] for name in SHOWN if shown.get(name) is not None})
@@ -84,7 +85,8 @@ class RunLog:
 
     def rewards(self, epoch: int, figures: Mapping[str, Any]) -> None:
         """Adds an epoch to the reward history."""
-        row = {name: figures.get(name) for name in ("reward_mean", "reward_min", "reward_max")}
+        names = ("reward_mean", "reward_min", "reward_max", "group_reward_q25", "group_reward_q75")
+        row = {name: figures.get(name) for name in names}
         chosen = {name: figures[name] for name in ("reward_mean_chosen", "curriculum_percentile") if name in figures}
         self._rewards.append({"epoch": epoch, **row, **chosen})
 
@@ -104,15 +106,21 @@ class RunLog:
         self._directory.write_json(CURRICULUM_FILE, state)
 
     def sample(self, epoch: int, trajectory: Trajectory) -> None:
-        """Shows an episode and keeps it."""
+        """Shows an episode."""
         messages = [
             {"role": item.role.value, "content": item.content}
             for item in trajectory.episode
             if isinstance(item, EpisodeItem)
         ]
-        title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
+        title = f"after {epoch} epochs, example {trajectory.example_id}, reward {trajectory.reward:g}"
         self.console.episode(title, messages)
-        self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+
+    def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:
+        """Writes down episodes with their tokens, then what is said of failed ones: example, error and traceback."""
+        for trajectory in trajectories:
+            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+        for failure in failures:
+            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Keeps the pairs of a collection."""
@@ -152,6 +160,24 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def reward_figures(rewards: Sequence[float]) -> dict[str, float]:
-    """Mean, least and greatest, as they are logged; nothing of nothing."""
-    return {"reward_mean": mean(rewards), "reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}
+def reward_figures(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Mean, least and greatest reward, and the quartiles of the groups' mean rewards; nothing of nothing.
+
+    Where rewards are 0 or 1, the least and the greatest are 0 and 1. The quartiles say how much examples differ.
+
+    >>> reward_figures([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # doctest: +NORMALIZE_WHITESPACE
+    {'reward_mean': 0.5, 'reward_min': 0.0, 'reward_max': 1.0, 'group_reward_q25': 0.25, 'group_reward_q75': 0.75}
+    """
+    rewards = [reward for group in groups for reward in group]
+    if not rewards:
+        return {}
+    means = [mean(group) for group in groups if group]
+    # One group has no quartiles of its own, and the library's function wants two values.
+    low, _, high = statistics.quantiles(means, n=4, method="inclusive") if len(means) > 1 else means * 3
+    return {
+        "reward_mean": mean(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "group_reward_q25": low,
+        "group_reward_q75": high,
+    }

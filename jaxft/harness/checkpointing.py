@@ -8,6 +8,7 @@ at the boundaries between epochs only; an epoch that was cut off is repeated, fr
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,12 @@ class Checkpointing:
         self._score: float | None = None
         self._is_restored = self._is_saved = False
         self._begun_step: int | None = None
+        self._started, self._seconds_before = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this session, and of those before it up to the checkpoints that the next went on from."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     async def find(self) -> None:
         """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
@@ -57,6 +64,7 @@ class Checkpointing:
         self.found = await asyncio.to_thread(self._open().newest, self.say)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
+            self._seconds_before = self.found.seconds
             self.say(f"going on from checkpoint {self.found.step}")
             return
         # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
@@ -153,7 +161,7 @@ class Checkpointing:
             with self._tolerant():
                 checkpoints.wait()
             with self._tolerant():
-                checkpoints.save(state["step"], state, arrays, score=self._score)
+                checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds)
             return True
 
         if not self._is_saved:

@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
@@ -87,6 +88,7 @@ class Evaluation:
         timeout_seconds: float | None = None,
         result_json_path: str | None = None,
         counted_with: "Evaluation | None" = None,
+        show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
     ) -> None:
         """Checks the evaluators and the reward's name.
 
@@ -100,6 +102,7 @@ class Evaluation:
             result_json_path: where in the workflow's output the result is; None: all of it.
             counted_with: another evaluation of the same run, with which this one shares the count of validations, so
                 that no two of them draw the same random numbers.
+            show_progress: is given a function whenever episodes are started, which says how far they have come.
 
         Raises:
             ValueError: the reward's name is not among the evaluators, or a weighted sum adds up what is not there.
@@ -128,6 +131,7 @@ class Evaluation:
         self._judgings: set[asyncio.Task[Any]] = set()
         self._result_json_path = result_json_path
         self._counter = self if counted_with is None else counted_with
+        self._show_progress = show_progress
         self.num_validations = 0
 
     def start(
@@ -195,19 +199,18 @@ class Evaluation:
         """The tasks of the episodes, and those that judge groups, which end when their episodes do."""
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         judgings: list[asyncio.Task[Any]] = []
+        records: list[Episode] = []
         for item in items:
             group = Group(num_generations, self._judge_together) if self._group_judges else None
+            record = partial(Episode, self._seed, stream, rollout_index, item.id, temperature=temperature)
+            own = [record(generation=generation) for generation in range(num_generations)]
             tasks = [
                 asyncio.create_task(
-                    self._run_episode(
-                        item,
-                        Episode(self._seed, stream, rollout_index, item.id, generation, temperature=temperature),
-                        group,
-                    ),
-                    name=f"episode {item.id}/{generation}",
+                    self._run_episode(item, episode, group), name=f"episode {item.id}/{episode.generation}"
                 )
-                for generation in range(num_generations)
+                for episode in own
             ]
+            records += own
             episodes += tasks
             if group is not None:
                 group.wait_for(tasks)
@@ -216,6 +219,8 @@ class Evaluation:
             known.update(tasks)
             for task in tasks:
                 task.add_done_callback(known.discard)
+        what = "validating: " if stream == VALIDATION else ""
+        self._show_progress(partial(_progress, what, episodes, records, time.perf_counter()))
         return episodes, judgings
 
     async def _run_episode(
@@ -278,6 +283,14 @@ class Evaluation:
 def failure_report(outcome: EpisodeOutcome) -> str:
     """A failed episode in words: example, error and traceback."""
     return f"example '{outcome.item.id}', generation {outcome.generation}: {outcome.error}\n{outcome.traceback}"
+
+
+def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequence[Episode], started: float) -> str:
+    """How many episodes have ended, and how many tokens were sampled per second: of the answers that are complete."""
+    ended = sum(episode.done() for episode in episodes)
+    tokens = sum(len(call.token_ids) for record in records for call in record.calls)
+    speed = tokens / max(time.perf_counter() - started, 1e-9)
+    return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s"
 
 
 async def _judged(judges: Mapping[str, Judge], outcomes: list[EpisodeOutcome]) -> list[EpisodeOutcome]:

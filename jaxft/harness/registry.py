@@ -191,6 +191,10 @@ class Registry:
             raise ConfigError([f"no {base.component_kind} is named '{name}'{near}{'' if near == listed else listed}"])
         return self._components[base.component_kind, name]
 
+    def packages(self) -> set[str]:
+        """The top-level names of the modules that registered components."""
+        return {component.factory.__module__.partition(".")[0] for component in self._components.values()}
+
     def names(self, base: type[ComponentConfig]) -> list[str]:
         """The registered names of a kind, sorted."""
         return sorted(name for kind, name in self._components if kind == base.component_kind)

@@ -8,7 +8,6 @@ from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.errors import ConfigError
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.directory import RESUMES_FILE, RunDirectory
-from jaxft.runs.environment import environment
 from jaxft.runs.redaction import redacted
 
 IMMUTABLE = (
@@ -89,14 +88,14 @@ def masked_paths(config: Config) -> list[str]:
     return search(config.model_dump(mode="json"), "")
 
 
-def record(directory: RunDirectory, step: int | None, changes: Changes) -> list[str]:
-    """Writes down that the run goes on, with what, and gives what in its surroundings is not as it was, in words."""
-    now = environment()
+def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, now: Mapping[str, Any]) -> list[str]:
+    """Writes down that the run goes on, from which checkpoint and with what, and gives what in its surroundings is not
+    as it was, in words; `now` is its `environment`."""
     try:
         before = directory.read_json("environment.json").get("versions", {})
     except (OSError, ValueError):
         before = {}
-    row = {"step": step, "changes": {path: list(values) for path, values in changes.items()}, **now}
+    row = {"checkpoint": checkpoint, "changes": {path: list(values) for path, values in changes.items()}, **now}
     directory.append_jsonl(RESUMES_FILE, row)
     return [
         f"{name} was {before[name]} when the run was begun and is {version}: figures may differ in the last digits"

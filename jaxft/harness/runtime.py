@@ -14,11 +14,14 @@ Here alone errors become exit codes.
 
 import argparse
 import asyncio
+import contextlib
 import json
+import logging
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import sysconfig
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxft.harness.compile_cache import use_compile_cache
@@ -27,16 +30,20 @@ from jaxft.harness.cpu_devices import order_cpu_devices
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.errors import ConfigError, JaxftError
 from jaxft.harness.layers import literal
-from jaxft.harness.session import resume_command
+from jaxft.harness.registry import registry
+from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.shutdown import Shutdown, Stopped
 from jaxft.policy.faults import PolicyError
+from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.directory import CheckpointError, RunDirectoryError
 from jaxft.runs.disk import DiskFull
-from jaxft.runs.environment import masked_command
+from jaxft.runs.environment import masked_command, version
 from jaxft.runs.redaction import ErrorWithSecrets
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 """What a script does with its configuration and its arguments."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def run_arguments(
@@ -62,6 +69,7 @@ def run_arguments(
         help="the YAML file of the run" + ("" if config_file is None else f" (default {config_file})"),
     )
     override_arguments(parser)
+    log_arguments(parser)
     parser.add_argument("--dataset", type=Path, metavar="FILE", help="examples, instead of eval.general.dataset")
     parser.add_argument(
         "--result_json_path", metavar="PATH", help="where in the workflow's output the result is, as in $.answer"
@@ -100,6 +108,15 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--log-level`."""
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info",
+        help="the least of Python's `logging` that is shown of the agent's modules; libraries begin at warning "
+        "(default %(default)s)",
+    )  # fmt: skip
+
+
 def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, loads the configuration, runs `main(config, parsed arguments)`; the exit code.
 
@@ -126,9 +143,10 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         config = config_of(run)
         if resume_command.get() is None:
             resume_command.set(command_to_resume(sys.argv if arguments is None else [sys.argv[0], *arguments]))
+        config_file.set(parsed.config_file)
         await main(config, parsed)
 
-    return exit_code_of(load_and_run)
+    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level)
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
@@ -164,15 +182,46 @@ def config_of(run: FinetuneRunConfig) -> Config:
     )
 
 
-def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
+@contextlib.contextmanager
+def _logging_to(console: Console, level: str) -> Iterator[None]:
+    """Shows the records of `logging` on a console: of the user's modules and jaxft from `level` on, of libraries from
+    warnings on."""
+    root, handler = logging.getLogger(), LogHandler(console)
+    handler.setLevel(level.upper())
+    handler.addFilter(_is_shown)
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING or record.name.partition(".")[0] in {"jaxft", *registry.packages()}:
+        return True
+    folders = Path(record.pathname).parts
+    is_installed = "site-packages" in folders or "dist-packages" in folders
+    return not is_installed and not record.pathname.startswith(_STANDARD_LIBRARY)
+
+
+def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = None, log_level: str = "info") -> int:
     """Runs an asynchronous main to its end and says how it went: 0, or a message on standard error and its code.
 
     1 a failed job, a full disk or a policy that cannot go on, 2 bad configuration or input, or a run directory that is
     taken, 3 no learning signal or too many failures, 130 and 143 when SIGINT and SIGTERM ended it (everything open is
     closed first). Errors that nobody foresaw pass through with their traceback.
+
+    Args:
+        main: what to do.
+        title: shown at once, before anything is loaded, beside the version of jaxft; None shows nothing.
+        log_level: one of `LOG_LEVELS`.
     """
-    use_compile_cache()
-    order_cpu_devices()
     shutdown = Shutdown()
 
     async def until_signalled() -> None:
@@ -180,7 +229,12 @@ def exit_code_of(main: Callable[[], Awaitable[None]]) -> int:
             await main()
 
     try:
-        asyncio.run(until_signalled())
+        with program_console() as console, _logging_to(console, log_level):
+            if title is not None:
+                console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
+            use_compile_cache()
+            order_cpu_devices()
+            asyncio.run(until_signalled())
     except Stopped as error:
         return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:

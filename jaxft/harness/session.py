@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -18,11 +17,11 @@ from jaxft.harness.interfaces import Trainer, TrainerAdapter
 from jaxft.harness.resuming import check_changes, masked_paths, record
 from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
-from jaxft.runs.console import Console
-from jaxft.runs.directory import RunDirectory
+from jaxft.runs.console import Console, current_console
+from jaxft.runs.directory import LOG_FILE, RunDirectory
 from jaxft.runs.disk import DiskFull, disk_errors
-from jaxft.runs.environment import environment, secrets_of_environment
-from jaxft.runs.redaction import hiding, without_secrets
+from jaxft.runs.environment import environment, script, secrets_of_environment
+from jaxft.runs.redaction import hiding, redactor, without_secrets
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
@@ -34,6 +33,9 @@ MODEL_FOLDER = "model"
 CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
 
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
+
+config_file: ContextVar[Path | None] = ContextVar("jaxft_config_file", default=None)
+"""The YAML file that the program was given."""
 
 resume_command: ContextVar[str | None] = ContextVar("jaxft_resume_command", default=None)
 """What a user types to go on with the run of this program."""
@@ -48,16 +50,16 @@ class Session:
         directory: where the run writes.
         console: where it shows itself.
         builder: gives the components.
-        started: when it was opened, by `time.perf_counter`.
         checkpointing: saves the run, and knows whether it is continued.
+        about: what it wrote to `environment.json`; None when it is continued, and `resumes.jsonl` got a line.
     """
 
     config: Config
     directory: RunDirectory
     console: Console
     builder: ComponentBuilder
-    started: float
     checkpointing: Checkpointing
+    about: dict[str, Any] | None
 
     @property
     def is_resumed(self) -> bool:
@@ -85,11 +87,13 @@ class Session:
             trainer.checkpointing = self.checkpointing
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
+            self.console.status("preparing")
             await self.checkpointing.restore(trainer)
             if not await (await self.adapter()).is_healthy():
                 raise CheckFailed(UNHEALTHY)
             if self.config.finetuning.strict_compile:
                 await (await self.adapter()).warm_up()
+            self._note_devices()
             statuses = await self._run(trainer)
             await self.checkpointing.wait()
         finally:
@@ -98,6 +102,12 @@ class Session:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
         return statuses
+
+    def _note_devices(self) -> None:
+        """Writes the devices to `environment.json`, as soon as they are known."""
+        if self.about is not None and self.about["devices"] != self.builder.devices:
+            self.about["devices"] = list(self.builder.devices)
+            self.directory.write_json(ENVIRONMENT_FILE, self.about)
 
     async def _run(self, trainer: Trainer) -> list[TrainingJobStatus]:
         """`trainer.run`, which a signal ends at a boundary."""
@@ -176,6 +186,8 @@ class Session:
         evaluation = await self.builder.get_evaluation()
         examples = await self.builder.get_dataset() if items is None else items
         outcomes = await evaluation.validate(examples, temperature=temperature, num_generations=num_generations)
+        self._note_devices()
+        self.console.status("")
         output = evaluation.summarize(outcomes)
         if outcomes and output.num_failed == output.num_episodes:
             raise TooManyFailures(f"all {output.num_failed} episodes failed; the first: {output.first_error}")
@@ -184,6 +196,7 @@ class Session:
     async def export_model(self) -> Path | None:
         """The folder the adapter wrote the trained model into; None where weights stay with a remote backend."""
         adapter, folder = await self.adapter(), self.directory.file(MODEL_FOLDER)
+        self.console.status("exporting the model")
         with disk_errors(folder):
             return await adapter.export_model(folder)
 
@@ -194,11 +207,12 @@ class Session:
         )
 
     def write_result(self, figures: Mapping[str, Any]) -> None:
-        """Writes and shows `result.json`: the figures, then `seed`, `seconds` since the session began and `versions`
-        where the figures do not have them."""
+        """Writes and shows `result.json`: the figures, then `seed`, `seconds` and `versions` where the figures do not
+        have them. `seconds` are those of this session and of the ones before it, each up to the checkpoint that the
+        next went on from."""
         own = {
             "seed": self.config.finetuning.seed,
-            "seconds": round(time.perf_counter() - self.started, 3),
+            "seconds": round(self.checkpointing.seconds, 3),
             "versions": environment()["versions"],
         }
         result = {**figures, **{name: value for name, value in own.items() if name not in figures}}
@@ -228,7 +242,7 @@ async def open_session(
         overwrite: whether the directory may hold an earlier run. It is set aside, and removed when this one has its
             first checkpoint; it comes back if that is never reached.
         resume: go on with the run that the directory holds, from its newest good checkpoint.
-        console: by default one that prints to standard output.
+        console: by default that of the program, which prints to standard output.
         output_dir: the directory, when it is another one.
 
     Raises:
@@ -236,8 +250,7 @@ async def open_session(
         ConfigError: the run was begun with another model, optimiser or seed.
         RestoreError: no checkpoint of it is good.
     """
-    started = time.perf_counter()
-    shown_on = Console() if console is None else console
+    shown_on = current_console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
     command, shutdown = resume_command.get(), current_shutdown()
@@ -251,24 +264,21 @@ async def open_session(
         directory.came_back = False
     try:
         with hiding(secrets), without_secrets(), directory:
+            shown_on.mask = redactor()
             checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
             try:
                 async with ComponentBuilder(config, directory, shown_on) as builder:
-                    if resume and directory.holds(CONFIG_FILE):
+                    is_continued = resume and directory.holds(CONFIG_FILE)
+                    if is_continued:
                         if shutdown is not None:
                             shutdown.resume_command = command
-                        await _go_on(directory, config, checkpointing)
-                        await checkpointing.check_dataset(await builder.get_dataset())
-                        await builder.open()
-                    else:  # also for a run that was killed before it wrote down its configuration
-                        await checkpointing.check_dataset(await builder.get_dataset())
-                        await builder.open()
-                        about = environment() | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
-                        directory.write_json(ENVIRONMENT_FILE, about)
-                        directory.write_text(CONFIG_FILE, resolved_yaml(config))
-                        if shutdown is not None:
-                            shutdown.resume_command = command
-                    yield Session(config, directory, shown_on, builder, started, checkpointing)
+                        await _go_on(builder, checkpointing)
+                    await checkpointing.check_dataset(await builder.get_dataset())
+                    await builder.open()
+                    about = None if is_continued else _begin(builder, command)
+                    if shutdown is not None:
+                        shutdown.resume_command = command
+                    yield Session(config, directory, shown_on, builder, checkpointing, about)
             except DiskFull as error:
                 is_saved = checkpointing.saved_step is not None
                 error.then = f", then {'continue the run with --resume' if is_saved else 'start the run again'}"
@@ -283,19 +293,31 @@ async def open_session(
                 shutdown.resume_command = None
 
 
-async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpointing) -> None:
+def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
+    """Writes down what the run is: also for one that was killed before it did. Gives what `environment.json` holds."""
+    config, directory = builder.config, builder.directory
+    about = _environment(config, builder.devices) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
+    directory.write_json(ENVIRONMENT_FILE, about)
+    directory.write_text(CONFIG_FILE, resolved_yaml(config))
+    builder.console.keep(directory.file(LOG_FILE))
+    return about
+
+
+async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> None:
     """Checks that this is the same run, and finds its checkpoint.
 
     Until that has been restored nothing is changed: a run that cannot go on so may go on otherwise.
     """
+    config, directory = builder.config, builder.directory
     changes, resolved = check_changes(directory, config, CONFIG_FILE), resolved_yaml(config)
     await checkpointing.find()
 
     def go_on() -> None:
+        builder.console.keep(directory.file(LOG_FILE))
         for path, (old, new) in changes.items():
             checkpointing.say(f"changed: {path}: {old!r} -> {new!r}")
         step = None if checkpointing.found is None else checkpointing.found.step
-        for warning in record(directory, step, changes):
+        for warning in record(directory, step, changes, _environment(config, builder.devices, directory.path)):
             checkpointing.say(f"warning: {warning}")
         directory.remove([RESULT_FILE, MODEL_FOLDER])
         directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
@@ -305,6 +327,14 @@ async def _go_on(directory: RunDirectory, config: Config, checkpointing: Checkpo
         go_on()
     else:
         checkpointing.when_restored = go_on
+
+
+def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[str, Any]:
+    """`environment` of this process; the commit is that of the configuration, of the modules that it imports, of the
+    script or, when none of them is in a repository, of `others`."""
+    modules = [Path(module) for module in config.imports if Path(module).is_absolute()]
+    sources = [source for source in (config_file.get(), *modules, script(), *others) if source is not None]
+    return environment(devices, sources)
 
 
 def _chosen(field: str, name: str | None) -> str:

@@ -4,7 +4,7 @@ Factories get the `ComponentBuilder` and ask it for other components by the name
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -45,6 +45,7 @@ class ComponentBuilder:
         config: the whole tree.
         directory: where the run writes.
         console: where it shows itself.
+        devices: those that the components compute on, in words.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ComponentBuilder:
         self._lender = lender
         self.directory = directory
         self.console = console
+        self.devices: list[str] = []
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
 
@@ -66,6 +68,16 @@ class ComponentBuilder:
             task.cancel()
         await asyncio.gather(*self._components.values(), return_exceptions=True)
         await self._closing.aclose()
+
+    def add_devices(self, devices: Sequence[str]) -> None:
+        """Called by the factory of a component that computes in this process, for `environment.json`.
+
+        Args:
+            devices: in words, as in `cpu (cpu 0)`.
+        """
+        self.devices = list(dict.fromkeys([*self.devices, *devices]))
+        if self._lender is not None:
+            self._lender.add_devices(devices)
 
     async def get_llm(self, name: str) -> Any:
         """The language model `llms.<name>`."""
@@ -173,6 +185,7 @@ class ComponentBuilder:
             timeout_seconds=general.timeout_seconds,
             result_json_path=general.result_json_path,
             counted_with=counted_with,
+            show_progress=self.console.status,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation
@@ -215,11 +228,13 @@ class ComponentBuilder:
         factory = registry.find(base, config.type_name or "").factory
         what = f"{place} ({config.type_name})"
         generator = factory(config, self)
+        self.console.status(f"making {what}")
         try:
             with user_code():
                 instance = await anext(generator, _NOTHING)
         except UserCodeError as failure:
             raise _failure(what, failure) from failure.error
+        self.console.status("")
         if instance is _NOTHING:
             raise ComponentError(f"{what}: its factory yielded nothing")
         self._closing.push_async_callback(_close, what, generator)

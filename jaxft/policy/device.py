@@ -21,6 +21,7 @@ from jaxft.policy.faults import DeviceThreadError
 T = TypeVar("T")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what comes next is the compilation
 _CLOSED = "the policy has been closed; its device thread takes no more work"
 
 
@@ -123,18 +124,27 @@ def first_line(error: BaseException) -> str:
 
 
 class CompileCounter:
-    """Counts XLA compilations of the whole process from its creation on."""
+    """Counts XLA compilations of the whole process from its creation on.
+
+    Attributes:
+        show: called with the name of a program when its compilation begins, and with None when it has ended.
+    """
 
     def __init__(self) -> None:
+        self.show: Callable[[str | None], None] = lambda program: None
         self._lock = threading.Lock()
         self._names: list[str] = []
         self._is_closed = False
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
-        if event == _COMPILE_EVENT:
+        name = str(details.get("fun_name", "a program"))
+        if event == _LOWERED_EVENT:
+            self.show(name)
+        elif event == _COMPILE_EVENT:
+            self.show(None)
             with self._lock:
-                self._names.append(str(details.get("fun_name", "a program")))
+                self._names.append(name)
 
     @property
     def count(self) -> int:

@@ -181,6 +181,12 @@ class Policy:
         """Whether the base of adapters is the one that the policy was made with: a warm start may have changed it."""
         return self._first_base == self.base_of(params)
 
+    def devices(self) -> list[str]:
+        """The devices that hold the parameters, in words."""
+        found = {device for leaf in jax.tree.leaves(self._params) for device in leaf.sharding.device_set}
+        ordered = sorted(found, key=lambda device: device.id)
+        return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
+
     def sampling_bytes(self, params: Params) -> tuple[int, int]:
         """What decoding takes on each device: weights of its own, and keys and values."""
         return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))

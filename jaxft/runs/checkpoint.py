@@ -38,10 +38,11 @@ DAMAGED, OLD = ".damaged", ".old"
 
 
 class Checkpoint(NamedTuple):
-    """A step that verifies, and its JSON."""
+    """A step that verifies, its JSON, and how many seconds the run had taken by then."""
 
     step: int
     state: dict[str, Any]
+    seconds: float = 0.0
 
 
 class Checkpoints:
@@ -92,7 +93,7 @@ class Checkpoints:
                         f"{folder} is of checkpoint_format {manifest['checkpoint_format']}, newer than this program "
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
-                return Checkpoint(step, self._state(step))
+                return Checkpoint(step, self._state(step), manifest.get("seconds", 0.0))
             except NewerFormatError as error:  # it is good: nothing may take its place
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
@@ -142,7 +143,9 @@ class Checkpoints:
         args = self._ocp.args.Composite(arrays=self._ocp.args.StandardRestore(target))
         return self._manager.restore(checkpoint.step, args=args).arrays
 
-    def save(self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
+    ) -> None:
         """Begins to write a step and returns when the arrays may change again.
 
         Args:
@@ -150,6 +153,7 @@ class Checkpoints:
             state: for JSON.
             arrays: a tree of arrays; none is fine.
             score: for `keep_best`.
+            seconds: that the run has taken. They stand in the manifest: state and arrays are equal in equal runs.
 
         Raises:
             CheckpointError, DiskFull: the save before did not come to its end.
@@ -172,17 +176,18 @@ class Checkpoints:
             until_finished = quiet.pop_all()
         self._begun = step
         self._finishing = threading.Thread(
-            target=self._finish, args=(step, score, until_finished), name=f"checkpoint {step}"
+            target=self._finish, args=(step, score, seconds, until_finished), name=f"checkpoint {step}"
         )
         self._finishing.start()
 
-    def _finish(self, step: int, score: float | None, until_finished: contextlib.ExitStack) -> None:
+    def _finish(self, step: int, score: float | None, seconds: float, until_finished: contextlib.ExitStack) -> None:
         folder = self.folder / str(step)
+        about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds}
         try:
             with until_finished, self._failing(step):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
-                write_manifest(folder, {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score})
+                write_manifest(folder, about)
                 sync_folder(self.folder)
                 verify_manifest(folder)
                 self.saved_step = step

@@ -1,13 +1,22 @@
-"""The one place that prints: a live progress bar on a terminal, plain lines elsewhere."""
+"""The one place that prints: a live line on a terminal, plain lines elsewhere, and all of it in the run's log file."""
 
+import contextlib
 import io
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
+from rich.highlighter import NullHighlighter
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -16,55 +25,95 @@ from jaxft.runs.redaction import redacted
 # They reorder or break what stands around them, so a text could show itself as another.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
+_LINES_BEFORE_THE_FILE = 1000
 
 
 class Console:
     """Shows a run to the person who started it.
 
-    On a terminal the latest epoch's figures stand under a progress bar that stays at the bottom; anywhere else (a
-    file, a pipe, a log collector) every epoch is a line of its own, flushed at once.
+    Finished epochs, messages, episodes and log records are lines that stay, in the same words on a terminal and
+    anywhere else (a file, a pipe, a log collector), flushed at once. What goes on right now (`status`, `compiling`) is
+    on a terminal a live line below them, and elsewhere a line whenever nothing was printed for a minute. All methods
+    may be called from any thread.
+
+    Attributes:
+        mask: masks the secrets of a run in threads of a context of their own, as `redacted` does in the run's own.
     """
 
-    def __init__(self, stream: io.TextIOBase | None = None) -> None:
+    def __init__(self, stream: io.TextIOBase | None = None, *, seconds_between_signs: float = 60.0) -> None:
         """Prints to `stream`, by default standard output."""
+        self.mask: Callable[[str], str] = redacted
         self._stream = cast(TextIO, sys.stdout if stream is None else stream)
         self._rich = RichConsole(file=self._stream, highlight=False)
         self._is_terminal = self._stream.isatty()
         self._live: Live | None = None
-        self._total_epochs = 0
-
-    def start(self, total_epochs: int) -> None:
-        """Begins a run of so many epochs."""
-        self._total_epochs = total_epochs
-        if not self._is_terminal:
-            return
-        self.close()
-        self._progress = Progress(
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._rich,
+        self._progress: Progress | None = None
+        self._done = self._total_epochs = 0
+        self._status: Callable[[], str] = str
+        self._status_began = time.perf_counter()
+        self._compiling: str | None = None
+        self._compiling_began = self._status_began
+        self._seconds_between_signs = seconds_between_signs
+        self._signs: threading.Thread | None = None
+        self._is_closed = threading.Event()
+        self._has_printed = False
+        self._lock = threading.RLock()
+        self._file: TextIO | None = None
+        self._unwritten: deque[str] = deque(maxlen=_LINES_BEFORE_THE_FILE)
+        self._formatter = _Formatter(self._safe)
+        self._records = RichHandler(
+            console=self._rich, show_path=False, markup=False, highlighter=NullHighlighter(), keywords=[]
         )
-        self._task = self._progress.add_task("", total=total_epochs)
-        first = Group(self._progress, Text(f"epoch 0/{total_epochs}"))
-        self._live = Live(first, console=self._rich, refresh_per_second=4)
-        self._live.start()
+        self._records.setFormatter(self._formatter)
 
-    def epoch(self, epoch: int, figures: Mapping[str, float | str]) -> None:
-        """Shows a finished epoch: `epoch 12/60  reward 0.81 [0,1]  kl 0.0012  3.1 s`.
+    def start(self, total_epochs: int, done: int = 0) -> None:
+        """Begins a run of so many epochs, of which some are done already; the live line gets a progress bar."""
+        self._done, self._total_epochs = done, total_epochs
+        self._progress = Progress(
+            BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._rich
+        )
+        self._task = self._progress.add_task("", total=total_epochs, completed=done)
+        self.status("")
+
+    def status(self, text: str | Callable[[], str]) -> None:
+        """Shows what goes on until the next status.
 
         Args:
-            epoch: counted from 1.
+            text: a few words; or a function that gives them, called several times a second from another thread.
+        """
+        self._status = text if callable(text) else lambda: text
+        self._status_began = time.perf_counter()
+        with self._lock:
+            if self._is_terminal and not self._rich.is_dumb_terminal:
+                if self._live is None:
+                    self._live = Live(
+                        get_renderable=self._render, console=self._rich, refresh_per_second=4, transient=True
+                    )
+                    self._live.start()
+                self._live.refresh()
+            elif self._signs is None:
+                self._is_closed.clear()
+                self._signs = threading.Thread(target=self._give_signs, name="jaxft-signs", daemon=True)
+                self._signs.start()
+
+    def compiling(self, program: str | None) -> None:
+        """Shows beside the status that a program is being compiled; None: no more."""
+        self._compiling, self._compiling_began = program, time.perf_counter()
+
+    def epoch(self, done: int, figures: Mapping[str, float | str]) -> None:
+        """Shows a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
+
+        Args:
+            done: how many epochs are finished, this one included.
             figures: shown in this order as name and value; floats with four digits. The one called `seconds` is shown
                 as `3.1 s`.
         """
-        line = "  ".join([f"epoch {epoch}/{self._total_epochs}", *(_figure(*figure) for figure in figures.items())])
-        if self._live is None:
-            self._print(line)
-            return
-        self._progress.update(self._task, completed=epoch)
-        self._live.update(Group(self._progress, Text(line)))
+        self._done = done
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done)
+        self._print(
+            "  ".join([f"{done}/{self._total_epochs} epochs", *(_figure(*figure) for figure in figures.items())])
+        )
 
     def message(self, text: str) -> None:
         """Shows a text of one or more lines."""
@@ -84,20 +133,137 @@ class Console:
             self._print(f"{role}:", style=_ROLE_STYLES.get(message["role"], "red"))
             self._print("\n".join(f"    {line}" for line in content.split("\n")))
 
+    def log(self, record: logging.LogRecord) -> None:
+        """Shows a log record: level, logger and message, on a terminal with the time as well."""
+        text = f"{record.levelname} {self._formatter.format(record)}"
+        with self._lock:
+            self._has_printed = True
+            if self._is_terminal:
+                self._records.emit(record)
+            else:
+                self._write_line(text)
+            self._keep(text)
+
+    def keep(self, path: Path) -> None:
+        """Appends what is shown from now on, and what was shown before, to a file, every line with its time.
+
+        The file is for people: where the disk has no room for it, the run goes on without it.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file.writelines(self._unwritten)
+            self._unwritten.clear()
+
     def close(self) -> None:
-        """Ends the progress bar, leaving its last state. A run has to end with it, or the cursor stays hidden."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Ends the live line, or the cursor would stay hidden, and the log file. Lines may still be shown."""
+        with self._lock:
+            live, self._live = self._live, None
+            signs, self._signs = self._signs, None
+            file, self._file = self._file, None
+            self._progress, self._status, self._compiling = None, str, None
+        if live is not None:
+            live.stop()
+        self._is_closed.set()
+        if signs is not None:
+            signs.join()
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        self.mask = redacted
+
+    def _line(self) -> str:
+        """What goes on, in one line; empty when nothing is known to."""
+        parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
+        program = self._compiling
+        for text, began in (
+            (self._status(), self._status_began),
+            (f"compiling {program}" if program is not None else "", self._compiling_began),
+        ):
+            parts += [f"{text} ({time.perf_counter() - began:.0f} s)"] if text else []
+        return self._safe("  ".join(parts))
+
+    def _render(self) -> Group:
+        line = Text(self._line(), no_wrap=True, overflow="ellipsis")
+        return Group(line) if self._progress is None else Group(self._progress, line)
+
+    def _give_signs(self) -> None:
+        while not self._is_closed.wait(self._seconds_between_signs):
+            line = self._line()
+            if line and not self._has_printed:
+                self._print(line)
+            self._has_printed = False
 
     def _print(self, text: str, style: str = "") -> None:
+        text = self._safe(text, is_printable=True)
+        with self._lock:
+            self._has_printed = True
+            if self._is_terminal:
+                self._rich.print(Text(text, style=style), soft_wrap=True)
+            else:
+                self._write_line(text)
+            self._keep(text)
+
+    def _write_line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def _keep(self, text: str) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        dated = "".join(f"{now} {line}\n" for line in text.split("\n"))
+        if self._file is None:
+            self._unwritten.append(dated)
+            return
+        with contextlib.suppress(OSError):
+            self._file.write(dated)
+
+    def _safe(self, text: str, *, is_printable: bool = False) -> str:
+        """The text without secrets, and with escapes for what steers a terminal or has no place in its encoding."""
+        text = self.mask(redacted(text if is_printable else printable(text)))
         # A model may say what the terminal's encoding cannot: that must not end the run.
-        text = redacted(text)
-        text = text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
-        if self._is_terminal:
-            self._rich.print(Text(text, style=style))
-        else:
-            print(text, file=self._stream, flush=True)
+        return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, safe: Callable[[str], str]) -> None:
+        super().__init__("%(name)s: %(message)s")
+        self._safe = safe
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._safe(super().format(record))
+
+
+class LogHandler(logging.Handler):
+    """Shows log records on a console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Shows one; one that cannot be formatted is reported as the standard library's handlers do."""
+        try:
+            self._console.log(record)
+        except Exception:  # of the arguments of a user's log call
+            self.handleError(record)
+
+
+_of_program: ContextVar[Console | None] = ContextVar("jaxft_console", default=None)
+
+
+@contextlib.contextmanager
+def program_console() -> Iterator[Console]:
+    """A console for all that a program does in a block; it is closed at its end."""
+    console = Console()
+    token = _of_program.set(console)
+    try:
+        yield console
+    finally:
+        _of_program.reset(token)
+        console.close()
+
+
+def current_console() -> Console:
+    """The console of the program that runs; a new one where there is none."""
+    return _of_program.get() or Console()
 
 
 def printable(text: str) -> str:

@@ -18,6 +18,8 @@ from jaxft.runs.json_text import json_bytes, with_non_finite_named
 
 RESUMES_FILE = "resumes.jsonl"
 """A line for every time that the run was continued."""
+LOG_FILE = "run.log"
+"""All that the run showed, and the records of `logging`."""
 NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
 """Where files that grow are no part of what a checkpoint remembers."""
 
@@ -26,6 +28,7 @@ RUN_FILES = (
     "config.yml",
     "environment.json",
     RESUMES_FILE,
+    LOG_FILE,
     "result.json",
     "evaluation.json",
     "training_metrics.jsonl",

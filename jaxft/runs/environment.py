@@ -5,8 +5,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
@@ -14,24 +15,27 @@ MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token|authorization)$")
 
 
-def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
+def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> dict[str, Any]:
     """The content of `environment.json`, plain values only; nothing is imported to find them.
 
     Args:
         devices: the devices in words. They are passed in, for asking jax would start it.
+        sources: files and folders that the run is made of, such as its configuration and its script.
 
     Returns:
         `versions` (None for a package that is not installed), `platform`, `cpu_count`, `devices`, `command` (the
         command line, with the values of options that are named like secrets masked) and `git_commit`: the commit of
-        the working directory, with `-dirty` after it when tracked files were changed, None outside a repository.
+        the first of `sources` that lies in a repository, with `-dirty` after it when tracked files of that repository
+        were changed; None when there is none.
     """
+    commits = (_git_commit(source) for source in sources)
     return {
-        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "devices": list(devices),
         "command": masked_command(sys.argv),
-        "git_commit": _git_commit(),
+        "git_commit": next((commit for commit in commits if commit is not None), None),
     }
 
 
@@ -70,15 +74,24 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     return masked
 
 
-def _version(package: str) -> str | None:
+def script() -> Path | None:
+    """The Python file that this process runs; None for the command line of jaxft, and for an interactive session."""
+    path = Path(sys.argv[0]).resolve()
+    is_own = path.is_relative_to(Path(__file__).parents[1])
+    return path if path.suffix == ".py" and path.is_file() and not is_own else None
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package; None for one that is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def _git_commit(source: Path) -> str | None:
+    folder = source if source.is_dir() else source.parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, or a disk too slow to wait for

@@ -1,4 +1,4 @@
-"""The figures of a run, one row per step: what is reproducible apart from what the clock says."""
+"""The figures of a run, one row per epoch: what is reproducible apart from what the clock says."""
 
 from collections.abc import Mapping
 
@@ -10,41 +10,42 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class MetricsLog:
-    """Writes each step to `training_metrics.jsonl`, `timings.jsonl` and TensorBoard, all with the same step.
+    """Writes each epoch to `training_metrics.jsonl`, `timings.jsonl` and TensorBoard, all with the same number.
 
-    The metrics file of two equal runs is equal to the byte; everything that a clock measured goes to the timings.
+    Epochs count from 0. The metrics file of two equal runs is equal to the byte; everything that a clock measured goes
+    to the timings.
     """
 
-    def __init__(self, directory: RunDirectory, *, first_step: int = 0) -> None:
-        """A run that is continued logs from `first_step` on; TensorBoard hides what earlier writers said of it."""
+    def __init__(self, directory: RunDirectory, *, first_epoch: int = 0) -> None:
+        """A run that is continued logs from `first_epoch` on; TensorBoard hides what earlier writers said of it."""
         self._directory = directory
-        self._tensorboard = EventFile(directory, first_step=first_step)
+        self._tensorboard = EventFile(directory, first_step=first_epoch)
 
     def log(
         self,
-        step: int,
+        epoch: int,
         metrics: Mapping[str, float | int | str],
         timings: Mapping[str, float | int | str],
     ) -> None:
-        """Writes one step.
+        """Writes one epoch.
 
         Args:
-            step: the first key of both rows and the step axis of TensorBoard.
+            epoch: the first key of both rows and the step axis of TensorBoard.
             metrics: figures that the same run would give again. Slashes in names group them in TensorBoard. NaN and
                 infinities are written as `RunDirectory.append_jsonl` says.
             timings: seconds, rates and other wall-clock figures.
 
         Raises:
-            ValueError: a name occurs twice, or is `step`; nothing was written.
+            ValueError: a name occurs twice, or is `epoch`; nothing was written.
             DiskFull: there is no room for a row.
         """
-        doubled = sorted((metrics.keys() & timings.keys()) | ({"step"} & (metrics.keys() | timings.keys())))
+        doubled = sorted((metrics.keys() & timings.keys()) | ({"epoch"} & (metrics.keys() | timings.keys())))
         if doubled:
-            raise ValueError(f"step {step} has more than one figure called {', '.join(doubled)}: rename all but one")
-        self._directory.append_jsonl(METRICS_FILE, {"step": step, **metrics})
+            raise ValueError(f"epoch {epoch} has more than one figure called {', '.join(doubled)}: rename all but one")
+        self._directory.append_jsonl(METRICS_FILE, {"epoch": epoch, **metrics})
         self._directory.settle()
-        self._directory.append_jsonl(TIMINGS_FILE, {"step": step, **timings})
-        self._tensorboard.add(step, {**metrics, **timings})
+        self._directory.append_jsonl(TIMINGS_FILE, {"epoch": epoch, **timings})
+        self._tensorboard.add(epoch, {**metrics, **timings})
 
     def close(self) -> None:
         """Ends TensorBoard's writer; the run directory stays open."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxft.runs.directory import RunDirectory
 
 PLOT_FILE = "reward_plot.png"
+BAND = "middle half of the examples"
 
 
 def plot_rewards(
@@ -15,15 +16,15 @@ def plot_rewards(
     reward_history: Sequence[Mapping[str, float | None]],
     validation_history: Sequence[Mapping[str, float | None]] = (),
 ) -> Path:
-    """Draws `reward_plot.png`: the mean training reward with its range, a moving average, what the curriculum chose,
-    and validation; the curriculum's share has an axis of its own.
+    """Draws `reward_plot.png`: the mean training reward, the band between the quartiles of the examples' mean rewards,
+    a moving average, what the curriculum chose, and validation; the curriculum's share has an axis of its own.
 
     Args:
         directory: the run, whose name becomes the title.
-        reward_history: a row per epoch with `epoch`, `reward_mean`, `reward_min` and `reward_max`. A reward that is
-            None or not finite leaves a gap. With a curriculum also `reward_mean_chosen`, over the groups that were
-            trained, and `curriculum_percentile`.
-        validation_history: a row per validation with `epoch` and `avg_reward`.
+        reward_history: a row per epoch with `epoch`, which counts from 0, `reward_mean`, `group_reward_q25` and
+            `group_reward_q75`. A reward that is missing, None or not finite leaves a gap. With a curriculum also
+            `reward_mean_chosen`, over the groups that were trained, and `curriculum_percentile`.
+        validation_history: a row per validation with `avg_reward` and the `epoch` that it came before.
 
     Returns:
         The path of the picture. It replaces an earlier one in one step.
@@ -34,20 +35,22 @@ def plot_rewards(
     from matplotlib.ticker import MaxNLocator
 
     epochs = _column(reward_history, "epoch")
-    means, lows, highs = (_column(reward_history, f"reward_{kind}") for kind in ("mean", "min", "max"))
+    means, lows, highs = (
+        _column(reward_history, name) for name in ("reward_mean", "group_reward_q25", "group_reward_q75")
+    )
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.margins(x=0.02, y=0.06)
 
     if len(epochs) == 1:
-        # A band of one epoch has no width, so the range becomes a bar.
-        spread = [[means[0] - lows[0]], [highs[0] - means[0]]]
-        axes.errorbar(epochs, means, yerr=spread, fmt="o", color="tab:blue", capsize=6, label="mean, min to max")
+        # A band of one epoch has no width, so it becomes a bar.
+        axes.vlines(epochs, lows, highs, color="tab:blue", alpha=0.4, linewidth=4, label=BAND)
+        axes.plot(epochs, means, color="tab:blue", marker="o", linestyle="", label="mean")
     elif epochs:
         window = moving_average_window(len(epochs))
         marker = "o" if len(epochs) <= 30 else ""
-        axes.fill_between(epochs, lows, highs, color="tab:blue", alpha=0.12, linewidth=0, label="min to max")
+        axes.fill_between(epochs, lows, highs, color="tab:blue", alpha=0.15, linewidth=0, label=BAND)
         axes.plot(
             epochs, means, color="tab:blue", alpha=0.55, linewidth=1.1, marker=marker, markersize=3.5, label="mean"
         )
@@ -78,7 +81,7 @@ def plot_rewards(
         shares.spines[["top"]].set_visible(False)
 
     axes.set_title(directory.path.name, parse_math=False)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel("epoch, counted from 0")
     axes.set_ylabel("reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(epochs) == 1:

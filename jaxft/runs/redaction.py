@@ -7,8 +7,8 @@ it, in whatever task, passes through `redacted`.
 import contextlib
 import json
 import traceback
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 MASK = "***"
@@ -52,6 +52,18 @@ def redacted(text: str) -> str:
     for secret in _secrets.get():
         text = text.replace(secret, MASK)
     return text
+
+
+def redactor() -> Callable[[str], str]:
+    """`redacted` with the secrets that are hidden now, wherever it is called: a thread has a context of its own.
+
+    >>> with hiding(["sk-12345"]):
+    ...     mask = redactor()
+    >>> mask("key sk-12345 is refused")
+    'key *** is refused'
+    """
+    context = copy_context()
+    return lambda text: context.copy().run(redacted, text)  # a context can be entered once at a time
 
 
 class ErrorWithSecrets(RuntimeError):

@@ -120,7 +120,7 @@ def test_collections_then_a_job_per_epoch(train, tmp_path):
     expected = {"episodes": 20, "failed_episodes": 5, "reward_mean": 7.5, "reward_max": 8, "pairs_trained": 10}
     assert rows[0].items() >= expected.items() and "episodes" not in rows[1]
     assert "10 pairs from 20 episodes" in shown and "collection_00000: 3 of 10 episodes failed" in shown
-    assert "epoch 2/2  preferred 0.75" in shown
+    assert "2/2 epochs  preferred 0.75" in shown
     assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == 7.5
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
 

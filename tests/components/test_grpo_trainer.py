@@ -104,6 +104,33 @@ def train(tmp_path, make_items):
     return train
 
 
+async def right_or_wrong(example):
+    """a fails, b is right every second time, c always."""
+    if example["name"] == "a" and episode().generation == 1:
+        raise OSError("the tool is down")
+    return {"a": 0.0, "b": float(episode().generation % 2), "c": 1.0}[example["name"]]
+
+
+def test_all_episodes_are_kept_on_request(train, tmp_path):
+    adapter = NotingAdapter(applied_updates=1.0)
+    _, _, shown, _ = train(right_or_wrong, adapter, names="abc", save_episodes="all", show_episodes_every=0)
+    rows = [json.loads(row) for row in (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["example_id"], row["generation"]) for row in rows if "failure" not in row] == [
+        (epoch, *kept) for epoch in (0, 1) for kept in (("a", 0), ("b", 0), ("b", 1), ("c", 0), ("c", 1))
+    ]
+    failures = [row for row in rows if "failure" in row]
+    assert [row["epoch"] for row in failures] == [0, 1] and "the tool is down" in failures[0]["failure"]
+    assert "---" not in shown
+
+
+def test_the_band_of_the_plot_is_between_the_quartiles_of_the_groups(train, tmp_path):
+    _, rows, _, _ = train(right_or_wrong, NotingAdapter(applied_updates=1.0), names="abc", epochs=1)
+    assert (rows[0]["group_reward_q25"], rows[0]["group_reward_q75"]) == (0.25, 0.75)
+    (row,) = read(tmp_path, "reward_history.json")
+    assert (row["group_reward_q25"], row["group_reward_q75"]) == (0.25, 0.75)
+    assert (row["reward_min"], row["reward_max"]) == (0.0, 1.0)
+
+
 async def generation(example):
     """Rewards that differ within every group."""
     return float(episode().generation)
@@ -115,13 +142,20 @@ def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
     assert [status.run_id for status in statuses] == ["epoch_00000", "epoch_00001"]
     assert [[len(group) for group in collection.trajectories] for collection in adapter.submitted] == [[2, 2]] * 2
     expected = {"reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, "episodes": 4, "failed_episodes": 0}
-    assert [row["step"] for row in rows] == [0, 1] and rows[0].items() >= expected.items()
+    assert [row["epoch"] for row in rows] == [0, 1] and rows[0].items() >= expected.items()
     assert rows[0]["unscorable_trajectories"] == 0 and rows[0]["entropy"] == 2.0
-    assert "epoch 1/2  reward 0.5  entropy 2  failed 0" in shown and "epoch 2/2" in shown
-    assert shown.count("--- epoch 1, example a, reward 0") == 1 and "--- epoch 2" not in shown
+    assert "1/2 epochs  reward 0.5  entropy 2  failed 0" in shown and "2/2 epochs" in shown
+    assert shown.count("--- after 0 epochs, example a, reward 0") == 1 and "--- after 1" not in shown
 
     history = json.loads((tmp_path / "run" / "reward_history.json").read_text())
-    assert history[1] == {"epoch": 1, "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0}
+    assert history[1] == {
+        "epoch": 1,
+        "reward_mean": 0.5,
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+        "group_reward_q25": 0.5,
+        "group_reward_q75": 0.5,
+    }
     samples = (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(sample)["epoch"] for sample in samples] == [0]
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
@@ -309,8 +343,8 @@ def test_validation_before_every_interval_and_after_the_last(train, tmp_path):
     assert [(row["epoch"], row["avg_reward"], row["num_examples"]) for row in history] == [
         (0, 0.0, 3), (2, 0.125, 3), (4, 0.25, 3), (5, 0.375, 3),
     ]  # fmt: skip
-    assert shown.index("validation after 0 epochs: reward 0, 3 episodes") < shown.index("epoch 1/5")
-    assert shown.index("epoch 5/5") < shown.index("validation after 5 epochs: reward 0.375")
+    assert shown.index("validation after 0 epochs: reward 0, 3 episodes") < shown.index("1/5 epochs")
+    assert shown.index("5/5 epochs") < shown.index("validation after 5 epochs: reward 0.375")
     assert len(rows) == 5 and len(adapter.submitted) == 5
 
 

@@ -14,6 +14,7 @@ BY_THE_CLOCK = (
     "tensorboard",
     "environment.json",
     "resumes.jsonl",
+    "run.log",
     "LOCK",
     "LOCK.holder",
 )

@@ -22,6 +22,7 @@ from jaxft.harness.resuming import changes_of
 from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
 from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.models.manifest import OWN_KEYS, read_manifest, write_manifest
 from jaxft.runs.directory import RunDirectory
 from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
 
@@ -58,7 +59,7 @@ class SteadyTrainer(ToyTrainer):
                 await asyncio.sleep(self.trainer_config.seconds)
             ref = await self.run_epoch(self.epoch, f"epoch-{self.epoch}")
             statuses.append(await self.trainer_adapter.wait_until_complete(ref))
-            self.directory.append_jsonl("training_metrics.jsonl", {"step": self.epoch})
+            self.directory.append_jsonl("training_metrics.jsonl", {"epoch": self.epoch})
             self.epoch += 1
 
 
@@ -148,8 +149,8 @@ def run_file(toy_run, tmp_path, monkeypatch):
     return write
 
 
-def steps_logged(folder=Path("run")):
-    return [json.loads(line)["step"] for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
+def epochs_logged(folder=Path("run")):
+    return [json.loads(line)["epoch"] for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
 
 
 def stopped(run_file, capsys, epoch=2, number=signal.SIGTERM, **finetuning):
@@ -167,7 +168,7 @@ def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
     assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; go on with:\n  jaxft resume run\n")
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     assert "going on from checkpoint 2" in capsys.readouterr().out
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
     result = json.loads(Path("run/result.json").read_text())
     assert (result["num_epochs"], result["jobs_completed"]) == (4, 2)
 
@@ -177,14 +178,14 @@ def test_an_update_that_runs_is_finished_within_the_grace_time(run_file, capsys)
     assert main([*command, "--set", "trainers.loop.seconds=0.3"]) == 143
     shown = capsys.readouterr()
     assert "finishing the update, in at most 1 seconds" in shown.out and "saved as checkpoint 2" in shown.err
-    assert steps_logged() == [0, 1]
+    assert epochs_logged() == [0, 1]
 
 
 def test_one_that_takes_longer_is_given_up(run_file, capsys):
     command = [*run_file(grace_seconds=0.2), "--set", "trainer_adapters.local.busy_seconds=9"]
     assert main([*command, "--set", "trainers.loop.stop_in=1"]) == 143
     assert "saved as checkpoint 1" in capsys.readouterr().err  # no job was begun: the boundary is as it was
-    assert steps_logged() == [0]
+    assert epochs_logged() == [0]
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
@@ -233,13 +234,29 @@ def test_a_run_that_is_done_may_be_resumed_and_prolonged(run_file, capsys):
     result = json.loads(Path("run/result.json").read_text())
     assert main(["resume", "run"]) == 0
     assert json.loads(Path("run/result.json").read_text()).keys() == result.keys()
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
     assert main(["resume", "run", "--set", "finetuning.num_epochs=6"]) == 0
-    assert steps_logged() == [0, 1, 2, 3, 4, 5]
+    assert epochs_logged() == [0, 1, 2, 3, 4, 5]
     assert "changed: finetuning.num_epochs: 4 -> 6" in capsys.readouterr().out
     resumes = [json.loads(line) for line in Path("run/resumes.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["changes"]) for row in resumes] == [(4, {}), (4, {"finetuning.num_epochs": [4, 6]})]
+    assert [(row["checkpoint"], row["changes"]) for row in resumes] == [(4, {}), (4, {"finetuning.num_epochs": [4, 6]})]
     assert "num_epochs: 6" in Path("run/config.yml").read_text()
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_sessions(run_file, capsys):
+    stopped(run_file, capsys)
+    folder = Path("run/checkpoints/2")
+    about = {name: value for name, value in read_manifest(folder).items() if name not in OWN_KEYS}
+    assert about["seconds"] > 0
+    write_manifest(folder, about | {"seconds": 1000.0})
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert json.loads(Path("run/result.json").read_text())["seconds"] > 1000
+    assert read_manifest(Path("run/checkpoints/4"))["seconds"] > 1000
+
+    del about["seconds"]  # as versions before wrote it
+    write_manifest(Path("run/checkpoints/4"), about | {"step": 4})
+    assert main(["resume", "run"]) == 0
+    assert 0 < json.loads(Path("run/result.json").read_text())["seconds"] < 1000
 
 
 @pytest.mark.parametrize(
@@ -259,7 +276,7 @@ def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, val
     assert code == 2
     shown = capsys.readouterr().err
     assert "the resumed run" in shown and message in shown
-    assert Path("run/config.yml").read_bytes() == before and steps_logged() == [0, 1]
+    assert Path("run/config.yml").read_bytes() == before and epochs_logged() == [0, 1]
 
 
 def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsys):  # noqa: F811
@@ -296,21 +313,21 @@ def test_what_was_logged_after_the_checkpoint_is_cut_off(run_file, capsys):
     folder = Path("run")
     log, late = folder / "training_metrics.jsonl", folder / "extra" / "late.jsonl"
     with log.open("a") as stream:
-        stream.write('{"step": 2}\n{"ste')
+        stream.write('{"epoch": 2}\n{"epo')
     late.parent.mkdir()
     late.write_text("{}\n")
     (folder / "mine.jsonl").write_text("{}\n")
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
-    assert steps_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
+    assert epochs_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
 
 
 def test_a_log_that_lost_lines_is_said(run_file, capsys):
     stopped(run_file, capsys)
-    os.truncate("run/training_metrics.jsonl", 12)
+    os.truncate("run/training_metrics.jsonl", 13)
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     shown = capsys.readouterr().out
-    assert "warning: " in shown and "training_metrics.jsonl has 12 bytes, but had 24 when the checkpoint was" in shown
-    assert steps_logged() == [0, 2, 3]
+    assert "warning: " in shown and "training_metrics.jsonl has 13 bytes, but had 26 when the checkpoint was" in shown
+    assert epochs_logged() == [0, 2, 3]
 
 
 def test_without_a_finished_checkpoint_a_run_begins_anew(run_file, capsys):
@@ -321,7 +338,7 @@ def test_without_a_finished_checkpoint_a_run_begins_anew(run_file, capsys):
     shown = capsys.readouterr().out
     assert "checkpoint 1 is unfinished" in shown
     assert "no checkpoint was finished: the run starts from its beginning" in shown
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("left", ["result.json", "model", "two epochs"])
@@ -388,7 +405,7 @@ def test_a_second_training_of_one_session_goes_on_from_the_first(run_file, tmp_p
     parser = run_arguments("A script.", tmp_path / "run.yml")
     assert run_script(script, parser, ["--set", "trainers.loop.stop_in=2"]) == 143
     assert run_script(script, parser, ["--resume"]) == 0
-    assert epochs == [4, 4] and steps_logged() == [0, 1, 2, 3]
+    assert epochs == [4, 4] and epochs_logged() == [0, 1, 2, 3]
 
 
 def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
@@ -397,7 +414,7 @@ def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
     assert "saved as checkpoint 2\njaxft: terminated; go on with:\n  jaxft resume run\n" in capsys.readouterr().err
     options = ["--set", "trainer_adapters.local.signal_in_save=null"]
     assert main(["resume", "run", *options]) == 0
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
 
 
 def test_a_run_that_makes_no_checkpoints_says_so_when_it_is_stopped(run_file, capsys):
@@ -446,7 +463,7 @@ def test_a_run_that_wrote_nothing_yet_is_begun(run_file, options):
     with RunDirectory.create("run") as directory:
         directory.write_json("environment.json", {})
     assert main([*run_file(), *options]) == 0
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
 
 
 def test_the_configuration_of_a_resumed_run_keeps_its_bytes(run_file, capsys):
@@ -498,7 +515,7 @@ def test_notes_come_back(run_file, tmp_path, capsys):
 def test_fresh_starts_in_used_directories_are_refused(run_file, capsys):
     assert main(run_file()) == 0
     assert main(run_file()) == 2
-    assert "already holds a run" in capsys.readouterr().err and steps_logged() == [0, 1, 2, 3]
+    assert "already holds a run" in capsys.readouterr().err and epochs_logged() == [0, 1, 2, 3]
     with pytest.raises(SystemExit):
         main([*run_file(), "--resume", "--overwrite"])
     assert "not allowed with argument" in capsys.readouterr().err

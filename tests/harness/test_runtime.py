@@ -46,6 +46,22 @@ def test_a_session_trains_and_leaves_its_files(toy_run, tmp_path, toy_events):
     assert toy_events.index("trainer cleaned up") < toy_events.index("llm closed")
 
 
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_session_shows_what_goes_on(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    run(toy_run, tmp_path, lambda session: session.train(), console=Console(terminal))
+    shown = terminal.getvalue()
+    assert "making workflow (toy_agent) (" in shown and "making trainer_adapters.local (toy_adapter) (" in shown
+    assert "0 of 6 episodes, 0 tokens/s (" in shown
+
+
 @pytest.mark.parametrize("status", ["failed", "canceled"])
 def test_a_failed_job_is_an_error(toy_run, tmp_path, status, toy_events):
     toy_run["trainer_adapters"]["local"]["status"] = status

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 
-from jaxft.policy.device import DeviceThread
+from jaxft.policy.device import DeviceThread, counting_compiles
 from jaxft.policy.faults import DeviceThreadError
 
 SOON = 20.0  # seconds; what hangs, hangs longer
@@ -98,6 +100,14 @@ def test_a_closed_thread_finishes_what_was_queued_and_refuses_more(device):
     with pytest.raises(DeviceThreadError, match="the policy has been closed"):
         device.submit(lambda: 1)
     device.close()
+
+
+def test_a_compilation_is_told_when_it_begins_and_when_it_has_ended():
+    told = []
+    with counting_compiles() as counter:
+        counter.show = told.append
+        jax.jit(lambda x: x * 3 + 1)(np.ones(3, np.float32))
+    assert told == [counter.names()[0], None] and counter.count == 1
 
 
 def test_a_thread_that_nobody_closed_keeps_no_process_alive():

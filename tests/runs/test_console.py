@@ -1,6 +1,7 @@
 """The console: plain lines in a file, a live bar on a (real) pseudo-terminal, and content that cannot steer either."""
 
 import io
+import logging
 import os
 import threading
 
@@ -45,12 +46,71 @@ def on_a_terminal(show):
     return b"".join(received).decode()
 
 
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_what_goes_on_is_the_live_line_of_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    console = Console(stream)
+    console.status("making llms.policy")
+    console.start(12, done=2)
+    console.status(lambda: "37 of 64 episodes, 1,234 tokens/s")
+    console.compiling("jit(decode)")
+    console.epoch(3, {"reward": 0.25})
+    console.epoch(4, {"reward": 0.5})
+    console.status("training")
+    console.compiling(None)
+    console.close()
+    shown = stream.getvalue()
+    assert "making llms.policy (" in shown and "2/12 epochs  37 of 64 episodes, 1,234 tokens/s (" in shown
+    assert "compiling jit(decode)" in shown and "4/12 epochs  training (" in shown
+    for line in ("3/12 epochs  reward 0.25\n", "4/12 epochs  reward 0.5\n"):
+        assert shown.count(line) == 1  # live lines are drawn again and again, those that stay once
+
+
+def test_elsewhere_what_goes_on_is_a_line_when_there_was_none_for_long(tmp_path):
+    stream, has_shown = io.StringIO(), threading.Event()
+    console = Console(stream, seconds_between_signs=0.01)
+
+    def progress():
+        has_shown.set()
+        return "37 of 64 episodes"
+
+    console.start(12)
+    console.status(progress)
+    while "episodes" not in stream.getvalue():
+        assert has_shown.wait(60)
+    console.close()
+    assert stream.getvalue().startswith("0/12 epochs  37 of 64 episodes (")
+
+
+def test_all_that_is_shown_is_kept_with_its_time(tmp_path):
+    stream, file = io.StringIO(), tmp_path / "run.log"
+    console = Console(stream)
+    console.message("before the file")
+    console.keep(file)
+    console.episode("game", EPISODE)
+    console.log(logging.LogRecord("agent", logging.INFO, "agent.py", 1, "asked\x1b[2J %s", ("why",), None))
+    console.close()
+    console.message("after the file")
+    lines = file.read_text().splitlines()
+    shown = stream.getvalue().splitlines()
+    assert lines[0].endswith(" before the file") and lines[-1].endswith(" INFO agent: asked\\x1b[2J why")
+    assert [line[len("2026-01-31 23:59:59 ") :] for line in lines] == shown[:-1]
+
+
 def test_plain_lines_one_per_epoch():
     stream = io.StringIO()
     console = Console(stream)
     console.start(60)
     console.epoch(12, FIGURES)
-    assert stream.getvalue() == "epoch 12/60  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s\n"
+    assert stream.getvalue() == "12/60 epochs  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s\n"
     console.message("saved\nat [red]runs/x[/red]")
     console.close()
     assert stream.getvalue().endswith("saved\nat [red]runs/x[/red]\n")
@@ -82,8 +142,8 @@ def test_a_terminal_gets_a_bar_with_the_latest_figures(monkeypatch):
         console.close()
 
     shown = on_a_terminal(show)
-    assert "epoch 12/60" in shown
-    assert "epoch 12/60  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s" in shown
+    assert "1/60 epochs  reward 0.25" in shown
+    assert "12/60 epochs  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s" in shown
     assert "━" in shown
     assert "a [red]message[/red]" in shown
     assert "[bold]x[/bold]" in shown

@@ -95,7 +95,7 @@ sys.exit(exit_code_of(main))
     assert run.stderr.startswith("jaxft: error: '") and run.stderr.count("\n") == 1
     assert "cannot be written: File too large; " in run.stderr
     rows = (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == list(range(len(rows)))
+    assert [json.loads(row)["epoch"] for row in rows] == list(range(len(rows)))
 
 
 def test_writers_that_are_not_pythons_own_are_understood(tmp_path):

@@ -3,19 +3,12 @@
 import json
 import platform
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 from jaxft.runs.environment import environment, masked_command
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def run_in(folder, *arguments):
-    program = "import json, jaxft.runs.environment as e; print(json.dumps(e.environment(['cpu:0'])))"
-    command = [sys.executable, "-c", program, *arguments]
-    return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
 
 
 def git(folder, *arguments):
@@ -32,19 +25,28 @@ def test_versions_are_those_installed():
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    assert run_in(tmp_path)["git_commit"] is None
-    git(tmp_path, "init", "--quiet")
-    assert run_in(tmp_path)["git_commit"] is None
-    (tmp_path / "experiment.py").write_text("1")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "--message", "one")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert run_in(tmp_path)["git_commit"] == commit
-    (tmp_path / "experiment.py").write_text("2")
-    assert run_in(tmp_path)["git_commit"] == f"{commit}-dirty"
+def test_commit_is_that_of_the_first_source_in_a_repository(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.chdir(REPOSITORY)
+    outside, repository = tmp_path / "outside", tmp_path / "repository"
+    outside.mkdir()
+    repository.mkdir()
+    script = repository / "experiment.py"
+    sources = [outside / "run.yml", script]
+
+    def commit_found():
+        return environment(sources=sources)["git_commit"]
+
+    assert commit_found() is None
+    git(repository, "init", "--quiet")
+    assert commit_found() is None
+    script.write_text("1")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "--message", "one")
+    commit = git(repository, "rev-parse", "HEAD")
+    assert commit_found() == commit
+    script.write_text("2")
+    assert commit_found() == f"{commit}-dirty"
 
 
 def test_secrets_on_the_command_line_are_masked():

@@ -32,12 +32,12 @@ def test_figures_go_to_their_files(tmp_path):
 
     rows = [json.loads(line) for line in (directory.path / "training_metrics.jsonl").read_text().splitlines()]
     assert rows == [
-        {"step": 1, "reward/mean": 0.5, "rows": 8, "loss": None, "non_finite": {"loss": "nan"}},
-        {"step": 2, "reward/mean": 0.75, "rows": 8, "stop": "length"},
+        {"epoch": 1, "reward/mean": 0.5, "rows": 8, "loss": None, "non_finite": {"loss": "nan"}},
+        {"epoch": 2, "reward/mean": 0.75, "rows": 8, "stop": "length"},
     ]
-    assert next(iter(rows[0])) == "step"
+    assert next(iter(rows[0])) == "epoch"
     timings = [json.loads(line) for line in (directory.path / "timings.jsonl").read_text().splitlines()]
-    assert timings == [{"step": 1, "seconds": 0.25}, {"step": 2, "seconds": 0.5}]
+    assert timings == [{"epoch": 1, "seconds": 0.25}, {"epoch": 2, "seconds": 0.5}]
 
     events = read_events(directory.path / "tensorboard")
     assert {(1, "reward/mean", 0.5), (2, "reward/mean", 0.75), (1, "rows", 8.0), (2, "seconds", 0.5)} <= set(events)
@@ -48,7 +48,7 @@ def test_figures_go_to_their_files(tmp_path):
     ("metrics", "timings", "complaint"),
     [
         ({"seconds": 1.0}, {"seconds": 1.0}, "more than one figure called seconds"),
-        ({"step": 1}, {}, "more than one figure called step"),
+        ({"epoch": 1}, {}, "more than one figure called epoch"),
     ],
 )
 def test_an_ambiguous_row_is_refused_before_anything_is_written(tmp_path, metrics, timings, complaint):

@@ -9,7 +9,10 @@ from jaxft.runs.plots import moving_average, plot_rewards
 
 
 def history(epochs):
-    return [{"epoch": e, "reward_mean": e / epochs, "reward_min": 0.0, "reward_max": 1.0} for e in range(1, epochs + 1)]
+    return [
+        {"epoch": e, "reward_mean": e / epochs, "group_reward_q25": 0.0, "group_reward_q75": 1.0}
+        for e in range(1, epochs + 1)
+    ]
 
 
 def size(png):
@@ -29,9 +32,19 @@ def test_every_length_gives_a_picture(tmp_path, epochs):
 
 def test_epochs_without_a_reward_leave_gaps(tmp_path):
     rows = history(20)
-    rows[3] = {"epoch": 4, "reward_mean": None, "reward_min": math.nan, "reward_max": math.inf}
+    rows[3] = {"epoch": 4, "reward_mean": None, "group_reward_q25": math.nan, "group_reward_q75": math.inf}
     with RunDirectory.create(tmp_path / "run") as directory:
         assert size(plot_rewards(directory, rows, [{"epoch": 4, "avg_reward": None}]).read_bytes())
+
+
+def test_the_band_is_between_the_quartiles(tmp_path):
+    rows = history(20)
+    with RunDirectory.create(tmp_path / "run") as directory:
+        picture = plot_rewards(directory, rows).read_bytes()
+        extremes = [row | {"reward_min": -9.0, "reward_max": 9.0} for row in rows]
+        assert plot_rewards(directory, extremes).read_bytes() == picture
+        narrow = [row | {"group_reward_q25": 0.25, "group_reward_q75": 0.75} for row in rows]
+        assert plot_rewards(directory, narrow).read_bytes() != picture
 
 
 def test_moving_average_looks_back():

@@ -84,7 +84,7 @@ class MyTrainer(jaxft.Trainer):
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """A row of the metrics file, and the progress line."""
-        self._directory.append_jsonl("training_metrics.jsonl", {"step": epoch, **metrics})
+        self._directory.append_jsonl("training_metrics.jsonl", {"epoch": epoch, **metrics})
         self._console.epoch(epoch + 1, metrics)
 
     async def cleanup(self) -> None:
