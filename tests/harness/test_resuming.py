@@ -295,7 +295,7 @@ def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsy
         assert contents(Path("run")) == before and toy_events == []
     data.write_text("\n".join(rows))  # in other lines, or in another place
     assert main([*resume, "--set", f"eval.general.dataset.file_path={data.rename('moved.jsonl')}"]) == 0
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
@@ -448,7 +448,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_is_left_out(run_fi
     assert later.endswith("then continue the run with --resume")
     assert (code, later_code, last_code) == ("ended with 1", "ended with 1", "ended with 0")
     assert done.stdout.count("warning: ") == 2 and f"go_on1/checkpoints/1' {said}" in done.stdout
-    assert sorted(os.listdir("go_on1/checkpoints")) == ["3", "4"] and steps_logged(Path("go_on1")) == [0, 1, 2, 3]
+    assert sorted(os.listdir("go_on1/checkpoints")) == ["3", "4"] and epochs_logged(Path("go_on1")) == [0, 1, 2, 3]
 
 
 def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
@@ -557,14 +557,14 @@ def test_an_overwrite_that_fails_leaves_the_earlier_run(run_file, toy_events, ca
         assert toy_events == []
     assert main(["resume", "run"]) == 0
     assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
-    assert steps_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
+    assert epochs_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
 
 
 @pytest.mark.parametrize("options", [["--dataset", "nope.jsonl"], ["--set", "trainer_adapters.local.is_well=false"]])
 def test_a_start_that_failed_is_repeated_in_the_same_directory(run_file, capsys, options):
     assert main([*run_file(), *options]) in (1, 2)
     assert main(run_file()) == 0
-    assert steps_logged() == [0, 1, 2, 3]
+    assert epochs_logged() == [0, 1, 2, 3]
 
 
 def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys):
@@ -603,17 +603,17 @@ def test_a_kill_before_the_first_checkpoint_brings_the_earlier_run_back(run_file
     assert killed([*run_file(num_epochs=9), "--overwrite"], at) == -signal.SIGKILL
     if at == "after the manifest":  # the new run has its first checkpoint
         assert main(["resume", "run"]) == 0
-        assert steps_logged() == [*range(9)] and not Path("run/.earlier_run").exists()
+        assert epochs_logged() == [*range(9)] and not Path("run/.earlier_run").exists()
     elif then == "resume":
         assert main(["resume", "run", "--set", "finetuning.num_epochs=5"]) == 0
         assert "the earlier run of run is back" in capsys.readouterr().out
-        assert steps_logged() == [0, 1, 2, 3, 4]
+        assert epochs_logged() == [0, 1, 2, 3, 4]
     elif then == "start":
         assert main(run_file(num_epochs=9)) == 2
         assert contents(Path("run")) == before
     else:
         assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
-        assert steps_logged() == [0, 1]
+        assert epochs_logged() == [0, 1]
 
 
 def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys):
