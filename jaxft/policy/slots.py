@@ -90,7 +90,7 @@ def copy_rows(model: Model, near: int, store: Cache, sources: Int[Any, "P"], tar
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def admit(model: Model, near: int, slots: Slots, store: Cache, seed: UInt32[Array, "2"], admission: Admission) -> Slots:
-    """Copies prompts into slots, which hold nothing else then, and makes these ready to decode."""
+    """Copies prompts into slots, whose first blocks hold nothing else then, and makes these ready to decode."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     state, keys = slots.state, jax.vmap(partial(fold_ids, key))(admission.key_ids)
     tokens, positions, active, rows = _put(
@@ -105,8 +105,6 @@ def admit(model: Model, near: int, slots: Slots, store: Cache, seed: UInt32[Arra
     )
     prompts = keep_places(model, _taken(store[:near], admission.stored), admission.positions)
     cache = _put_near(state.cache, prompts, admission.slots)
-    empty = jax.tree.map(lambda leaf: leaf.at[admission.slots].set(0, mode="drop"), cache[near:])
-    cache = (*cache[:near], *empty)
     return _held(model, Slots(DecodeState(cache, tokens, positions, active), rows))
 
 

@@ -96,6 +96,7 @@ class Workspace:
             model.layout.check_rows(slots, "slots")
             model.layout.check_rows(stored_prompts, "stored prompts")
             self._shares, self._part_rows = model.layout.row_shares, None
+        self._touched = [0] * slots  # blocks of each slot that may hold something; behind them are zeros
         self.tried: dict[int, bool] = {}
         self._wanted: set[int] = set()
 
@@ -113,6 +114,7 @@ class Workspace:
     def reset(self) -> None:
         """Gives up all arrays: they may have been donated to a call that failed."""
         self._arrays = None
+        self._touched = [0] * self.slots
         self._prefixes.forget()
 
     def admit(self, params: Params, requests: Sequence[tuple[int, Request]], *, is_idle: bool) -> None:
@@ -142,6 +144,8 @@ class Workspace:
             tokens: how many each of these slots holds so far, prompt included.
         """
         near = {slot: blocks_for(held + DISPATCH_TOKENS - 1, self.length) for slot, held in tokens.items()}
+        for slot, held in tokens.items():  # a slot that has ended still writes the place of its last token
+            self._touched[slot] = max(self._touched[slot], blocks_for(held + DISPATCH_TOKENS, self.length))
         places = reaches(self.length)
         best = divide(near, places, self.slots, self._part_rows, allowed=places)
         self._wanted |= {group.near for group in best if group.is_part} - self.tried.keys()
@@ -205,6 +209,7 @@ class Workspace:
                     arrays.slots = trial_slots(arrays.slots, position, filtering)
                     decoded.append(self._decode(params, [group]))
                 self.tried[near] &= all((a[rows] == b[rows]).all() for a, b in zip(*decoded, strict=True))
+        self._touched = [len(arrays.store)] * self.slots
         state = arrays.slots.state  # what the caches hold now, nobody reads
         arrays.slots = arrays.slots._replace(state=state._replace(active=jnp.zeros_like(state.active)))
 
@@ -230,13 +235,16 @@ class Workspace:
         for (near, _), group in batches(planned, self._admission_shape, lambda shape: COPIED_ROWS):
             admission = self._admission(group, group[0][1])
             arrays.slots = admit(self._model, near, arrays.slots, arrays.store, self._seed, admission)
+            for slot, request, _ in group:
+                self._touched[slot] = blocks_for(len(request.prompt_ids), self.length)
         self._prefixes.settle()
         self.counts.prefilled_tokens += sum(len(piece.tokens) for plan in plans for piece in plan.pieces)
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
 
     def _admission_shape(self, seat: tuple[int, Request, Plan]) -> tuple[int, int]:
-        _, request, _ = seat
-        return blocks_for(len(request.prompt_ids) - 1, self.length), len(request.key_ids)
+        """Blocks that hold the prompt, or what the slot's last request left, which is cleared; and how many key ids."""
+        slot, request, _ = seat
+        return max(blocks_for(len(request.prompt_ids) - 1, self.length), self._touched[slot]), len(request.key_ids)
 
     def _shape(self, piece: Piece) -> tuple[int, int]:
         return piece.width, blocks_for(piece.start + len(piece.tokens), self.length)
