@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="make and save one with random weights first")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32, trust_remote_code=False)
     if arguments.make:
         targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
         config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=True, task_type="CAUSAL_LM")
@@ -32,12 +32,14 @@ def main() -> None:
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
         made.save_pretrained(arguments.adapter)
-        base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32, trust_remote_code=False)
     model = PeftModel.from_pretrained(base, arguments.adapter).eval()
     tokens = torch.randint(0, base.config.vocab_size, (2, 12))
     with torch.no_grad():
         logits = model(tokens).logits
-        plain = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)(tokens).logits
+        plain = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32, trust_remote_code=False)(
+            tokens
+        ).logits
     assert (logits - plain).abs().max() > 0.01, "the adapter changes nothing: a test with it could not fail"
     figures = {"tokens": tokens.tolist(), "logits": logits.tolist()}
     (arguments.adapter / "logits.json").write_text(json.dumps(figures) + "\n")

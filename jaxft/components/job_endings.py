@@ -73,7 +73,7 @@ def _outcome(metrics: dict[str, float]) -> str:
     if metrics["nonfinite_updates"]:
         count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
         what = STAY if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
-        return f"loss or gradient were not finite; {what}"
+        return f"loss, gradient or new parameters were not finite; {what}"
     if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
         is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
         why = ", as the rewards of every group are equal" if is_without_signal else ""

@@ -10,11 +10,17 @@ if TYPE_CHECKING:
     import optax
 
 
+LARGEST = 3e38
+"""A number that float32 still holds."""
+
+
 class OptimizerConfig(ConfigModel):
     """Which optimiser, and how fast."""
 
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
-    learning_rate: float = Field(default=1e-5, gt=0.0, description="Of every update after the warm-up.")
+    learning_rate: float = Field(
+        default=1e-5, gt=0.0, le=LARGEST, description="Learning rate of every update after the warm-up."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the learning rate does after the warm-up: stay, or fall in that shape."
     )
@@ -30,7 +36,9 @@ class OptimizerConfig(ConfigModel):
         description="Of AdamW's mean gradient; null for that of the parameters. bfloat16 halves it; the mean square "
         "stays as wide as the parameters, or its small changes would be lost.",
     )
-    weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's, on matrices only.")
+    weight_decay: float = Field(
+        default=0.0, ge=0.0, le=LARGEST, description="AdamW's weight decay, which applies to matrices only."
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
 
     @model_validator(mode="after")

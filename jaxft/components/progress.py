@@ -41,7 +41,7 @@ class Progress:
         if self.bad_updates >= max_bad_updates:
             said = "" if status is None or status.message is None else f": {status.message}"
             raise JobFailed(
-                f"loss or gradient were not finite in {self.bad_updates} updates in a row, the last in "
+                f"loss, gradient or new parameters were not finite in {self.bad_updates} updates in a row, the last in "
                 f"epoch_{self.epoch:05d}{said}"
             )
         self.epoch += 1

@@ -65,10 +65,10 @@ def make_update(
     Loss and gradients are those of the whole batch however it is divided: denominators are counted first. What is
     compiled depends on the shape of a microbatch and not on how many there are.
 
-    The optimiser runs unless the loss or the gradient norm is not finite, or the gradient is exactly zero (nothing to
-    learn: momentum and weight decay would still move the parameters). Then parameters and optimiser state keep their
-    bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`, `applied_updates`, 0 or 1 each;
-    so does an update whose metrics `accept` turns down: `refused_updates`.
+    The step is taken unless the loss, the gradient norm or a new parameter is not finite, or the gradient is exactly
+    zero (nothing to learn: momentum and weight decay would still move the parameters). Then parameters and optimiser
+    state keep their bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`,
+    `applied_updates`, 0 or 1 each; so does an update whose metrics `accept` turns down: `refused_updates`.
 
     Args:
         model: the contract's tuple; static.
@@ -104,15 +104,23 @@ def make_update(
         # Asked of the gradients and not of their norm: squares of very small ones underflow.
         has_signal = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(grads)]))
         is_refused = jnp.zeros((), bool) if accept is None else ~accept(metrics)
-        is_applied = is_finite & has_signal & ~is_refused
 
-        if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, max_grad_norm / jnp.where(is_applied, norm, 1.0))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        params, frozen = split(model, state.params)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        proposed = TrainState(join(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
+        def step(state: TrainState, grads: Params) -> TrainState:
+            if max_grad_norm is not None:
+                scale = jnp.minimum(1.0, max_grad_norm / jnp.where(has_signal & jnp.isfinite(norm), norm, 1.0))
+                grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            params, frozen = split(model, state.params)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            return TrainState(join(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
+
+        # The step is computed twice, to be judged and then to be taken: the old parameters are needed until all new
+        # ones are judged, so that new ones that were kept would take the memory of the parameters once more.
+        judged = jax.tree.leaves(trainable(model, step(state, grads).params))
+        is_finite &= jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in judged]))
+        is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
+        is_applied = is_finite & has_signal & ~is_refused
+        proposed = step(state, grads)
         state = held(layout, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
         metrics |= {
             "loss": loss,

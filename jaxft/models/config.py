@@ -1,7 +1,7 @@
 """The shape of a decoder in numbers, and a few shapes by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -48,6 +48,8 @@ class DecoderConfig:
         mlp_bias: the feed-forward projections add one.
         qk_norm: RMSNorm on each query and key head (Qwen3).
         tie_word_embeddings: the output projection is the embedding.
+        source_json: JSON text of what else the files say that the model was loaded from, to be exported with it:
+            `{"config.json": {...}, "generation_config.json": {...}}`; empty when nothing.
     """
 
     family: Family
@@ -68,6 +70,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = True
+    source_json: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -20,7 +20,7 @@ from jaxft.core.mesh import held
 from jaxft.core.types import Model, Params
 from jaxft.models.config import DecoderConfig, preset
 from jaxft.models.decoder import decoder
-from jaxft.models.hf_config import config_json, load_config
+from jaxft.models.hf_config import CONFIG, GENERATION, config_json, load_config, source_files
 from jaxft.models.hf_files import (
     DTYPES,
     INDEX,
@@ -115,7 +115,7 @@ def load_model(
     dtype = _weights_dtype(dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
-    config = load_config(folder / "config.json")
+    config = load_config(folder / CONFIG)
     layout = None if mesh is None else layout_of(config, mesh, strict=strict)
     model = decoder(config, layout=layout)
     stored = stored_tensors(folder)
@@ -237,6 +237,8 @@ def save_model(
 ) -> None:
     """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
+    What the files of a loaded model say beside its shape is kept: stop ids and sampling defaults
+    (`generation_config.json`), and the other fields of `config.json`; token ids that it lacks are the tokenizer's.
     Weights keep their dtype, and come to the host one tensor at a time. All is written beside the folder and moved in
     one step: a folder is whole or absent. A manifest says what was written; equal models give equal bytes.
 
@@ -257,15 +259,20 @@ def save_model(
     flat = flatten_dict(params, sep="/")
     _check_params(model, flat)
     dtypes = {leaf.dtype.name for leaf in flat.values()}
-    values = config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
-    values |= {
-        "bos_token_id": None if tokenizer is None else tokenizer.bos_token_id,
-        "eos_token_id": None if tokenizer is None else tokenizer.eos_token_id,
-        "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
-    }
+    source = source_files(model.config)
+    values = source[CONFIG] | config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
+    if tokenizer is not None:
+        ids = {
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        values |= {name: token for name, token in ids.items() if values.get(name) is None}
 
     with new_folder(folder) as unfinished:
-        write_json(unfinished / "config.json", values)
+        write_json(unfinished / CONFIG, values)
+        if source[GENERATION]:
+            write_json(unfinished / GENERATION, source[GENERATION])
         _write_weights(unfinished, model, flat, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)

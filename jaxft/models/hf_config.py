@@ -1,7 +1,8 @@
 """The `config.json` of Hugging Face transformers, as versions 4 and 5 write it, to and from `DecoderConfig`."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
 }
 """What an absent key means, by `model_type`, as in transformers. The sizes have no default: none would be safe."""
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+NOT_EXPORTED = ("_name_or_path", "auto_map")
+"""Keys of a `config.json` that an export does not keep: where the source was, and code files that lay beside it."""
 
 DEFAULT_ROPE_THETA = 10000.0
 _LLAMA3_KEYS = tuple(field.name for field in fields(RopeScaling))
@@ -85,12 +90,32 @@ class _Reader:
 
 
 def load_config(file: Path) -> DecoderConfig:
-    """The config that a `config.json` describes.
+    """The config that a `config.json` describes, with what else it and the `generation_config.json` beside it say.
 
     Raises:
-        ModelFileError: the file is absent or no JSON object, or describes a model that the decoder is not.
+        ModelFileError: a file is no JSON object, or `config.json` is absent or describes a model that the decoder is
+            not.
     """
-    return decoder_config(load_json(file), file)
+    values = load_json(file)
+    config = decoder_config(values, file)
+    known = {*DEFAULTS[config.family], *config_json(config, "float32"), *NOT_EXPORTED}
+    source = {CONFIG: {name: value for name, value in values.items() if name not in known}}
+    generation = file.with_name(GENERATION)
+    if generation.is_file():
+        source[GENERATION] = load_json(generation)
+    source = {name: held for name, held in source.items() if held}
+    return replace(config, source_json=json.dumps(source, sort_keys=True)) if source else config
+
+
+def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
+    """What the files of a model's source say beyond the config: `config.json` and `generation_config.json`, by name.
+
+    >>> config = DecoderConfig("llama", 8, 4, 4, 1, 1, 1, 4, source_json='{"config.json": {"use_cache": true}}')
+    >>> source_files(config)
+    {'config.json': {'use_cache': True}, 'generation_config.json': {}}
+    """
+    held = json.loads(config.source_json) if config.source_json else {}
+    return {name: held.get(name, {}) for name in (CONFIG, GENERATION)}
 
 
 def decoder_config(values: Mapping[str, Any], file: Path = Path("config.json")) -> DecoderConfig:
@@ -262,7 +287,8 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         values["layer_types"] = [kind] * config.num_layers
 
     told = decoder_config(values)
-    lost = [field.name for field in fields(config) if getattr(told, field.name) != getattr(config, field.name)]
+    wanted = replace(config, source_json="")
+    lost = [field.name for field in fields(config) if getattr(told, field.name) != getattr(wanted, field.name)]
     if lost:
         held = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
         raise ModelFileError(f"the config.json of a {config.family} cannot say {held}; choose another family")

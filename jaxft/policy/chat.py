@@ -36,6 +36,8 @@ class Prompt(NamedTuple):
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     """A transformers tokenizer from a folder or a hub id; the embedded character-level one when None.
 
+    Code that lies in the folder is never run.
+
     Raises:
         ValueError: nothing loadable there, or the tokenizer has no chat template; says how to give another.
     """
@@ -45,7 +47,8 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
 
     source = CHAR_TOKENIZER if path_or_hub_id is None else path_or_hub_id
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        # Not asked for, transformers would ask the terminal whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

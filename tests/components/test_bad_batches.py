@@ -67,7 +67,7 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(make_policy, direct
     names = [name for name in files(directory) if name.endswith(".npz")]
     assert len(names) == metrics["nonfinite_updates"] > 0
     kept = ", ".join(f"bad_batches/{name}" for name in names)
-    assert status.message.startswith("loss or gradient were not finite; ")
+    assert status.message.startswith("loss, gradient or new parameters were not finite; ")
     assert status.message.endswith(f"; the batch of each is kept: {kept}")
 
     trajectories = {(t.example_id, t.generation): t for group in collection.trajectories for t in group}

@@ -48,6 +48,9 @@ def test_sgd_is_plain():
     "wrong",
     [
         {"learning_rate": 0.0},
+        {"learning_rate": float("inf")},
+        {"learning_rate": 1e39},  # float32 has no such number but infinity
+        {"weight_decay": float("inf")},
         {"b1": 1.0},
         {"max_grad_norm": 0.0},
         {"name": "lion"},

@@ -220,6 +220,21 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_refused(bigram):
     assert figures(metrics) == (0, 1, 0)
 
 
+def test_new_parameters_that_are_not_finite_are_refused(bigram):
+    """Loss and gradient are finite; the step is not."""
+    rate = optax.scale_by_schedule(lambda step: jnp.where(step == 1, -jnp.inf, -0.5))
+    optimizer = optax.chain(optax.trace(0.9), rate)
+    update = make_update(bigram, grpo_loss, optimizer, max_grad_norm=1.0)
+    state, metrics = update(init_train_state(toy_params(), optimizer), toy_batch([1.0, -2.0]))
+    assert figures(metrics) == (1, 0, 0)
+    before = copies(state)
+    for parts in (toy_batch([1.0, -2.0]), [toy_batch([1.0, -2.0])] * 2):
+        state, metrics = update(state, parts)
+        assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+        assert figures(metrics) == (0, 1, 0)
+        assert_same_bits(state, before)
+
+
 # --- And learning.
 
 

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from jaxft.cli import main
 from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
 from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
 from jaxft.models.manifest import MANIFEST
+from jaxft.policy.chat import find_stop_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -135,6 +137,37 @@ def test_tokenizer_travels_with_the_model(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("hé") == tokenizer.encode("hé")
     written = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_export_keeps_stop_ids_sampling_defaults_and_unknown_fields(family, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(DATA / family, source)
+    tokenizer = load_tokenizer()
+    tokenizer.save_pretrained(source)
+    stops = [tokenizer.eos_token_id, 7, 9]
+    GenerationConfig(eos_token_id=stops, pad_token_id=3, temperature=0.6, top_p=0.9, do_sample=True).save_pretrained(
+        source
+    )
+    given = json.loads((source / "config.json").read_text())
+    given |= {
+        "bos_token_id": 5,
+        "eos_token_id": stops[1:],
+        "pad_token_id": 3,
+        "initializer_range": 0.5,
+        "of_my_own": {"nested": [1, None]},
+    }
+    (source / "config.json").write_text(json.dumps(given))
+
+    assert main(["export", str(source), str(tmp_path / "once")]) == 0
+    assert main(["export", str(tmp_path / "once"), str(tmp_path / "twice"), "--dtype", "bfloat16"]) == 0
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        assert find_stop_ids(load_tokenizer(folder), folder) == find_stop_ids(tokenizer, source) == (*sorted(stops),)
+        assert GenerationConfig.from_pretrained(folder) == GenerationConfig.from_pretrained(source)
+        written = json.loads((folder / "config.json").read_text())
+        differing = {name for name in given if written[name] != given[name]}
+        assert differing <= {"dtype", "max_window_layers", "sliding_window"}  # the last two where no layer slides
+        assert AutoConfig.from_pretrained(folder).eos_token_id == stops[1:]
 
 
 def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):

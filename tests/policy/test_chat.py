@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -289,3 +290,13 @@ def test_a_checkpoint_may_name_more_stop_ids(tokenizer, tmp_path, listed, expect
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert find_stop_ids(tokenizer, tmp_path) == expected
     assert find_stop_ids(tokenizer, tmp_path / "no_such_folder") == find_stop_ids(tokenizer) == (1,)
+
+
+def test_code_in_the_folder_of_a_tokenizer_is_never_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: "y")  # as `yes | jaxft finetune` answers transformers
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own:\n    pass\n")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
