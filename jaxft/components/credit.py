@@ -34,15 +34,21 @@ class Credit(NamedTuple):
     metrics: dict[str, float]
 
 
-def with_usable_rewards(groups: Sequence[Sequence[Trajectory]], loss: LossConfig) -> list[list[Trajectory]]:
+def with_usable_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
+) -> list[list[Trajectory]]:
     """The groups, with those trajectories not scorable that lack a named reward that is weighted, or a finite one.
 
+    Args:
+        unusable: `finetuning.reward_function.unusable`: `zero` gives them 0 for what they lack.
+
     Raises:
-        TrajectoryError: none of them has the name.
+        TrajectoryError: none of them has the name; or one lacks it, and `unusable` is `error`.
     """
     names = list(loss.reward_weights or {})
     known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
-    has_scores = any(trajectory.scorable for group in groups for trajectory in group)
+    # An empty dict is of an episode that got its reward from the builder, as its evaluator gave none.
+    has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
     missing = [name for name in names if name not in known]
     if missing and has_scores:
         there = ", ".join(sorted(known)) or "no named rewards"
@@ -50,8 +56,18 @@ def with_usable_rewards(groups: Sequence[Sequence[Trajectory]], loss: LossConfig
 
     def checked(trajectory: Trajectory) -> Trajectory:
         given = trajectory.named_rewards or {}
-        is_usable = all(math.isfinite(given.get(name, math.nan)) for name in names)
-        return trajectory if is_usable else trajectory.model_copy(update={"scorable": False})
+        lacking = [name for name in names if not math.isfinite(given.get(name, math.nan))]
+        if not lacking or not trajectory.scorable:
+            return trajectory
+        if unusable == "error":
+            raise TrajectoryError(
+                f"example '{trajectory.example_id}', generation {trajectory.generation}: reward_weights names "
+                f"{', '.join(lacking)}, for which its evaluator gave no finite number: mend the evaluator, or set "
+                "finetuning.reward_function.unusable to unscorable or zero"
+            )
+        if unusable == "zero":
+            return trajectory.model_copy(update={"named_rewards": given | dict.fromkeys(lacking, 0.0)})
+        return trajectory.model_copy(update={"scorable": False})
 
     return [[checked(trajectory) for trajectory in group] for group in groups]
 

@@ -37,23 +37,32 @@ class GRPOTrajectoryBuilder(EpisodeCollector):
         groups: dict[str, list[Trajectory]] = {}
         for outcome in outcomes:
             groups.setdefault(outcome.item.id, []).append(await self._trajectory(outcome))
-        collection = TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, **about)
-        return with_figures(collection)
+        collection = with_figures(TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, **about))
+        # The evaluator gave them no usable reward, but `compute_reward` did.
+        missing = sum(outcome.reward is None for outcome in outcomes)
+        priced = {"priced_trajectories": missing - collection.metrics["unscorable_trajectories"]}
+        return collection.model_copy(update={"metrics": collection.metrics | priced})
 
     async def _trajectory(self, outcome: EpisodeOutcome) -> Trajectory:
-        """An episode that ended well; without a usable reward it is not scorable."""
+        """An episode that ended well; without a reward it is not scorable."""
+        assert self.evaluation is not None
+        given = outcome.scores.get(self.evaluation.reward_name or "")
         verdict = EvalOutputItem(
             id=outcome.item.id,
             score=outcome.reward,
+            reasoning=f"not usable: {given}" if outcome.reward is None else None,
             generation=outcome.generation,
             named_scores=outcome.named_rewards,
         )
+        reward = await self.compute_reward(verdict)
+        is_priced = outcome.reward is None and reward is not None
         return Trajectory(
             episode=episode_items(outcome),
-            reward=await self.compute_reward(verdict),
+            reward=0.0 if reward is None else reward,
             shaped_rewards=outcome.episode.shaped_rewards,
-            scorable=outcome.reward is not None,
-            named_rewards=outcome.named_rewards,
+            metadata={"example_id": outcome.item.id, "generation": outcome.generation, "score": outcome.reward},
+            scorable=reward is not None,
+            named_rewards={} if is_priced else outcome.named_rewards,
             example_id=outcome.item.id,
             generation=outcome.generation,
             sequences=token_sequences(outcome.episode.calls, self.is_target),

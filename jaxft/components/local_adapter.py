@@ -283,7 +283,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             return gather_pairs(trajectories, self.policy.template, self.adapter_config.llm), None
         if loss.name == "sft":
             return gather_examples(trajectories, self.policy.template, loss.min_reward, self.adapter_config.llm), None
-        llm, groups = self.adapter_config.llm, with_usable_rewards(trajectories.trajectories, loss)
+        llm, reward = self.adapter_config.llm, self.adapter_config.reward
+        unusable = "unscorable" if reward is None else reward.unusable
+        groups = with_usable_rewards(trajectories.trajectories, loss, unusable)
         usable = trajectories.model_copy(update={"trajectories": groups})
         gathered = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
         return gathered, gather_credit(gathered.groups, loss, llm)

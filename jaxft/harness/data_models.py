@@ -105,7 +105,7 @@ class Trajectory(DataModel):
     """An episode and its reward.
 
     `sequences` are the token ids that were recorded while sampling, of the calls that training is aimed at; None when
-    nothing was recorded, as for texts of another origin.
+    nothing was recorded, as for texts of another origin. A `reward` of None makes the trajectory not scorable.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -118,6 +118,13 @@ class Trajectory(DataModel):
     example_id: str | None = None
     generation: int | None = None
     sequences: list[TokenSequence] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_reward(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "reward" in given and given["reward"] is None:
+            return {**given, "reward": 0.0, "scorable": False}
+        return given
 
 
 class TrajectoryCollection(DataModel):
@@ -200,6 +207,11 @@ class RewardFunctionConfig(ConfigModel):
     """The evaluator whose score is the reward."""
 
     name: EvaluatorRef = Field(description="An entry of eval.evaluators.")
+    unusable: Literal["unscorable", "zero", "error"] = Field(
+        default="unscorable",
+        description="What becomes of an episode whose reward is None, NaN or infinite: 'unscorable' trains nothing of "
+        "it and leaves it out of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
+    )
 
 
 class CurriculumLearningConfig(ConfigModel):

@@ -22,6 +22,7 @@ from jaxft.harness.data_models import (
     TrainingJobStatus,
     TrajectoryCollection,
 )
+from jaxft.harness.errors import TrajectoryError
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.harness.validation import Validation
@@ -90,9 +91,25 @@ class TrajectoryBuilder(ABC):
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """The trajectories of a collection, when all its episodes have ended."""
 
-    async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float:
-        """The score as a float, 0.0 when there is none."""
-        return 0.0 if output_item.score is None else float(output_item.score)
+    async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
+        """The reward of an episode: its score as a float, or None, with which it trains nothing.
+
+        For a score that is missing, `finetuning.reward_function.unusable` says what is given. A builder that overrides
+        this gives what it likes.
+
+        Raises:
+            TrajectoryError: the score is missing, and `unusable` is `error`.
+        """
+        if output_item.score is not None:
+            return float(output_item.score)
+        config = self.trajectory_builder_config.reward
+        if config is not None and config.unusable == "error":
+            raise TrajectoryError(
+                f"example '{output_item.id}', generation {output_item.generation}: '{config.name}' gave no finite "
+                f"number as the reward ({output_item.reasoning}): mend the evaluator, or set "
+                "finetuning.reward_function.unusable to unscorable or zero"
+            )
+        return 0.0 if config is not None and config.unusable == "zero" else None
 
     @abstractmethod
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -270,7 +287,8 @@ class Trainer(ABC):
         return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """The rewards of one `run_eval` of the builder; mean, least and greatest are None when none is usable.
+        """The rewards (`compute_reward`) of one `run_eval` of the builder; mean, least and greatest are None when none
+        is usable.
 
         `num_failed` episodes are in none of the figures, and `first_error` says why the first of them failed.
 
@@ -290,7 +308,9 @@ class Trainer(ABC):
             if evaluator == name
             for item in result.eval_output_items
         ]
-        rewards = [await self.trajectory_builder.compute_reward(item) for item in items if item.score is not None]
+        given = [(item, await self.trajectory_builder.compute_reward(item)) for item in items if item.error is None]
+        rewards = [reward for _, reward in given if reward is not None]
+        priced = sum(item.score is None and reward is not None for item, reward in given)
         return {
             "epoch": epoch,
             "dataset_type": "validation",
@@ -299,7 +319,7 @@ class Trainer(ABC):
             "max_reward": max(rewards, default=None),
             "num_examples": len(rewards),
             "num_failed": output.num_failed,
-            "num_unscorable": output.num_unscorable,
+            "num_unscorable": output.num_unscorable - priced,
             "first_error": output.first_error,
         }
 

@@ -85,6 +85,19 @@ def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group)
     assert unchanged == group
 
 
+def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {}]
+    group, loss = make_group(2.0, 1.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert all(trajectory.scorable for trajectory in zeros)
+    assert gather_credit([zeros], loss).rewards.tolist() == [1.0, 0.0, 0.0]
+    with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right"):
+        with_usable_rewards([group], loss, "error")
+    # An epoch in which the evaluator gave nothing at all does not tell that a name is wrong.
+    (empty,) = with_usable_rewards([make_group(0.0, 0.0, named_rewards=[{}, {}])], loss, "zero")
+    assert gather_credit([empty], loss).rewards.tolist() == [0.0, 0.0]
+
+
 def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
     group = make_group(1.0)
     group[0].sequences.append(make_sequence(1, llm="opponent"))

@@ -77,6 +77,29 @@ def test_rewards_that_are_none_are_kept_and_marked(make_items):
     assert [(t.reward, t.scorable) for t in collection.trajectories[0]] == [(1.0, True), (0.0, False), (0.0, False)]
 
 
+def test_a_builder_may_price_what_has_no_score(make_items):
+    class Strict(GRPOTrajectoryBuilder):
+        async def compute_reward(self, output_item, meta=None):
+            return -2.0 if output_item.score is None else output_item.score
+
+    async def main():
+        builder = Strict(GRPOTrajectoryBuilderConfig(num_generations=2))
+        given = {"a0": 1.0, "a1": math.nan}
+        evaluation = Evaluation(name_of, {"reward": lambda item: given[item.output_obj]}, "reward", 4, 0)
+        await builder.bind_evaluation(evaluation, make_items("a"))
+        await builder.start_run("run")
+        return await builder.finalize("run")
+
+    collection = asyncio.run(main())
+    (group,) = collection.trajectories
+    assert [(t.reward, t.scorable) for t in group] == [(1.0, True), (-2.0, True)]
+    assert (collection.metrics["priced_trajectories"], collection.metrics["unscorable_trajectories"]) == (1, 0)
+    assert [t.metadata for t in group] == [
+        {"example_id": "a", "generation": 0, "score": 1.0},
+        {"example_id": "a", "generation": 1, "score": None},
+    ]
+
+
 def test_named_rewards_are_summed_and_kept(make_items):
     collection = collect(name_of, lambda item: {"win": 1.0, "short": 0.5}, make_items("a"), num_generations=1)
     ((trajectory,),) = collection.trajectories

@@ -15,7 +15,7 @@ from jaxft.harness.data_models import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures
+from jaxft.harness.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures, TrajectoryError
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig
@@ -210,6 +210,23 @@ def test_nan_rewards_are_counted_and_shown(train):
     assert [row["unscorable_trajectories"] for row in rows] == [1, 1]
     assert rows[0]["reward_mean"] == pytest.approx(2 / 3)
     assert "epoch_00000: 1 rewards were None, NaN or infinite" in shown
+
+
+def test_rewards_that_are_no_numbers_may_be_zero_or_an_error(train, tmp_path):
+    def reward(item):
+        return None if item.output_obj == 1.0 else 3.0
+
+    def finetuning(unusable):
+        return {"reward_function": RewardFunctionConfig(name="reward", unusable=unusable)}
+
+    adapter, validation = NotingAdapter(applied_updates=1.0), {"workflow": held_out, "interval": 1}
+    _, rows, _, _ = train(generation, adapter, reward=reward, finetuning=finetuning("zero"), validation=validation)
+    assert (rows[0]["unscorable_trajectories"], rows[0]["priced_trajectories"], rows[0]["reward_mean"]) == (0, 2, 1.5)
+    assert [t.reward for t in adapter.submitted[0].trajectories[0]] == [3.0, 0.0]
+    assert read(tmp_path, "validation_history.json")[0]["num_unscorable"] == 0
+    with pytest.raises(TrajectoryError, match=r"example 'a', generation 1: 'reward' gave .*None") as caught:
+        train(generation, adapter, reward=reward, finetuning=finetuning("error"))
+    assert caught.value.exit_code == 2
 
 
 def test_all_episodes_failing_ends_the_run(train):

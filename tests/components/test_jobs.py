@@ -214,11 +214,8 @@ def test_pairs_of_texts_are_learned(make_policy):
     assert (first.status, first.message) == (TrainingStatusEnum.COMPLETED, "updated")
     metrics = second.metadata["metrics"]
     assert metrics["preference_accuracy"] == 1.0 and metrics["reward_margin"] > 0.5
-    assert (metrics["pairs_trained"], metrics["trained_tokens"], metrics["updates"]) == (
-        6,
-        24,
-        30,
-    )  # an answer and its end
+    # Each answer is a token and its end.
+    assert (metrics["pairs_trained"], metrics["trained_tokens"], metrics["updates"]) == (6, 24, 30)
     assert metrics["pair_reward_mean"] == 1.0 and adapter.policy.version == 2
 
 

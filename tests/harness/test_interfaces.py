@@ -11,6 +11,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
+from jaxft.harness.errors import TrajectoryError
 from jaxft.harness.session import open_session
 
 
@@ -72,12 +73,33 @@ def test_the_default_validation_counts_what_failed(toy_run, tmp_path):
     }
 
 
-def test_compute_reward_is_the_score_or_zero(toy_run, tmp_path):
+@pytest.mark.parametrize(("unusable", "reward"), [(None, None), ("unscorable", None), ("zero", 0.0)])
+def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable, reward):
+    toy_run["finetuning"]["reward_function"] |= {} if unusable is None else {"unusable": unusable}
+
     async def use(session):
         builder = await session.builder.get_trajectory_builder("rollouts")
+        await builder.initialize(session.config.finetuning)
         return [await builder.compute_reward(EvalOutputItem(id="a", score=score)) for score in (0.25, None)]
 
-    assert with_session(toy_run, tmp_path, use) == [0.25, 0.0]
+    assert with_session(toy_run, tmp_path, use) == [0.25, reward]
+
+
+def test_a_missing_score_may_end_the_run(toy_run, tmp_path):
+    toy_run["finetuning"]["reward_function"]["unusable"] = "error"
+
+    async def use(session):
+        builder = await session.builder.get_trajectory_builder("rollouts")
+        await builder.initialize(session.config.finetuning)
+        await builder.compute_reward(EvalOutputItem(id="a", score=None, generation=3, reasoning="not usable: nan"))
+
+    with pytest.raises(TrajectoryError, match=r"example 'a', generation 3: 'match' gave .*not usable: nan"):
+        with_session(toy_run, tmp_path, use)
+
+
+def test_a_trajectory_without_a_reward_is_not_scorable():
+    trajectory = Trajectory(episode=[], reward=None)
+    assert (trajectory.reward, trajectory.scorable) == (0.0, False)
 
 
 def test_models_refuse_what_json_has_no_word_for():

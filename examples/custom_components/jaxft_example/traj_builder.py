@@ -74,11 +74,11 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
 
     async def _trajectory(self, outcome: jaxft.EpisodeOutcome) -> jaxft.Trajectory:
         verdict = jaxft.EvalOutputItem(id=outcome.item.id, score=outcome.reward, generation=outcome.generation)
-        calls = outcome.episode.calls
+        calls, reward = outcome.episode.calls, await self.compute_reward(verdict)
         return jaxft.Trajectory(
             episode=episode_items(calls, include_tool_calls=self.trajectory_builder_config.include_tool_calls),
-            reward=await self.compute_reward(verdict),
-            scorable=outcome.reward is not None,
+            reward=0.0 if reward is None else reward,
+            scorable=reward is not None,
             example_id=outcome.item.id,
             generation=outcome.generation,
             sequences=jaxft.token_sequences(calls, self._is_target),  # what a local adapter trains on
