@@ -9,6 +9,7 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import MetricsLog
 from jaxft.runs.plots import plot_rewards
+from jaxft.runs.redaction import redacted_values
 
 REWARD_HISTORY_FILE = "reward_history.json"
 VALIDATION_HISTORY_FILE = "validation_history.json"
@@ -112,13 +113,17 @@ class RunLog:
         ]
         title = f"epoch {epoch + 1}, example {trajectory.example_id}, reward {trajectory.reward:g}"
         self.console.episode(title, messages)
-        self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+        self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **_without_secret_ids(trajectory)})
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Keeps the pairs of a collection."""
-        for group in collection.trajectories:
-            for pair in group:
-                self._directory.append_jsonl(PAIRS_FILE, pair.model_dump(mode="json"))
+        pairs = [pair for group in collection.trajectories for pair in group]
+        rows = [_without_secret_ids(pair) for pair in pairs]
+        for row in rows:
+            self._directory.append_jsonl(PAIRS_FILE, row)
+        masked = sum(row["sequences"] is None for row in rows) - sum(pair.sequences is None for pair in pairs)
+        if masked:
+            self.console.message(f"{masked} pairs hold secrets and are kept masked: a resumed run trains them so")
 
     def read_pairs(self) -> list[Trajectory]:
         """The pairs of all collections of the run."""
@@ -141,6 +146,12 @@ class RunLog:
             self._log.close()
             self.save()
             self._log = None
+
+
+def _without_secret_ids(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory for JSON; without token ids when its texts hold a secret, which the ids would spell."""
+    row = trajectory.model_dump(mode="json")
+    return row if redacted_values(row["episode"]) == row["episode"] else row | {"sequences": None}
 
 
 def mean(values: Sequence[float]) -> float:

@@ -49,7 +49,7 @@ from jaxft.harness.registry import (
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.user_modules import import_installed, import_module, locate_module
 from jaxft.harness.weighted_sum import weighted_sum_faults
-from jaxft.runs.environment import is_secret_name
+from jaxft.runs.environment import is_secret_name, secrets_in_urls
 from jaxft.runs.redaction import redacted
 
 
@@ -255,13 +255,15 @@ def resolved_yaml(config: Config) -> str:
 
 
 def secrets_of(config: Config) -> set[str]:
-    """Every secret of the tree, in clear: what is typed as one, and texts under names like `api_key`."""
+    """Every secret of the tree, in clear: what is typed as one, texts under names like `api_key`, and those in URLs."""
     found: set[str] = set()
 
     def search(value: Any) -> None:
         if isinstance(value, SecretStr | SecretBytes):
             secret = value.get_secret_value()
             found.add(secret if isinstance(secret, str) else secret.decode(errors="replace"))
+        elif isinstance(value, str):
+            found.update(secrets_in_urls(value))
         elif isinstance(value, BaseModel):
             search(dict(value))
         elif isinstance(value, Mapping):
