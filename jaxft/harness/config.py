@@ -32,7 +32,7 @@ from jaxft.harness import schema
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.errors import ConfigError, did_you_mean
-from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, fault, kind_of
+from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, OutputPath, fault, kind_of
 from jaxft.harness.json_path import jsonpath_of
 from jaxft.harness.layers import Faults, expanded, layers_of, literal, located, override, read_layers
 from jaxft.harness.registry import (
@@ -112,7 +112,7 @@ class EvalGeneralConfig(ConfigModel):
         default=None,
         description="Where in the workflow's output the result is that evaluators see, as $.answer; null: all of it.",
     )
-    output_dir: Path | None = Field(
+    output_dir: OutputPath | None = Field(
         default=None, description="Where `jaxft eval` writes, relative to the working directory; null: nowhere."
     )
 

@@ -69,7 +69,10 @@ def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+    except ValueError as error:
+        raise ConfigError([f"{str(path)!r}: is no path: {error}"]) from None
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError([f"{path}: inherits itself: {circle}"])

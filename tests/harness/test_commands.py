@@ -291,6 +291,25 @@ async def remote_match(config, builder):
     yield score
 
 
+@pytest.mark.parametrize("character", ["\\0", "\\ud800"])
+@pytest.mark.parametrize(
+    "path", ["finetuning.output_dir", "eval.general.output_dir", "eval.general.dataset.file_path", "base"]
+)
+def test_a_path_that_no_file_can_have_is_one_line(run_file, tmp_path, capsys, path, character):
+    def rows(run):
+        run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+
+    name = run_file(rows)
+    options = ["--config_file", name, "--set", f'{path}="a{character}b"']
+    if path == "base":
+        (tmp_path / name).write_text((tmp_path / name).read_text() + f'base: "a{character}b"')
+        options = options[:2]
+    assert main(["finetune", *options]) == 2
+    shown = capsys.readouterr().err
+    assert path.rpartition(".")[2] in shown or path == "base"
+    assert "is no path: " in shown and shown.count("\n") <= 2 and "\0" not in shown
+
+
 def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TOY_KEY", "sk-TEST-SENTINEL-env")
     (tmp_path / "key.txt").write_text("sk-TEST-SENTINEL-file\n")
