@@ -14,6 +14,7 @@ from jaxft.harness.data_models import Trajectory
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.json_text import with_non_finite_named
 from jaxft.runs.names import safe_name
+from jaxft.runs.redaction import redacted_tokens
 
 if TYPE_CHECKING:
     from jaxft.components.batching import PlacedBatch, Row
@@ -42,9 +43,15 @@ class BadUpdate(NamedTuple):
 class BadBatches:
     """Writes the first few batches of a run that were not finite."""
 
-    def __init__(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        """`say` is told when there are so many that others are left out."""
-        self._directory, self._say = directory, say
+    def __init__(
+        self,
+        directory: RunDirectory,
+        say: Callable[[str], None],
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """`say` is told when there are so many that others are left out; with `decode`, the text of token ids, those
+        that spell a secret are written as -1."""
+        self._directory, self._say, self._decode = directory, say, decode
         self._has_said = False
 
     def keep(self, run_id: str, updates: Sequence[BadUpdate], groups: Sequence[Sequence[Trajectory]]) -> list[str]:
@@ -76,9 +83,14 @@ class BadBatches:
 
         placed, content = update.make_batch(), io.BytesIO()
         arrays: dict[str, Any] = {field: each for field, each in placed.batch._asdict().items() if each is not None}
+        spans = list(zip(update.rows, *(places.tolist() for places in placed.layout[:3]), strict=True))
+        if self._decode is not None:
+            arrays["tokens"] = np.array(arrays["tokens"])
+            for _, place, start, length in spans:
+                tokens = arrays["tokens"][place, start : start + length]
+                tokens[:] = redacted_tokens(tokens.tolist(), self._decode)
         np.savez(content, **arrays)  # dates every array 1980-01-01
         self._directory.write_bytes(f"{name}.npz", content.getvalue())
-        spans = zip(update.rows, *(places.tolist() for places in placed.layout[:3]), strict=True)
         sequences = [
             {**_episode(row.trajectory, trajectories), "row": place, "start": start, "tokens": length}
             for row, place, start, length in spans

@@ -369,5 +369,5 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")
     say = builder.console.message
-    bad_batches = BadBatches(builder.directory, say)
+    bad_batches = BadBatches(builder.directory, say, llm.policy.tokenizer.decode)
     yield LocalTrainerAdapter(config, llm.policy, say, builder.config.finetuning.seed, bad_batches)

@@ -10,6 +10,7 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import MetricsLog
 from jaxft.runs.plots import plot_rewards
+from jaxft.runs.redaction import redacted_values
 
 REWARD_HISTORY_FILE = "reward_history.json"
 VALIDATION_HISTORY_FILE = "validation_history.json"
@@ -118,15 +119,19 @@ class RunLog:
     def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:
         """Writes down episodes with their tokens, then what is said of failed ones: example, error and traceback."""
         for trajectory in trajectories:
-            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **trajectory.model_dump(mode="json")})
+            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **_without_secret_ids(trajectory)})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Keeps the pairs of a collection."""
-        for group in collection.trajectories:
-            for pair in group:
-                self._directory.append_jsonl(PAIRS_FILE, pair.model_dump(mode="json"))
+        pairs = [pair for group in collection.trajectories for pair in group]
+        rows = [_without_secret_ids(pair) for pair in pairs]
+        for row in rows:
+            self._directory.append_jsonl(PAIRS_FILE, row)
+        masked = sum(row["sequences"] is None for row in rows) - sum(pair.sequences is None for pair in pairs)
+        if masked:
+            self.console.message(f"{masked} pairs hold secrets and are kept masked: a resumed run trains them so")
 
     def read_pairs(self) -> list[Trajectory]:
         """The pairs of all collections of the run."""
@@ -149,6 +154,12 @@ class RunLog:
             self._log.close()
             self.save()
             self._log = None
+
+
+def _without_secret_ids(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory for JSON; without token ids when its texts hold a secret, which the ids would spell."""
+    row = trajectory.model_dump(mode="json")
+    return row if redacted_values(row["episode"]) == row["episode"] else row | {"sequences": None}
 
 
 def mean(values: Sequence[float]) -> float:

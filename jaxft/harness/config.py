@@ -32,7 +32,7 @@ from jaxft.harness import schema
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.errors import ConfigError, did_you_mean
-from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, fault, kind_of
+from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, OutputPath, fault, kind_of
 from jaxft.harness.json_path import jsonpath_of
 from jaxft.harness.layers import Faults, expanded, layers_of, literal, located, override, read_layers
 from jaxft.harness.registry import (
@@ -49,7 +49,7 @@ from jaxft.harness.registry import (
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.user_modules import import_installed, import_module, locate_module
 from jaxft.harness.weighted_sum import weighted_sum_faults
-from jaxft.runs.environment import is_secret_name
+from jaxft.runs.environment import is_secret_name, secrets_in_urls
 from jaxft.runs.redaction import redacted
 
 
@@ -112,7 +112,7 @@ class EvalGeneralConfig(ConfigModel):
         default=None,
         description="Where in the workflow's output the result is that evaluators see, as $.answer; null: all of it.",
     )
-    output_dir: Path | None = Field(
+    output_dir: OutputPath | None = Field(
         default=None, description="Where `jaxft eval` writes, relative to the working directory; null: nowhere."
     )
 
@@ -255,13 +255,15 @@ def resolved_yaml(config: Config) -> str:
 
 
 def secrets_of(config: Config) -> set[str]:
-    """Every secret of the tree, in clear: what is typed as one, and texts under names like `api_key`."""
+    """Every secret of the tree, in clear: what is typed as one, texts under names like `api_key`, and those in URLs."""
     found: set[str] = set()
 
     def search(value: Any) -> None:
         if isinstance(value, SecretStr | SecretBytes):
             secret = value.get_secret_value()
             found.add(secret if isinstance(secret, str) else secret.decode(errors="replace"))
+        elif isinstance(value, str):
+            found.update(secrets_in_urls(value))
         elif isinstance(value, BaseModel):
             search(dict(value))
         elif isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from jaxft.harness.fields import (
     ConfigModel,
     EvaluatorRef,
     LLMRef,
+    OutputPath,
     Seed,
     TrainerAdapterRef,
     TrainerRef,
@@ -275,7 +276,7 @@ class FinetuneConfig(ConfigModel):
     reward_function: RewardFunctionConfig | None = Field(default=None, description="Where rewards come from.")
     num_epochs: int = Field(default=1, ge=1, description="Passes over the dataset, each with its update(s).")
     seed: Seed = Field(default=0, description="The one seed of the run: sampling, order of data, weights.")
-    output_dir: Path = Field(
+    output_dir: OutputPath = Field(
         default=Path("runs/finetuning"), description="The run directory, relative to the working directory."
     )
     target_functions: tuple[str, ...] = Field(

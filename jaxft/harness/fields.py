@@ -4,6 +4,7 @@ A path is relative to where it was written: to the folder of its YAML file, or t
 from the command line. A reference (`LLMRef`, ...) must be the name of an entry of the same configuration.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,14 +59,31 @@ def _input_path(value: Any, info: Any) -> Any:
     return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
 
 
+def _output_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) else value
+
+
+def _possible_path(path: Path) -> Path:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise fault("is no path: it holds half of a character (a lone surrogate)") from None
+    if b"\0" in name:
+        raise fault("is no path: it holds a NUL character")
+    return path
+
+
 def _path_or_name(value: Any) -> Any:
     if isinstance(value, ConfigText) and (value.folder / Path(value).expanduser()).exists():
         return str(value.folder / Path(value).expanduser())
     return value
 
 
-InputPath = Annotated[Path, BeforeValidator(_input_path)]
+InputPath = Annotated[Path, BeforeValidator(_input_path), AfterValidator(_possible_path)]
 """A file or folder to read."""
+
+OutputPath = Annotated[Path, BeforeValidator(_output_path), AfterValidator(_possible_path)]
+"""A folder to write to, relative to the working directory."""
 
 PathOrName = Annotated[str, BeforeValidator(_path_or_name)]
 """A path when something exists there, else a name (of a model hub, say) that is kept as it is."""

@@ -69,7 +69,11 @@ def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = Path(os.path.realpath(path))  # `resolve` raises for a link that leads to itself, on some Pythons
+    try:
+        # `resolve` raises for a link that leads to itself, on some Pythons.
+        resolved = Path(os.path.realpath(path))
+    except ValueError as error:
+        raise ConfigError([f"{str(path)!r}: is no path: {error}"]) from None
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError([f"{path}: inherits itself: {circle}"])

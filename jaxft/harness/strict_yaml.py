@@ -8,6 +8,7 @@ import yaml
 
 from jaxft.harness.errors import ConfigError
 
+MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 10_000
 MAX_DEPTH = 100
 
@@ -17,12 +18,15 @@ _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "
 class _Loader(yaml.SafeLoader):
     """Composes nodes; values are made from them by `_value`, so nothing of PyYAML's constructors is in play."""
 
-    depth = 0
+    depth = nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
             raise _fault(f"the tag '{event.tag}' is not allowed: quote it if it is text", event.start_mark)
+        self.nodes += 1
+        if self.nodes > MAX_VALUES:  # before the rest is read, which takes its time
+            raise _fault(f"more than {MAX_VALUES:,} keys and values: keep data in a file of its own", event.start_mark)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _fault(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
@@ -69,6 +73,13 @@ def parse_yaml(text: str, source: str) -> Any:
     >>> parse_yaml("{a: 1e-5, b: [on, 0o17, ~]}", "example")
     {'a': 1e-05, 'b': ['on', 15, None]}
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            [
+                f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: keep long texts in files of "
+                "their own (file://)"
+            ]
+        )
     try:
         # Inside: the reader refuses control characters as soon as it is made.
         node = _Loader(text).get_single_node()

@@ -9,10 +9,13 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
 MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token|authorization)$")
+_SECRET_PARAMETER = re.compile(r"(?i)(^|[._-])(key|sig|signature|auth|pwd|passwd)$")
+_URL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://(?:(?P<login>[^\s/?#@]*)@)?(?P<rest>[^\s\"'<>]*)")
 
 
 def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> dict[str, Any]:
@@ -48,13 +51,35 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name))
 
 
+def secrets_in_urls(text: str) -> set[str]:
+    """The passwords, tokens and keys in the URLs of a text, each alone and with what stands around it there.
+
+    With that a short one, too, is long enough to be masked.
+
+    >>> sorted(secrets_in_urls("see https://me:pw-12345@host/x?page=2&api_key=k7"))
+    [':pw-12345@', 'api_key=k7', 'k7', 'pw-12345']
+    """
+    found = set()
+    for url in _URL.finditer(text):
+        user, colon, password = (url["login"] or "").partition(":")
+        secret = password if colon else user
+        if secret:
+            found |= {secret, f"{colon or '//'}{secret}@"}
+        for pair in re.split(r"[?&#]", url["rest"])[1:]:
+            name, _, value = pair.partition("=")
+            if value and (is_secret_name(name) or _SECRET_PARAMETER.search(name)):
+                found |= {value, pair}
+    return found | {unquote(secret) for secret in found}
+
+
 def secrets_of_environment() -> set[str]:
-    """The values of environment variables that are named like secrets."""
-    return {value for name, value in os.environ.items() if is_secret_name(name)}
+    """The values of environment variables that are named like secrets, and the secrets in URLs of the others."""
+    named = {value for name, value in os.environ.items() if is_secret_name(name)}
+    return named.union(*map(secrets_in_urls, os.environ.values()))
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `***` for the values of options named like secrets.
+    """The arguments with `***` for the values of options named like secrets, and for secrets in URLs.
 
     >>> masked_command(["--set", "llms.judge.api_key=sk-1", "-o", "llms.judge.token", "t", "--set", "a.tokens=3"])
     ['--set', 'llms.judge.api_key=***', '-o', 'llms.judge.token', '***', '--set', 'a.tokens=3']
@@ -69,6 +94,8 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
         elif is_secret and equals:
             masked.append(f"{name}={MASK}")
         else:
+            for secret in sorted(secrets_in_urls(argument), key=len, reverse=True):
+                argument = argument.replace(secret, MASK)
             masked.append(argument)
         value_is_secret = is_secret and not equals and not value_is_secret
     return masked

@@ -4,10 +4,11 @@ Which texts are secret is a context variable: a session names them once, and all
 it, in whatever task, passes through `redacted`.
 """
 
+import bisect
 import contextlib
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -64,6 +65,29 @@ def redactor() -> Callable[[str], str]:
     """
     context = copy_context()
     return lambda text: context.copy().run(redacted, text)  # a context can be entered once at a time
+
+
+def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """The token ids with -1 in the place of those that spell a secret.
+
+    >>> with hiding(["sk-12345"]):
+    ...     redacted_tokens([*b"my sk-12345!"], lambda ids: bytes(ids).decode())
+    [109, 121, 32, -1, -1, -1, -1, -1, -1, -1, -1, 33]
+    """
+
+    def holds_secret(start: int, end: int) -> bool:
+        text = decode(tokens[start:end])
+        return redacted(text) != text
+
+    masked, place, count = list(tokens), 0, len(tokens)
+    while holds_secret(place, count):
+        # The shortest beginning that holds a secret, and the shortest end of that.
+        starts, ends = range(place, count), range(place, count + 1)
+        end = ends[bisect.bisect_left(ends, True, key=lambda end: holds_secret(place, end))]
+        start = starts[bisect.bisect_left(starts, True, key=lambda start: not holds_secret(start, end)) - 1]
+        masked[start:end] = [-1] * (end - start)
+        place = end
+    return masked
 
 
 class ErrorWithSecrets(RuntimeError):

@@ -15,6 +15,7 @@ from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdap
 from jaxft.components.rows import gather_rows
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.runs.directory import RunDirectory, RunDirectoryError
+from jaxft.runs.redaction import hiding
 
 HUGE = 1e39  # a fine reward, but not in float32
 STRANGE_IDS = [
@@ -34,8 +35,8 @@ def directory(tmp_path):
 def make_bad_update(make_collection):
     """An update on the four trajectories of a collection, and their groups."""
 
-    def make(number=1):
-        gathered = gather_rows(make_collection("any"), llm="policy", mask_truncated=False)
+    def make(number=1, changes=None):
+        gathered = gather_rows(make_collection("any", changes=changes), llm="policy", mask_truncated=False)
         metrics = {"loss": np.float32("nan"), "entropy": np.float32(0.5)}
         again = partial(make_batch, gathered.rows, microbatch_tokens=64, packing=True)
         return BadUpdate(number, metrics, gathered.rows, again), gathered.groups
@@ -116,6 +117,21 @@ def test_so_many_are_kept_and_no_more_which_is_said_once(make_bad_update, direct
     resumed = BadBatches(directory, said.append)
     assert resumed.keep("epoch_00001", [update], groups) == ["bad_batches/epoch_00001-1.npz"]
     assert resumed.keep("epoch_00002", [update], groups) == [] and len(said) == 2
+
+
+def test_token_ids_that_spell_a_secret_are_masked(make_bad_update, directory, tokenizer):
+    spelled = tokenizer.encode("key sk-TEST-SENTINEL!")
+    names = ("sampler_logprobs", "behavior_logprobs", "temperatures", "policy_versions")
+    row = {name: [1] * len(spelled) for name in names} | {"tokens": spelled}
+    row["completion_mask"] = [False] + [True] * (len(spelled) - 1)
+    update, groups = make_bad_update(changes={0: row})
+    with hiding(["sk-TEST-SENTINEL"]):
+        BadBatches(directory, print, tokenizer.decode).keep("epoch_00000", [update], groups)
+    place = directory.read_json("bad_batches/epoch_00000-1.json")["sequences"][0]
+    with np.load(directory.path / "bad_batches" / "epoch_00000-1.npz") as arrays:
+        kept = arrays["tokens"][place["row"], place["start"] :][: len(spelled)].tolist()
+        assert (arrays["tokens"] == -1).sum() == kept.count(-1)  # of the other sequences none
+    assert tokenizer.decode([token for token in kept if token >= 0]) == "key !"
 
 
 def test_pairs_are_counted_where_episodes_are_not_known(make_bad_update, directory):

@@ -23,6 +23,7 @@ from jaxft.harness.validation import Validation
 from jaxft.policy.recorder import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.runs.redaction import hiding
 
 
 class NotingAdapterConfig(TrainerAdapterConfig, name="noting_adapter"):
@@ -304,6 +305,27 @@ def test_examples_of_any_id_are_trained_and_nothing_is_written_outside(train, tm
     samples = (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()
     assert {json.loads(sample)["example_id"] for sample in samples} == set(STRANGE_IDS)
     assert {group[0].example_id for job in adapter.submitted for group in job.trajectories} == set(STRANGE_IDS)
+
+
+def test_samples_spell_no_secret_with_token_ids(train, tmp_path, tokenizer, record_call):
+    """An episode whose messages hold one is kept without its ids; others keep theirs."""
+    secret = "sk-TEST-SENTINEL"
+
+    async def ask(example):
+        said = f"the key is {secret}" if example["name"] == "a" else "no key"
+        prompt = tokenizer.encode(said)
+        record_call(prompt, [5, 6], messages=[{"role": "user", "content": said}])
+        return float(episode().generation)
+
+    adapter = NotingAdapter(applied_updates=1.0)
+    with hiding([secret]):
+        train(ask, adapter, epochs=4, examples_per_update=1, show_episodes_every=1)
+    samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]
+    kept = {row["example_id"]: row["sequences"] for row in samples}
+    assert kept["a"] is None and tokenizer.decode(kept["b"][0]["tokens"]).startswith("no key")
+    assert secret not in "".join(row["episode"][0]["content"] for row in samples)
+    tokens = [t.sequences[0].tokens for job in adapter.submitted for t in job.trajectories[0] if t.example_id == "a"]
+    assert secret in tokenizer.decode(tokens[0])  # what is trained is not masked
 
 
 def test_how_many_failures_are_too_many_can_be_set(train):

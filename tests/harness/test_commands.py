@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jaxft.cli import main
+from jaxft.harness.registry import EvaluatorConfig, register_evaluator
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.hf import load_model, save_model
 
@@ -273,6 +274,42 @@ def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
     assert "mesh is data -1 x fsdp 1 x tensor 2, which does not multiply to 1 devices" in capsys.readouterr().err
 
 
+class RemoteMatchConfig(EvaluatorConfig, name="remote_match"):
+    url: str
+    login: str
+
+
+@register_evaluator(config_type=RemoteMatchConfig)
+async def remote_match(config, builder):
+    """Says aloud where it would ask."""
+
+    async def score(item):
+        if item.input_obj == "c":
+            raise PermissionError(f"cannot reach {config.url} as p/SENTINEL, nor {config.login}")
+        return 1.0
+
+    yield score
+
+
+@pytest.mark.parametrize("character", ["\\0", "\\ud800"])
+@pytest.mark.parametrize(
+    "path", ["finetuning.output_dir", "eval.general.output_dir", "eval.general.dataset.file_path", "base"]
+)
+def test_a_path_that_no_file_can_have_is_one_line(run_file, tmp_path, capsys, path, character):
+    def rows(run):
+        run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+
+    name = run_file(rows)
+    options = ["--config_file", name, "--set", f'{path}="a{character}b"']
+    if path == "base":
+        (tmp_path / name).write_text((tmp_path / name).read_text() + f'base: "a{character}b"')
+        options = options[:2]
+    assert main(["finetune", *options]) == 2
+    shown = capsys.readouterr().err
+    assert path.rpartition(".")[2] in shown or path == "base"
+    assert "is no path: " in shown and shown.count("\n") <= 2 and "\0" not in shown
+
+
 def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TOY_KEY", "sk-TEST-SENTINEL-env")
     (tmp_path / "key.txt").write_text("sk-TEST-SENTINEL-file\n")
@@ -285,7 +322,9 @@ def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tm
         }
         run["workflow"] = {"_type": "leaky_agent", "headers": headers}
         run["llms"]["policy"]["api_key"] = "${TOY_KEY}"
+        run["eval"]["evaluators"]["remote"] = {"_type": "remote_match", "url": url, "login": "http://SENTINEL@host/"}
 
+    url = "postgresql://me:p%2FSENTINEL@db/x?page=2&token=SENTINEL-1&sig=SENTINEL"
     options = ["--config_file", run_file(leaky), "-o", "llms.policy.api_key", "sk-TEST-SENTINEL-set"]
     monkeypatch.setattr("sys.argv", ["jaxft", "eval", *options])
     assert main(["eval", *options, "-o", "eval.general.output_dir", "judged"]) == 0

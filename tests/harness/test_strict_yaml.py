@@ -59,6 +59,15 @@ def test_faults_have_a_line(text, message):
     assert str(caught.value).startswith(message)
 
 
+def test_a_text_that_is_too_large_is_named_as_such():
+    """Before most of it is read: a quarter of a million keys took a minute, and then aliases were blamed."""
+    keys = "".join(f"key_{number}: 1\n" for number in range(250_000))
+    with pytest.raises(ConfigError, match=rf"f: {len(keys):,} characters; at most 1,000,000"):
+        parse_yaml(keys, "f")
+    with pytest.raises(ConfigError, match=r"f:5000: more than 10,000 keys and values"):
+        parse_yaml("".join(keys.splitlines(keepends=True)[:50_000]), "f")
+
+
 def test_aliases_that_explode_are_refused():
     lines = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
