@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from jaxft.components.collecting import why_no_calls
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
 from jaxft.components.logged_trainer import LoggedTrainer
 from jaxft.components.run_log import mean, reward_figures
@@ -77,7 +78,8 @@ class GRPOTrainer(LoggedTrainer):
             return progress.statuses
         if self._stop_reason is not None:
             self.log.console.message(f"stopped early after {progress.epoch} epochs: {self._stop_reason}")
-        if not self._early_stop.is_target_reached:
+        self.needs_no_training = self._early_stop.is_target_reached
+        if not self.needs_no_training:
             self.check_learned("; make the task easier, raise num_generations, or give partial rewards")
         return progress.statuses
 
@@ -110,8 +112,16 @@ class GRPOTrainer(LoggedTrainer):
         self.trajectory_builder.log_progress(run_id, metrics)
         self.log.rewards(epoch, metrics)
         if not _rewards(chosen):
-            why = "no group's rewards differ by min_reward_diff" if _rewards(collection) else None
-            self.nothing_was_learned(run_id, f"{why or 'no trajectory has a usable reward'}; nothing was trained")
+            lacks_signal = bool(_rewards(collection))
+            why = (
+                "no group's rewards differ by min_reward_diff" if lacks_signal else "no trajectory has a usable reward"
+            )
+            cause = why_no_calls(metrics)
+            self.nothing_was_learned(
+                run_id,
+                f"{why}; nothing was trained{'' if cause is None else f'; {cause}'}",
+                lacks_signal=lacks_signal and cause is None,
+            )
             return None
         try:
             return await self.trainer_adapter.submit(chosen)

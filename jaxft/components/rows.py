@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.components.batching import Row, sort_trajectories
+from jaxft.components.collecting import why_no_calls
 from jaxft.core.advantages import EQUAL_REWARDS
 from jaxft.harness.data_models import DPOItem, Trajectory, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TrajectoryError
@@ -74,7 +75,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
             f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
-            f"{foreign} of other language models"
+            f"{foreign} of other language models{_why_no_sequences(collection)}"
         )
     metrics = {
         "groups": len(groups),
@@ -86,6 +87,17 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "truncated_share": truncated / len(sequences),
     }
     return Gathered(rows, groups, metrics, sampled)
+
+
+def _why_no_sequences(collection: TrajectoryCollection) -> str:
+    trajectories = [trajectory for group in collection.trajectories for trajectory in group]
+    if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
+        return (
+            "; their `sequences` are None: the trajectory builder has to give what was sampled, as in "
+            "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls))"
+        )
+    cause = why_no_calls(collection.metrics)
+    return "" if cause is None else f"; {cause}"
 
 
 def _recorded(sequence: TokenSequence, trajectory: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

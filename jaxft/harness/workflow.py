@@ -163,6 +163,7 @@ class ComponentBuilder:
             timeout_seconds=general.timeout_seconds,
             result_json_path=general.result_json_path,
             counted_with=counted_with,
+            say=self.console.message,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation
