@@ -9,6 +9,7 @@ import pytest
 
 import jaxft
 from jaxft.cli import main
+from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.harness.strict_yaml import dump_yaml
 
 
@@ -38,6 +39,26 @@ async def brittle_agent(config: BrittleConfig, builder: Any) -> Any:
 @jaxft.register_evaluator(config_type=EvenConfig)
 async def even_tokens(config: EvenConfig, builder: Any) -> Any:
     yield lambda item: config.largest * (sum(token % 2 == 0 for token in item.output_obj) / len(item.output_obj))
+
+
+class CarelessConfig(GRPOTrajectoryBuilderConfig, name="careless_builder"):
+    factor: float = 1.0
+
+
+class CarelessBuilder(GRPOTrajectoryBuilder):
+    """Leaves out what was sampled, or gives rewards that are too large."""
+
+    async def finalize(self, run_id: str, meta: dict | None = None) -> jaxft.TrajectoryCollection:
+        collection, factor = await super().finalize(run_id, meta), self.trajectory_builder_config.factor
+        for trajectory in (each for group in collection.trajectories for each in group):
+            trajectory.reward = (0.5 + trajectory.generation / 16) * factor
+            trajectory.sequences = None if factor == 1.0 else trajectory.sequences
+        return collection
+
+
+@jaxft.register_trajectory_builder(config_type=CarelessConfig)
+async def careless_builder(config: CarelessConfig, builder: Any) -> Any:
+    yield CarelessBuilder(config)
 
 
 @pytest.fixture
@@ -193,3 +214,15 @@ def test_a_reward_beyond_float32_is_an_error_that_names_it(finetune, capsys):
     assert finetune(*ONE_EPOCH, "--set", "eval.evaluators.even.largest=1e308", how="async") == 3
     error = capsys.readouterr().err
     assert re.search(r"evaluator 'even': ValueError: it gave [\d.]+e\+30[78] for example '\d'", error)
+
+
+@pytest.mark.parametrize(
+    ("factor", "code", "said"),
+    [(1.0, 3, "their `sequences` are None"), (1e308, 2, r"example '0', generation \d has the reward \d\.?\d*e\+307")],
+)
+def test_mistakes_of_a_builder_are_named(finetune, capsys, factor, code, said):
+    builder = ("--set", "trajectory_builders.rollouts._type=careless_builder")
+    factor = ("--set", f"trajectory_builders.rollouts.factor={factor}")
+    assert finetune(*ONE_EPOCH, *builder, *factor, how="async") == code
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "num_generations" not in error

@@ -9,6 +9,7 @@ from pydantic import Field
 from jaxft.components.collecting import why_no_calls
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
 from jaxft.components.logged_trainer import LoggedTrainer
+from jaxft.components.rows import check_rewards
 from jaxft.components.run_log import mean, reward_figures
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TooManyFailures
@@ -99,6 +100,7 @@ class GRPOTrainer(LoggedTrainer):
         await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
+        check_rewards(collection)
         metrics = {**collection.metrics, **reward_figures(_rewards(collection))}
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
         unscorable = metrics.get("unscorable_trajectories")
