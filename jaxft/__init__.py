@@ -41,7 +41,7 @@ _HOMES = {
     "jaxft.policy.chat": ("load_tokenizer",),
     "jaxft.policy.policy": ("Policy",),
     "jaxft.policy.client": ("ChatClient", "Reply"),
-    "jaxft.policy.recorder": ("TRAINING", "VALIDATION", "Call", "Episode", "episode", "function"),
+    "jaxft.policy.recorder": ("TRAINING", "VALIDATION", "Call", "Episode", "episode", "function", "in_episode"),
     "jaxft.policy.sequences": ("TokenSequence", "episode_messages", "is_targeted", "token_sequences"),
     "jaxft.harness.config": ("Config", "config_from_mapping", "load_config"),
     "jaxft.harness.data_models": (

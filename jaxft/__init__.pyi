@@ -204,6 +204,7 @@ from jaxft.policy.recorder import (
     VALIDATION as VALIDATION,
     episode as episode,
     function as function,
+    in_episode as in_episode,
 )
 from jaxft.policy.sequences import (
     TokenSequence as TokenSequence,

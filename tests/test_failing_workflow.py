@@ -1,18 +1,25 @@
 """An agent that fails now and then still learns; one that always fails ends the run with its last traceback."""
 
+import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
 
 import jaxft
 from jaxft.cli import main
+from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.harness.strict_yaml import dump_yaml
 
 
 class BrittleConfig(jaxft.WorkflowConfig, name="brittle_agent"):
     llm: jaxft.LLMRef
     failing_share: float = 0.3
+
+
+class EvenConfig(jaxft.EvaluatorConfig, name="even_tokens"):
+    largest: float = 1.0
 
 
 @jaxft.register_workflow(config_type=BrittleConfig)
@@ -29,13 +36,29 @@ async def brittle_agent(config: BrittleConfig, builder: Any) -> Any:
     yield answer
 
 
-class EvenConfig(jaxft.EvaluatorConfig, name="even_tokens"):
-    pass
-
-
 @jaxft.register_evaluator(config_type=EvenConfig)
 async def even_tokens(config: EvenConfig, builder: Any) -> Any:
-    yield lambda item: sum(token % 2 == 0 for token in item.output_obj) / len(item.output_obj)
+    yield lambda item: config.largest * (sum(token % 2 == 0 for token in item.output_obj) / len(item.output_obj))
+
+
+class CarelessConfig(GRPOTrajectoryBuilderConfig, name="careless_builder"):
+    factor: float = 1.0
+
+
+class CarelessBuilder(GRPOTrajectoryBuilder):
+    """Leaves out what was sampled, or gives rewards that are too large."""
+
+    async def finalize(self, run_id: str, meta: dict | None = None) -> jaxft.TrajectoryCollection:
+        collection, factor = await super().finalize(run_id, meta), self.trajectory_builder_config.factor
+        for trajectory in (each for group in collection.trajectories for each in group):
+            trajectory.reward = (0.5 + trajectory.generation / 16) * factor
+            trajectory.sequences = None if factor == 1.0 else trajectory.sequences
+        return collection
+
+
+@jaxft.register_trajectory_builder(config_type=CarelessConfig)
+async def careless_builder(config: CarelessConfig, builder: Any) -> Any:
+    yield CarelessBuilder(config)
 
 
 @pytest.fixture
@@ -47,7 +70,7 @@ def finetune(tmp_path):
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         run = {
             "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 32, "max_context_tokens": 96}},
-            "workflow": {"_type": "brittle_agent", "llm": "policy", **agent},
+            "workflow": {"_type": "other_agent" if "how" in agent else "brittle_agent", "llm": "policy", **agent},
             "eval": {
                 "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
                 "evaluators": {"even": {"_type": "even_tokens"}},
@@ -106,3 +129,100 @@ def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
         "allocating "
     )
     assert error.count("\n") == 1
+
+
+class OtherConfig(jaxft.WorkflowConfig, name="other_agent"):
+    llm: jaxft.LLMRef
+    how: str
+
+
+class TextOfItsOwn(BaseException):
+    """Neither an `Exception` nor shown."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@jaxft.register_workflow(config_type=OtherConfig)
+async def other_agent(config: OtherConfig, builder: Any) -> Any:
+    """Asks in the way that `how` says, or does not ask."""
+    llm = await builder.get_llm(config.llm)
+
+    def ask(example: dict) -> tuple[int, ...]:
+        return llm.chat_sync([{"role": "user", "content": example["question"]}], max_tokens=4).token_ids
+
+    async def in_task(example: dict) -> tuple[int, ...]:
+        return (await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)).token_ids
+
+    async def in_thread(example: dict) -> tuple[int, ...]:
+        """A thread that takes no context along, as one of an executor does."""
+        function = ask if config.how == "lost" else jaxft.in_episode(ask)
+        return await asyncio.get_running_loop().run_in_executor(None, function, example)
+
+    async def silent(example: dict) -> tuple[int, ...]:
+        return (jaxft.episode().generation,)
+
+    async def raising(example: dict) -> tuple[int, ...]:
+        if jaxft.episode().generation == 0:
+            raise TextOfItsOwn
+        return await in_task(example)
+
+    ways = {"sync": ask, "async": in_task, "lost": in_thread, "carried": in_thread, "silent": silent, "raise": raising}
+    yield ways[config.how]
+
+
+ONE_EPOCH = ("--overwrite", "--set", "finetuning.num_epochs=1")
+
+
+def metrics(tmp_path):
+    return json.loads((tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_threads_are_trained_and_repeated_as_tasks_are(finetune, tmp_path):
+    """A workflow that is a plain function, and one that asks in threads of its own: the same numbers, bit for bit."""
+    rows = {}
+    for how in ("async", "sync", "carried"):
+        assert finetune(*ONE_EPOCH, how=how) == 0
+        rows[how] = metrics(tmp_path)
+    assert rows["sync"] == rows["async"] == rows["carried"]
+    assert rows["sync"]["calls"] == 64 and rows["sync"]["outside_calls"] == 0
+
+
+def test_calls_of_threads_that_know_no_episode_are_counted_and_said(finetune, tmp_path, capsys):
+    assert finetune(*ONE_EPOCH, how="lost") == 3
+    assert metrics(tmp_path)["outside_calls"] == 64 and metrics(tmp_path)["calls"] == 0
+    shown = capsys.readouterr()
+    assert "64 calls" in shown.out and "jaxft.in_episode(function)" in shown.out
+    assert "all 64 calls" in shown.err and "jaxft.in_episode(function)" in shown.err
+    assert "num_generations" not in shown.err
+
+
+def test_an_agent_that_never_asks_is_told_so(finetune, capsys):
+    for options in ((), ("--set", "finetuning.curriculum_learning.enabled=true")):
+        assert finetune(*ONE_EPOCH, *options, how="silent") == 3
+        error = capsys.readouterr().err
+        assert "builder.get_llm" in error and "num_generations" not in error
+
+
+def test_whatever_an_agent_raises_is_one_failed_episode(finetune, tmp_path, capsys):
+    assert finetune(*ONE_EPOCH, how="raise") == 0
+    assert (metrics(tmp_path)["failed_episodes"], metrics(tmp_path)["episodes"]) == (8, 64)
+    assert "TextOfItsOwn: its text cannot be shown, as that raises RuntimeError" in capsys.readouterr().out
+
+
+def test_a_reward_beyond_float32_is_an_error_that_names_it(finetune, capsys):
+    assert finetune(*ONE_EPOCH, "--set", "eval.evaluators.even.largest=1e308", how="async") == 3
+    error = capsys.readouterr().err
+    assert re.search(r"evaluator 'even': ValueError: it gave [\d.]+e\+30[78] for example '\d'", error)
+
+
+@pytest.mark.parametrize(
+    ("factor", "code", "said"),
+    [(1.0, 3, "their `sequences` are None"), (1e308, 2, r"example '0', generation \d has the reward \d\.?\d*e\+307")],
+)
+def test_mistakes_of_a_builder_are_named(finetune, capsys, factor, code, said):
+    builder = ("--set", "trajectory_builders.rollouts._type=careless_builder")
+    factor = ("--set", f"trajectory_builders.rollouts.factor={factor}")
+    assert finetune(*ONE_EPOCH, *builder, *factor, how="async") == code
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "num_generations" not in error

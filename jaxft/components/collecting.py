@@ -3,7 +3,8 @@
 import asyncio
 import difflib
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, EvalInputItem, FinetuneConfig
 from jaxft.harness.errors import ConfigError, did_you_mean
@@ -14,6 +15,14 @@ from jaxft.policy.recorder import TRAINING, WORKFLOW, Call
 from jaxft.policy.sequences import episode_messages, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}
+
+
+class _Start(NamedTuple):
+    """The clock, and the evaluation's counts, when a collection was started."""
+
+    seconds: float
+    abandoned: int
+    outside_calls: int
 
 
 class EpisodeCollector(TrajectoryBuilder):
@@ -29,7 +38,7 @@ class EpisodeCollector(TrajectoryBuilder):
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
         self.progress: dict[str, dict[str, Any]] = {}
         self._num_generations = num_generations
-        self._started: dict[str, float] = {}
+        self._started: dict[str, _Start] = {}
         self._collections = 0
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -48,7 +57,8 @@ class EpisodeCollector(TrajectoryBuilder):
         if self.evaluation is None:
             raise RuntimeError("the builder has no evaluation: call bind_evaluation first")
         examples = self._chosen(meta)
-        self._started[run_id] = time.perf_counter()
+        counts = self.evaluation.supervisor.num_abandoned, self.evaluation.num_outside_calls
+        self._started[run_id] = _Start(time.perf_counter(), *counts)
         self.evaluation_runs[run_id] = self.evaluation.start(
             examples,
             stream=TRAINING,
@@ -84,6 +94,7 @@ class EpisodeCollector(TrajectoryBuilder):
             for task in self.evaluation_runs.pop(run_id):
                 task.cancel()
             started = self._started.pop(run_id)
+        assert self.evaluation is not None
         dropped = [outcome for outcome in outcomes if outcome.error is not None and outcome.episode.is_dropped]
         failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.episode.is_dropped]
         finished = [outcome for outcome in outcomes if outcome.error is None]
@@ -97,10 +108,13 @@ class EpisodeCollector(TrajectoryBuilder):
                 "failed_episodes": len(failed),
                 "dropped_episodes": len(dropped),
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
+                "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned,
+                "calls": len(calls),
                 "untargeted_calls": len(calls) - targeted,
+                "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
             "timings": {
-                "seconds_rollout": time.perf_counter() - started,
+                "seconds_rollout": time.perf_counter() - started.seconds,
                 "seconds_reward": sum(outcome.seconds["reward"] for outcome in outcomes),
             },
             "failures": [failure_report(outcome) for outcome in failed],
@@ -125,6 +139,25 @@ class EpisodeCollector(TrajectoryBuilder):
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Keeps the figures of a collection in `progress`."""
         self.progress[run_id] = dict(metrics)
+
+
+def why_no_calls(metrics: Mapping[str, float]) -> str | None:
+    """Why not one call of a language model was recorded in a collection; None when some were, or nobody counted.
+
+    >>> why_no_calls({"calls": 0, "outside_calls": 0})
+    'no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it'
+    >>> why_no_calls({"calls": 3}), why_no_calls({})
+    (None, None)
+    """
+    if metrics.get("calls", 1):
+        return None
+    outside = metrics.get("outside_calls", 0)
+    if outside:
+        return (
+            f"all {outside:.0f} calls of language models were made outside of any episode, as by threads that the "
+            "agent started: hand such a thread jaxft.in_episode(function) in the place of function"
+        )
+    return "no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it"
 
 
 def episode_items(outcome: EpisodeOutcome) -> list[EpisodeItem]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
+from jaxft.components.collecting import why_no_calls
 from jaxft.components.logged_trainer import LoggedTrainer
 from jaxft.components.run_log import PAIRS_FILE, mean
 from jaxft.harness.data_models import (
@@ -123,10 +124,11 @@ class DPOTrainer(LoggedTrainer):
         self._pairs = self._unique_pairs(self._collected)
         self._figures = _added(metrics) | {"pairs_trained": len(self._pairs)}
         if not self._pairs:
-            raise NoLearningSignal(
-                "no pairs were found: record at least two candidates of different scores for a decision "
+            cause = why_no_calls(self._figures) or (
+                "record at least two candidates of different scores for a decision "
                 "(jaxft.episode().record_candidates), or lower min_score_diff"
             )
+            raise NoLearningSignal(f"no pairs were found: {cause}")
         if not self.log.state()["rewards"]:  # or they were logged before the run was resumed
             self.log.rewards(0, self._figures)
             episodes = sum(figures.get("episodes", 0) for figures in metrics)

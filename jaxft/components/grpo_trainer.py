@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jaxft.components.collecting import why_no_calls
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
 from jaxft.components.logged_trainer import LoggedTrainer
+from jaxft.components.rows import check_rewards
 from jaxft.components.run_log import mean, reward_figures
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TooManyFailures
@@ -82,7 +84,8 @@ class GRPOTrainer(LoggedTrainer):
             return progress.statuses
         if self._stop_reason is not None:
             self.log.console.message(f"stopped early after {progress.epoch} epochs: {self._stop_reason}")
-        if not self._early_stop.is_target_reached:
+        self.needs_no_training = self._early_stop.is_target_reached
+        if not self.needs_no_training:
             self.check_learned("; make the task easier, raise num_generations, or give partial rewards")
         return progress.statuses
 
@@ -102,6 +105,7 @@ class GRPOTrainer(LoggedTrainer):
         await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
+        check_rewards(collection)
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
         metrics = {**collection.metrics, **reward_figures(rewards)}
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
@@ -119,8 +123,16 @@ class GRPOTrainer(LoggedTrainer):
         self.trajectory_builder.log_progress(run_id, metrics)
         self.log.rewards(epoch, metrics)
         if not _rewards(chosen):
-            why = "no group's rewards differ by min_reward_diff" if _rewards(collection) else None
-            self.nothing_was_learned(run_id, f"{why or 'no trajectory has a usable reward'}; nothing was trained")
+            lacks_signal = bool(_rewards(collection))
+            why = (
+                "no group's rewards differ by min_reward_diff" if lacks_signal else "no trajectory has a usable reward"
+            )
+            cause = why_no_calls(metrics)
+            self.nothing_was_learned(
+                run_id,
+                f"{why}; nothing was trained{'' if cause is None else f'; {cause}'}",
+                lacks_signal=lacks_signal and cause is None,
+            )
             return None
         try:
             return await self.trainer_adapter.submit(chosen)

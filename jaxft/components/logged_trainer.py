@@ -27,6 +27,7 @@ class LoggedTrainer(Trainer):
         self._seconds_checkpoint = 0.0
         self._is_warm = False
         self._why_nothing_was_learned = ""
+        self._lacks_signal = False
 
     def start(self, num_epochs: int) -> None:
         """Opens the logs.
@@ -78,7 +79,9 @@ class LoggedTrainer(Trainer):
             metrics |= metadata.get("metrics", {})
             timings |= metadata.get("timings", {})
             if metrics.get("applied_updates", 1) == 0:
-                self.nothing_was_learned(run_id, str(status.message))
+                self.nothing_was_learned(
+                    run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0
+                )
             self._check_compiled(run_id, metadata.get("compiled", []))
             self.trainer_adapter.log_progress(ref, metrics)
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
@@ -95,13 +98,13 @@ class LoggedTrainer(Trainer):
                 f"{', '.join(dict.fromkeys(compiled))}"
             )
 
-    def nothing_was_learned(self, run_id: str, why: str) -> None:
-        """Says so, and remembers the reason."""
-        self._why_nothing_was_learned = why
+    def nothing_was_learned(self, run_id: str, why: str, *, lacks_signal: bool = False) -> None:
+        """Says so, and remembers the reason; `lacks_signal`: the rewards tell nothing, and other rewards would."""
+        self._why_nothing_was_learned, self._lacks_signal = why, lacks_signal
         self.log.console.message(f"{run_id}: {why}")
 
     def check_learned(self, advice: str = "") -> None:
-        """Called at the end of a run.
+        """Called at the end of a run; `advice` is for rewards that tell nothing.
 
         Raises:
             NoLearningSignal: not one epoch made an update.
@@ -109,7 +112,7 @@ class LoggedTrainer(Trainer):
         if not self.progress.learned_epochs:
             raise NoLearningSignal(
                 f"nothing could be learned in {self.progress.epoch} epochs; of the last: "
-                f"{self._why_nothing_was_learned}{advice}"
+                f"{self._why_nothing_was_learned}{advice if self._lacks_signal else ''}"
             )
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
@@ -134,6 +137,7 @@ class LoggedTrainer(Trainer):
             "progress": self.progress.state(),
             "log": self.log.state(),
             "why_nothing_was_learned": self._why_nothing_was_learned,
+            "lacks_signal": self._lacks_signal,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -141,3 +145,4 @@ class LoggedTrainer(Trainer):
         self.progress.restore(state["progress"])
         self.log.restore(state["log"])
         self._why_nothing_was_learned = state["why_nothing_was_learned"]
+        self._lacks_signal = state.get("lacks_signal", True)  # earlier checkpoints do not say

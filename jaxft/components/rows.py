@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.components.batching import Row, sort_trajectories
+from jaxft.components.collecting import why_no_calls
 from jaxft.core.advantages import EQUAL_REWARDS
 from jaxft.harness.data_models import DPOItem, Trajectory, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TrajectoryError
+from jaxft.policy.recorder import MAX_REWARD
 from jaxft.policy.sequences import TokenSequence
 
 
@@ -55,6 +57,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
     groups = [sort_trajectories([group]) for group in collection.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group]
     refuse_pairs(trajectories)
+    check_rewards(collection)
     rows, foreign, recorded = [], 0, []
     for index, trajectory in enumerate(trajectories):
         for sequence in (trajectory.sequences or ()) if trajectory.scorable else ():
@@ -74,7 +77,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
             f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
-            f"{foreign} of other language models"
+            f"{foreign} of other language models{_why_no_sequences(collection)}"
         )
     metrics = {
         "groups": len(groups),
@@ -86,6 +89,17 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "truncated_share": truncated / len(sequences),
     }
     return Gathered(rows, groups, metrics, sampled)
+
+
+def _why_no_sequences(collection: TrajectoryCollection) -> str:
+    trajectories = [trajectory for group in collection.trajectories for trajectory in group]
+    if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
+        return (
+            "; their `sequences` are None: the trajectory builder has to give what was sampled, as in "
+            "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls))"
+        )
+    cause = why_no_calls(collection.metrics)
+    return "" if cause is None else f"; {cause}"
 
 
 def _recorded(sequence: TokenSequence, trajectory: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -114,6 +128,14 @@ def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
             )
 
 
+def check_rewards(collection: TrajectoryCollection) -> None:
+    """Refuses, with a `TrajectoryError` that names the episode, rewards whose squares or differences would overflow."""
+    for trajectory in (each for group in collection.trajectories for each in group):
+        for reward in (trajectory.reward, *(trajectory.shaped_rewards or ())):
+            if abs(reward) > MAX_REWARD:
+                raise TrajectoryError(f"{_name(trajectory)} has the reward {reward:g}; wanted one that fits float32")
+
+
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
     """Refuses, with a `TrajectoryError`, preferences where episodes are wanted."""
     if any(isinstance(item, DPOItem) for trajectory in trajectories for item in trajectory.episode):
@@ -122,7 +144,7 @@ def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
 
 def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
     """Refuses a row that no loss can use; gives a name of its trajectory for messages."""
-    name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
+    name = _name(trajectory)
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
     if len(set(lengths.values())) > 1:
@@ -130,6 +152,10 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
     if sequence.completion_mask[:1] == [True]:
         raise TrajectoryError(f"{name}: the first token of a sequence has no context and cannot be trained")
     return name
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"example '{trajectory.example_id}', generation {trajectory.generation}"
 
 
 def has_signal(group: list[Trajectory]) -> bool:

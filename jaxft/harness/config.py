@@ -101,11 +101,11 @@ class EvalGeneralConfig(ConfigModel):
 
     max_concurrency: int = Field(default=64, ge=1, description="Episodes that run at once, at most.")
     timeout_seconds: float | None = Field(
-        default=None,
+        default=3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="An episode fails when the workflow takes longer, waiting for the policy and the compiling of "
-        "its first answers included; null: it may take for ever.",
+        description="An episode fails when the workflow takes longer. Waiting for the policy counts, and so does "
+        "compiling for its first answers, which takes minutes for a large model; null: it may take for ever.",
     )
     dataset: AnyDataset = Field(description="The examples.")
     result_json_path: JSONPath | None = Field(

@@ -1,5 +1,6 @@
 """What can end a run, each kind with its exit code; and the one place where user code is allowed to raise anything."""
 
+import asyncio
 import contextlib
 import difflib
 import traceback
@@ -100,7 +101,9 @@ def user_code() -> Iterator[None]:
     cancellation and Ctrl-C."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, UserCodeError):
+        raise
+    except BaseException as error:
         raise UserCodeError(error) from error
 
 
@@ -110,7 +113,10 @@ def one_line(error: BaseException) -> str:
     >>> one_line(ValueError("a\\nb"))
     'ValueError: a b'
     """
-    message = " ".join(redacted(str(error)).split())
+    try:
+        message = " ".join(redacted(str(error)).split())
+    except Exception as failure:  # a class of the user's, whose text has a fault
+        message = f"its text cannot be shown, as that raises {type(failure).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

@@ -7,8 +7,9 @@ whatever order they ended in.
 
 import asyncio
 import copy
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,12 +18,14 @@ from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, Eval
 from jaxft.harness.errors import ConfigError, UserCodeError, user_code
 from jaxft.harness.group import Group
 from jaxft.harness.json_path import at_json_path
-from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable, within
+from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable
+from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.harness.weighted_sum import SECTION, WeightedSum, weighted_sum_faults
 from jaxft.policy.faults import PolicyError
-from jaxft.policy.recorder import VALIDATION, Episode, recording
+from jaxft.policy.recorder import VALIDATION, Episode, outside_calls, recording
 
-Workflow = Callable[[dict[str, Any]], Awaitable[Any]]
+Workflow = Callable[[dict[str, Any]], Any]
+"""From a row to an output. An async one runs on the event loop; a plain function, which may block, in a thread."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Evaluation:
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
         num_validations: how often `validate` was called, here or by those counted with it; the next rollout index.
+        supervisor: runs what the user wrote, and counts what had to be abandoned.
+        num_outside_calls: calls of language models that were made outside of any episode while episodes ran.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Evaluation:
         result_json_path: str | None = None,
         counted_with: "Evaluation | None" = None,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
+        say: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
     ) -> None:
         """Checks the evaluators and the reward's name.
 
@@ -103,6 +109,7 @@ class Evaluation:
             counted_with: another evaluation of the same run, with which this one shares the count of validations, so
                 that no two of them draw the same random numbers.
             show_progress: is given a function whenever episodes are started, which says how far they have come.
+            say: shows a sentence, as of an episode that was abandoned; called from any thread.
 
         Raises:
             ValueError: the reward's name is not among the evaluators, or a weighted sum adds up what is not there.
@@ -133,6 +140,9 @@ class Evaluation:
         self._counter = self if counted_with is None else counted_with
         self._show_progress = show_progress
         self.num_validations = 0
+        self.num_outside_calls = 0
+        self.supervisor = Supervisor(say)
+        self._say = say
 
     def start(
         self,
@@ -221,7 +231,27 @@ class Evaluation:
                 task.add_done_callback(known.discard)
         what = "validating: " if stream == VALIDATION else ""
         self._show_progress(partial(_progress, what, episodes, records, time.perf_counter()))
+        self._count_outside_calls(episodes)
         return episodes, judgings
+
+    def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
+        """Counts what is asked outside of any episode until the last of these has ended, and says so."""
+        before, running = outside_calls(), set(episodes)
+
+        def leave(task: asyncio.Task[Any]) -> None:
+            running.discard(task)
+            count = outside_calls() - before
+            if running or not count:
+                return
+            self.num_outside_calls += count
+            self._say(
+                f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
+                "that an agent started: they are not trained, and cannot be repeated; hand such a thread "
+                "jaxft.in_episode(function) in the place of function"
+            )
+
+        for task in episodes:
+            task.add_done_callback(leave)
 
     async def _run_episode(
         self, item: EvalInputItem, episode: Episode, group: Group[EpisodeOutcome] | None
@@ -229,7 +259,7 @@ class Evaluation:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
             if outcome.error is None:
-                (outcome,) = await _judged(self._judges, [outcome])
+                (outcome,) = await self._judged(self._judges, [outcome])
         # The slot is free while the episode waits for the others of its group: they may need it.
         if group is not None and outcome.error is None:
             outcome = await group.judged(outcome.generation, outcome)
@@ -240,9 +270,15 @@ class Evaluation:
         error = traceback = None
         try:
             with user_code(), recording(episode):
-                # A copy: what one episode does to its row must not reach the next.
-                answer = self._workflow(copy.deepcopy(item.full_dataset_entry))
-                output = await within(self._timeout_seconds, answer, late="the workflow gave no output")
+                output = await self.supervisor.run(
+                    self._workflow,
+                    # A copy: what one episode does to its row must not reach the next.
+                    copy.deepcopy(item.full_dataset_entry),
+                    name=named(episode),
+                    in_thread=not is_async(self._workflow),
+                    seconds=self._timeout_seconds,
+                    late="the workflow gave no output",
+                )
                 if self._result_json_path is not None:
                     output = at_json_path(output, self._result_json_path)
             item = item.model_copy(update={"output_obj": output})
@@ -250,12 +286,21 @@ class Evaluation:
             if isinstance(failure.error, PolicyError):
                 raise failure.error from None  # no episode is to blame, and the next would end likewise
             error, traceback = failure.summary, failure.traceback
+        finally:
+            episode.end()
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
 
     async def _judge_together(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
         async with self._judging_slots:
-            return await _judged(self._group_judges, group)
+            return await self._judged(self._group_judges, group)
+
+    async def _judged(self, judges: Mapping[str, Judge], outcomes: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+        started = time.perf_counter()
+        with recording(None):  # a judge that is a language model is asked outside of the episode
+            judgements = await judge(judges, [outcome.item for outcome in outcomes], self.supervisor)
+        seconds = (time.perf_counter() - started) / len(outcomes)
+        return [outcome.judged(judgement, seconds) for outcome, judgement in zip(outcomes, judgements, strict=True)]
 
     def _rewarded(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
         """The outcome with the weighted sums of its scores, and with its reward."""
@@ -291,13 +336,6 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)
     return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s"
-
-
-async def _judged(judges: Mapping[str, Judge], outcomes: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
-    started = time.perf_counter()
-    judgements = await judge(judges, [outcome.item for outcome in outcomes])
-    seconds = (time.perf_counter() - started) / len(outcomes)
-    return [outcome.judged(judgement, seconds) for outcome, judgement in zip(outcomes, judgements, strict=True)]
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:

@@ -206,6 +206,8 @@ class Trainer(ABC):
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
         checkpointing: saves the run; None where nobody wants it saved.
         is_stopping: set by a signal: `run` returns at its next boundary.
+        needs_no_training: set by `run` where all is well although nothing was trained, as with a policy that reaches
+            the target as it is; otherwise a run that trained nothing has failed.
     """
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
@@ -217,6 +219,7 @@ class Trainer(ABC):
         self.reward: RewardFunctionConfig | None = None
         self.checkpointing: Checkpointing | None = None
         self.is_stopping = False
+        self.needs_no_training = False
         self._curriculum_state: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:

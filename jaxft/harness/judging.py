@@ -4,14 +4,9 @@ What is user code's fault (it raises, it hangs, it gives no number) becomes an e
 not a finite number is a score all the same, which is not usable.
 """
 
-import asyncio
-import contextlib
-import contextvars
-import inspect
 import math
 import numbers
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -19,6 +14,8 @@ import numpy as np
 
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.harness.supervision import Supervisor, is_async
+from jaxft.policy.recorder import MAX_REWARD
 from jaxft.runs.json_text import json_bytes
 
 Evaluator = Callable[[Any], Any]
@@ -55,18 +52,19 @@ class Judgement(NamedTuple):
     traceback: str | None = None
 
 
-async def judge(judges: Mapping[str, Judge], items: Sequence[EvalInputItem]) -> list[Judgement]:
+async def judge(judges: Mapping[str, Judge], items: Sequence[EvalInputItem], supervisor: Supervisor) -> list[Judgement]:
     """What the evaluators, asked one after the other, say of each of the items; when one fails, it fails for all.
 
     Args:
         judges: by name; all of them group evaluators, unless there is one item.
         items: finished episodes of one example, at least one.
+        supervisor: runs the evaluators.
     """
     judgements = [Judgement({}, {}) for _ in items]
     for name, evaluator in judges.items():
         try:
             with user_code():
-                given = await _scores(evaluator, items)
+                given = await _scores(name, evaluator, items, supervisor)
         except UserCodeError as failure:
             error = f"evaluator '{name}': {failure.summary}"
             return [known._replace(error=error, traceback=failure.traceback) for known in judgements]
@@ -78,21 +76,30 @@ async def judge(judges: Mapping[str, Judge], items: Sequence[EvalInputItem]) -> 
 
 
 def usable(score: Score) -> float | None:
-    """The score as one finite number (the sum of named ones); None when it, or one of its parts, is not.
+    """The score as one number (the sum of named ones); None when it is not finite, or too large for float32.
 
     >>> usable({"win": 1.0, "speed": 0.5}), usable(float("nan")), usable(None)
     (1.5, None, None)
     """
     parts = [] if score is None else list(score.values()) if isinstance(score, dict) else [score]
-    return sum(parts) if parts and math.isfinite(sum(parts)) else None
+    return sum(parts) if parts and abs(sum(parts)) <= MAX_REWARD else None
 
 
-async def _scores(evaluator: Judge, items: Sequence[EvalInputItem]) -> list[tuple[Score, Any]]:
+async def _scores(
+    name: str, evaluator: Judge, items: Sequence[EvalInputItem], supervisor: Supervisor
+) -> list[tuple[Score, Any]]:
     """The score of each item, with the evaluator's reasoning (None without one)."""
     example_id = items[0].id
+    given = await supervisor.run(
+        evaluator.function,
+        list(items) if evaluator.is_group else items[0],
+        name=f"evaluator '{name}' of example '{example_id}'",
+        in_thread=evaluator.timeout_seconds is not None and not is_async(evaluator.function),
+        seconds=evaluator.timeout_seconds,
+        late="no score",
+    )
     if not evaluator.is_group:
-        return [_scored(await _given(evaluator, items[0]), example_id)]
-    given = await _given(evaluator, list(items))
+        return [_scored(given, example_id)]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
             f"it gave {_shown(given)} for example '{example_id}': wanted is a list with a score for each of its "
@@ -101,15 +108,6 @@ async def _scores(evaluator: Judge, items: Sequence[EvalInputItem]) -> list[tupl
     if len(given) != len(items):
         raise ValueError(f"it gave {len(given)} scores for the {len(items)} episodes of example '{example_id}'")
     return [_scored(value, example_id) for value in given]
-
-
-async def _given(evaluator: Judge, argument: Any) -> Any:
-    async def ask() -> Any:
-        is_blocking = evaluator.timeout_seconds is not None and not inspect.iscoroutinefunction(evaluator.function)
-        given = await in_thread(evaluator.function, argument) if is_blocking else evaluator.function(argument)
-        return await given if inspect.isawaitable(given) else given
-
-    return await within(evaluator.timeout_seconds, ask(), late="no score")
 
 
 def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
@@ -142,12 +140,19 @@ def _score(value: Any, example_id: str) -> Score:
         named = {name: math.nan if part is None else part for name, part in value.items()}
         odd = [name for name, part in named.items() if not isinstance(name, str) or not _is_number(part)]
         if named and not odd:
-            return {name: float(part) for name, part in named.items()}
+            return {name: _float(part, example_id) for name, part in named.items()}
         wrong = f"; what is wrong: {odd[0]!r}: {_shown(named[odd[0]])}" if odd else ""
     elif _is_number(value):
-        return float(value)
+        return _float(value, example_id)
     wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
     raise TypeError(f"it gave {_shown(value)} for example '{example_id}': {wanted}{wrong}")
+
+
+def _float(value: Any, example_id: str) -> float:
+    number = float(value)
+    if MAX_REWARD < abs(number) < math.inf:
+        raise ValueError(f"it gave {number:g} for example '{example_id}': wanted is a number that fits float32")
+    return number
 
 
 def _is_number(value: Any) -> bool:
@@ -164,66 +169,3 @@ def _is_number(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"{repr(value)[:100]} ({type(value).__name__})"
-
-
-async def within(seconds: float | None, awaitable: Awaitable[Any], *, late: str) -> Any:
-    """What user code gives in so many seconds (None: whenever it does). What it gives or raises later is dropped.
-
-    Only what awaits can be stopped, and only by a cancellation: code that blocks the event loop blocks this as well.
-
-    Raises:
-        TimeoutError: it took longer; the message begins with `late`. One that user code raises itself is passed on.
-    """
-    timer = asyncio.timeout(seconds)
-    try:
-        async with timer:
-            given = await _own_cancellation(awaitable)
-    except Exception as error:
-        if not timer.expired():
-            raise
-        raise TimeoutError(f"{late} within {seconds:g} s") from error
-    if timer.expired():  # it caught the cancellation, and gave something after all
-        raise TimeoutError(f"{late} within {seconds:g} s")
-    return given
-
-
-async def in_thread(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What a blocking function gives, from a thread of its own that sees the caller's context variables.
-
-    When the caller stops waiting, the thread is left behind, and what it gives is dropped. It is a daemon: one that
-    hangs does not keep the process from ending, as a thread of asyncio's executor would.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not answer.done():
-            answer.set_result((value, error))
-        elif inspect.iscoroutine(value):
-            value.close()  # or it would complain that nobody awaits it
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = function(argument)
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="evaluator", daemon=True).start()
-    value, error = await answer
-    if error is not None:
-        raise error
-    return value
-
-
-async def _own_cancellation(awaitable: Awaitable[Any]) -> Any:
-    """What user code gives. A cancellation that nobody asked of this task is that code's error, not the run's end."""
-    try:
-        return await awaitable
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError("it let the cancellation of a task of its own escape") from error

@@ -21,8 +21,11 @@ import shlex
 import signal
 import sys
 import sysconfig
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from jaxft.harness.compile_cache import use_compile_cache
 from jaxft.harness.config import Config, load_config
@@ -39,6 +42,9 @@ from jaxft.runs.directory import CheckpointError, RunDirectoryError
 from jaxft.runs.disk import DiskFull
 from jaxft.runs.environment import masked_command, version
 from jaxft.runs.redaction import ErrorWithSecrets
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 """What a script does with its configuration and its arguments."""
@@ -225,6 +231,7 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
     shutdown = Shutdown()
 
     async def until_signalled() -> None:
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
         with shutdown.installed():
             await main()
 
@@ -252,6 +259,25 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
     except JaxftError as error:
         return _complain(f"error: {error}", error.exit_code)
     return 0
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """The threads of `asyncio.to_thread`: one that an agent left hanging does not keep the process from ending."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Runs a call in a thread of its own."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:  # it belongs to whoever waits
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="to_thread", daemon=True).start()
+        return future
 
 
 def _complain(message: str, code: int) -> int:

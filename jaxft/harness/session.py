@@ -12,7 +12,7 @@ from typing import Any
 from jaxft.harness.checkpointing import Checkpointing
 from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.data_models import EvalInputItem, EvaluationRunOutput, TrainingJobStatus, TrainingStatusEnum
-from jaxft.harness.errors import CheckFailed, ConfigError, JobFailed, TooManyFailures
+from jaxft.harness.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.interfaces import Trainer, TrainerAdapter
 from jaxft.harness.resuming import check_changes, masked_paths, record
 from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
@@ -78,6 +78,7 @@ class Session:
             ConfigError: finetuning is not enabled.
             CheckFailed: the adapter's backend is not healthy.
             JobFailed: a job ended as failed or canceled; the message holds its own.
+            NoLearningSignal: no job made an update, and the trainer does not say that none was needed.
             RestoreError: the run is continued, and its checkpoint does not fit.
             Stopped: a signal came; the run is saved.
         """
@@ -101,6 +102,11 @@ class Session:
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
+        if not (self.is_resumed or trainer.needs_no_training or any(map(_has_trained, statuses))):
+            last = (
+                f"the last of {len(statuses)} jobs said: {statuses[-1].message}" if statuses else "no job was submitted"
+            )
+            raise NoLearningSignal(f"{type(trainer).__name__} trained nothing: {last}")
         return statuses
 
     def _note_devices(self) -> None:
@@ -335,6 +341,11 @@ def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[
     modules = [Path(module) for module in config.imports if Path(module).is_absolute()]
     sources = [source for source in (config_file.get(), *modules, script(), *others) if source is not None]
     return environment(devices, sources)
+
+
+def _has_trained(status: TrainingJobStatus) -> bool:
+    """Whether a job made an update; a backend that does not count its updates is believed."""
+    return ((status.metadata or {}).get("metrics") or {}).get("applied_updates", 1) > 0
 
 
 def _chosen(field: str, name: str | None) -> str:

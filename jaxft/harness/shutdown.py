@@ -1,9 +1,14 @@
-"""SIGINT and SIGTERM: the first asks the run to stop where nothing is lost, the second ends the process at once."""
+"""SIGINT and SIGTERM: the first asks the run to stop where nothing is lost, the second ends the process at once.
+
+A thread hears of them (`signal.set_wakeup_fd`): the main thread may be held by an agent or a tokenizer, and could run
+no handler.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +35,7 @@ class Shutdown:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.resume_command: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
         self._timer: threading.Timer | None = None
@@ -37,13 +43,16 @@ class Shutdown:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handles signals in the running event loop; without anybody listening they cancel the current task."""
-        if threading.current_thread() is not threading.main_thread():  # which alone hears of signals
+        if threading.current_thread() is not threading.main_thread():  # which alone may change what signals do
             yield
             return
-        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        hearing = threading.Thread(target=self._hear, args=(reader,), name="signals", daemon=True)
+        hearing.start()
+        fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _nothing) for number in SIGNALS}
         token = _shutdown.set(self)
         try:
             yield
@@ -52,8 +61,11 @@ class Shutdown:
                 self._timer.cancel()
             _shutdown.reset(token)
             for number in SIGNALS:
-                loop.remove_signal_handler(number)
                 signal.signal(number, before[number])
+            signal.set_wakeup_fd(fd_before)
+            writer.close()  # which ends the thread
+            hearing.join()
+            reader.close()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
@@ -66,13 +78,24 @@ class Shutdown:
         finally:
             self._listener = None
 
+    def _hear(self, reader: socket.socket) -> None:
+        """In a thread: every signal comes as a byte."""
+        while received := reader.recv(64):
+            for number in received:
+                if number in SIGNALS:
+                    self._on_signal(signal.Signals(number))
+
     def _on_signal(self, number: signal.Signals) -> None:
         if self.signal is not None:
-            end_at_once(number)
+            _tell(f"{number.name} again: ended at once")
+            os._exit(128 + number)
         self.signal = number
-        for each in SIGNALS:  # not by way of the loop, which may be waiting for a thread
-            signal.signal(each, end_at_once)
-        print(f"jaxft: {number.name}: stopping; a second signal ends at once", file=sys.stderr, flush=True)
+        _tell(f"{number.name}: stopping; a second signal ends at once")
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
         if self._listener is not None:
             self._listener.set()
         elif self._task is not None:
@@ -103,11 +126,30 @@ class Shutdown:
         return f"{WORDS[self.signal]}{command}"
 
 
-def end_at_once(number: int, frame: object = None) -> None:
-    """What a second signal does."""
-    os.write(2, f"jaxft: {signal.Signals(number).name} again: ended at once\n".encode())
-    os._exit(128 + number)
+def _nothing(number: int, frame: object) -> None:
+    """The handler of the main thread, without which there would be no byte."""
 
+
+def _tell(sentence: str) -> None:
+    """Prints in a thread of its own: standard error may be a pipe that nobody reads."""
+
+    def tell() -> None:
+        print(f"jaxft: {sentence}", file=sys.stderr, flush=True)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    telling.join(timeout=0.5)
+
+
+def _forget_signals() -> None:
+    """In a forked process: a pool of an agent ends its workers by SIGTERM, which is none of this one's."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _nothing:
+            signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)
 
 _shutdown: ContextVar[Shutdown | None] = ContextVar("jaxft_shutdown", default=None)
 

@@ -186,6 +186,7 @@ class ComponentBuilder:
             result_json_path=general.result_json_path,
             counted_with=counted_with,
             show_progress=self.console.status,
+            say=self.console.message,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation

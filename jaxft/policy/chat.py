@@ -4,6 +4,7 @@ Text that agents put into messages can never become a control token: it is marke
 what is marked is encoded as plain text.
 """
 
+import functools
 import json
 import os
 import re
@@ -72,6 +73,10 @@ def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = 
     return tuple(sorted(set(stop_ids)))
 
 
+class PromptTooLongError(ValueError):
+    """A prompt has more bytes than the tokens of a context can stand for."""
+
+
 class ChatTemplate:
     """Turns messages into prompts for one tokenizer."""
 
@@ -81,7 +86,9 @@ class ChatTemplate:
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
 
-    def prompt(self, messages: Sequence[Message], earlier: Sequence[Call] = ()) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], earlier: Sequence[Call] = (), *, max_tokens: int | None = None
+    ) -> Prompt:
         """The prompt that asks for the next answer, made of recorded ids as far as an earlier call reaches.
 
         When the conversation goes on from an earlier call (its messages, its answer, then new ones) and the template
@@ -90,14 +97,30 @@ class ChatTemplate:
 
         Raises:
             ValueError: no messages, one without role or content, or a template that refuses them.
+            PromptTooLongError: so many bytes cannot be `max_tokens` tokens: tokenising them would only take time.
         """
         text = self._render(messages, add_generation_prompt=True)
+        if max_tokens is not None:
+            self._check_bytes(text, max_tokens)
         for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
             ids = self._continue(call, messages, text)
             if ids is not None:
                 last = len(call.prompt_ids) - 1
                 return Prompt(text, ids, (*call.prompt_cuts, last) if last > 0 else ())
         return Prompt(text, self._encode(text))
+
+    @functools.cached_property
+    def _max_token_bytes(self) -> int:
+        """Bytes of the longest token: no text has fewer tokens than its bytes over these."""
+        return max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
+
+    def _check_bytes(self, text: str, max_tokens: int) -> None:
+        count, most = len(text.encode(errors="replace")), max_tokens * self._max_token_bytes
+        if count > most:
+            raise PromptTooLongError(
+                f"the prompt has {count} bytes, but max_context_tokens is {max_tokens}, which stand for {most} bytes "
+                "at most; shorten the conversation or raise llms.<name>.max_context_tokens"
+            )
 
     def _continue(self, call: Call, messages: Sequence[Message], text: str) -> tuple[int, ...] | None:
         answered = [*call.messages, {"role": "assistant", "content": call.content}]

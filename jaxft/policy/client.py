@@ -1,14 +1,15 @@
 """The chat client that a workflow is given: messages in, a reply out, the call recorded under its episode."""
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxft.core.sampling import check_sampling
-from jaxft.policy.chat import Message, Prompt
+from jaxft.policy.chat import Message, Prompt, PromptTooLongError
 from jaxft.policy.policy import Policy
-from jaxft.policy.recorder import Call, Episode, current_functions, find_episode
+from jaxft.policy.recorder import Call, Episode, current_functions, find_episode, note_outside_call
 from jaxft.policy.requests import Completion, Request
 from jaxft.policy.stop_strings import StopFinder, cut_at_stop
 
@@ -86,8 +87,14 @@ class ChatClient:
 
         Raises:
             ValueError: messages that the template refuses, a prompt longer than the context, impossible parameters.
+            CancelledError: the episode has ended already: it took longer than `eval.general.timeout_seconds`, or the
+                run ends.
         """
         episode = find_episode()
+        if episode is None:
+            note_outside_call()
+        else:
+            await episode.check_open()
         if episode is not None and episode.temperature is not None:
             temperature = episode.temperature
         check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -97,8 +104,14 @@ class ChatClient:
 
         template, engine = self.policy.template, self.policy.engine
         # Another model's calls are in other token ids.
-        earlier = [] if episode is None else [call for call in episode.calls if call.llm == self.name]
-        prompt, truncated_tokens = self._fitted(template.prompt(messages, earlier), max_tokens, episode)
+        earlier = [] if episode is None else [call for call in tuple(episode.calls) if call.llm == self.name]
+        most = None if self.long_prompts == "truncate_left" else engine.max_context_tokens
+        try:
+            prompt = template.prompt(messages, earlier, max_tokens=most)
+        except PromptTooLongError:
+            self._drop(episode)
+            raise
+        prompt, truncated_tokens = self._fitted(prompt, max_tokens, episode)
         if episode is not None:
             index, call_id = episode.begin_call(prompt.ids)
             key_ids = (*episode.key_ids, call_id)
@@ -133,21 +146,65 @@ class ChatClient:
             None if episode is None else index,
         )
 
+    def chat_sync(
+        self,
+        messages: Sequence[Message],
+        *,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+    ) -> Reply:
+        """`chat` for code that cannot await, as that of a workflow which is a plain function: waits for the reply.
+
+        Raises:
+            RuntimeError: an event loop runs in this thread: it would wait for itself.
+            CancelledError: the episode has ended already.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError(
+                "chat_sync waits for its reply, and this thread runs an event loop, which could not answer meanwhile: "
+                "write `await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
+            )
+        call = self.chat(
+            messages,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            stop=stop,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            logit_bias=logit_bias,
+        )
+        episode = find_episode()
+        return asyncio.run(call) if episode is None else episode.wait_for(call)
+
     def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> tuple[Prompt, int]:
         """The prompt as it is fed, and how many of its first tokens were left out.
 
         A truncated prompt leaves room for `max_tokens`, but at least half of the context is prompt.
         """
         limit = self.policy.engine.max_context_tokens
-        if len(prompt.ids) < limit or self.long_prompts == "fail":
-            return prompt, 0  # one that is too long is refused by the engine
-        if self.long_prompts == "drop":
-            if episode is not None:
-                episode.is_dropped = True
+        if len(prompt.ids) < limit:
+            return prompt, 0
+        if self.long_prompts != "truncate_left":  # the engine refuses it
+            self._drop(episode)
             return prompt, 0
         room = limit // 2 if max_tokens is None else min(max(max_tokens, 1), limit // 2)
         first = len(prompt.ids) - (limit - room)
         return Prompt(prompt.text, prompt.ids[first:]), first  # its beginning is another: no cut of earlier turns holds
+
+    def _drop(self, episode: Episode | None) -> None:
+        """Marks an episode whose prompt is too long as dropped, if that is what is to become of it."""
+        if episode is not None and self.long_prompts == "drop":
+            episode.is_dropped = True
 
     def _call(
         self,

@@ -1,28 +1,40 @@
 """What an episode did with its language model: every call with its token ids, kept where they were sampled.
 
 The current episode is a context variable, so concurrent episodes never see each other's calls; so are the functions
-that an agent says it is in.
+that an agent says it is in. A thread that an agent starts by itself has neither: `in_episode` carries them there.
 """
 
+import asyncio
 import bisect
+import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import hashlib
 import inspect
-import math
 import random
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TRAINING, VALIDATION = 0, 1
 """The streams of random numbers that episodes draw from."""
 
 WORKFLOW = "<workflow>"
 """The target function that means the whole workflow: every call."""
+
+MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
+"""The largest float32: rewards beyond it could not be compared, as their squares and differences overflow."""
+
+# Episodes are asked from threads as well; each time for a few microseconds.
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,43 @@ class Episode:
     is_dropped: bool = False
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
+    _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
+    _is_over: bool = field(default=False, repr=False, compare=False)
+    _refusals: int = field(default=0, repr=False, compare=False)
+
+    def end(self) -> bool:
+        """Cancels the calls that threads wait for, and refuses all later ones; whether a thread waited for one."""
+        with _lock:
+            self._is_over, waiting = True, list(self._waiting)
+        for call in waiting:
+            call.cancel()
+        return bool(waiting)
+
+    async def check_open(self) -> None:
+        """Raises `CancelledError` in an episode that has ended: the agent goes on, but nobody waits for it."""
+        if not self._is_over:
+            return
+        self._refusals += 1
+        if self._refusals > 1:  # An agent that catches even this and asks again must not take all of the processor.
+            await asyncio.sleep(1.0)
+        raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
+
+    def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call that a thread makes in the episode's event loop, which another thread runs."""
+        if self._loop is None or self._loop.is_closed():
+            call.close()
+            raise asyncio.CancelledError(f"episode {self.id} has ended, and its event loop with it")
+        with _lock:
+            answer = asyncio.run_coroutine_threadsafe(call, self._loop)
+            self._waiting.add(answer)
+        try:
+            return answer.result()
+        except concurrent.futures.CancelledError:
+            raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more") from None
+        finally:
+            with _lock:
+                self._waiting.discard(answer)
 
     def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """The index of a new call, and the call id (uint32) that is folded into its key.
@@ -120,15 +169,17 @@ class Episode:
         The id is made of the prompt and of how often the episode has asked it before, never of the order in which
         concurrent calls happen to be answered.
         """
-        index, repeats = self._begun, self._asked[prompt_ids]
-        self._begun += 1
-        self._asked[prompt_ids] += 1
+        with _lock:
+            index, repeats = self._begun, self._asked[prompt_ids]
+            self._begun += 1
+            self._asked[prompt_ids] += 1
         digest = hashlib.sha256(repr((prompt_ids, repeats)).encode()).digest()
         return index, int.from_bytes(digest[:4], "big")
 
     def record(self, call: Call) -> None:
         """Keeps an answered call."""
-        bisect.insort(self.calls, call, key=lambda known: known.index)
+        with _lock:
+            bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def reward_step(self, reward: float) -> None:
         """Rewards the latest answer by itself; an episode that does so is trained on its steps, not on its outcome.
@@ -137,12 +188,12 @@ class Episode:
 
         Raises:
             RuntimeError: nothing has been answered yet.
-            ValueError: the reward is not a finite number.
+            ValueError: the reward is not a finite number, or too large for float32.
         """
         if not self.calls:
             raise RuntimeError("reward_step rewards the latest answer, and the episode has none yet")
-        if isinstance(reward, bool) or not math.isfinite(reward):
-            raise ValueError(f"the reward of a step is {reward!r}; wanted a finite number")
+        if isinstance(reward, bool) or not abs(reward) <= MAX_REWARD:
+            raise ValueError(f"the reward of a step is {reward!r}; wanted a number that fits float32")
         index = self.calls[-1].index
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
@@ -156,8 +207,8 @@ class Episode:
         if len(answers) != len(scores) or not answers:
             raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; wanted one score for each")
         for score in scores:
-            if isinstance(score, bool) or not math.isfinite(score):
-                raise ValueError(f"the score of a candidate is {score!r}; wanted a finite number")
+            if isinstance(score, bool) or not abs(score) <= MAX_REWARD:
+                raise ValueError(f"the score of a candidate is {score!r}; wanted a number that fits float32")
         known = {call.index: call for call in self.calls}
         taken = {call.index for decision in self.candidates for call in decision.calls}
         indices = [answer.call_index for answer in answers]
@@ -204,7 +255,8 @@ class Episode:
         return random.Random(self.seed)
 
 
-_current: ContextVar[Episode] = ContextVar("jaxft_episode")
+_current: ContextVar[Episode | None] = ContextVar("jaxft_episode")
+"""None where code runs on purpose outside of any episode, as evaluators do; no value where nobody said so."""
 
 
 def episode() -> Episode:
@@ -213,12 +265,13 @@ def episode() -> Episode:
     Raises:
         RuntimeError: called outside an episode.
     """
-    try:
-        return _current.get()
-    except LookupError:
+    current = find_episode()
+    if current is None:
         raise RuntimeError(
-            "there is no current episode: jaxft.episode() works inside a workflow that jaxft runs"
-        ) from None
+            "there is no current episode: jaxft.episode() works inside a workflow that jaxft runs, and in threads of "
+            "it that run what jaxft.in_episode(function) gave"
+        )
+    return current
 
 
 def find_episode() -> Episode | None:
@@ -226,14 +279,67 @@ def find_episode() -> Episode | None:
     return _current.get(None)
 
 
+def episode_of(context: contextvars.Context) -> Episode | None:
+    """The current episode of code that runs in another context."""
+    return context.get(_current)
+
+
+def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
+    """The function, made to run in the episode that calls `in_episode`, whatever thread or task it is called in.
+
+    A thread that an agent starts knows nothing of the episode: what it asks a language model would not be trained, and
+    its noise would depend on the order of threads. `executor.submit(jaxft.in_episode(search), query)` carries the
+    episode there, with the names of its functions.
+
+    Raises:
+        RuntimeError: called outside an episode, as a decorator of a module's function would be.
+    """
+    episode()
+    context = contextvars.copy_context()
+    if inspect.iscoroutinefunction(wrapped):
+
+        @functools.wraps(wrapped)
+        async def carried_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await asyncio.get_running_loop().create_task(wrapped(*args, **kwargs), context=context.copy())
+
+        return cast("Callable[P, T]", carried_async)
+
+    @functools.wraps(wrapped)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> T:
+        return context.copy().run(wrapped, *args, **kwargs)  # a context is entered by one thread at a time
+
+    return carried
+
+
 @contextlib.contextmanager
-def recording(current: Episode) -> Iterator[Episode]:
-    """Makes `current` the episode of this task and of the tasks it starts."""
+def recording(current: Episode | None) -> Iterator[Episode | None]:
+    """Makes `current` the episode of this task and of the tasks it starts; None: they are in no episode, and calls
+    that they make are no mistake."""
+    if current is not None:
+        with contextlib.suppress(RuntimeError):  # no event loop runs: there will be no threads that need it
+            current._loop = asyncio.get_running_loop()
     token = _current.set(current)
     try:
         yield current
     finally:
         _current.reset(token)
+
+
+_NOWHERE: Any = object()
+_outside_calls = 0
+
+
+def note_outside_call() -> None:
+    """Counts a call of a language model that was made outside of any episode, unless that was on purpose."""
+    global _outside_calls
+    if _NOWHERE is _current.get(_NOWHERE):
+        with _lock:
+            _outside_calls += 1
+
+
+def outside_calls() -> int:
+    """Calls that this process has made outside of any episode: a thread that knows no episode knows no run either."""
+    return _outside_calls
 
 
 _functions: ContextVar[tuple[str, ...]] = ContextVar("jaxft_functions", default=())

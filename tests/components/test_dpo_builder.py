@@ -146,6 +146,7 @@ def test_candidates_that_make_no_sense_are_refused(collect, ask):
             ([], [], "there are 0 answers"),
             ([first], [float("nan")], "the score of a candidate is nan"),
             ([first], [True], "the score of a candidate is True"),
+            ([first], [1e308], r"the score of a candidate is 1e\+308"),
             ([first, first], [1.0, 2.0], "an answer is a candidate already"),
             ([first, other], [1.0, 2.0], "the answers are to different prompts"),
             ([Reply("x", "stop", (1,), (0.0,), 0, None)], [1.0], "not given in this episode"),

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 
 from jaxft.harness.data_models import (
     EvalInputItem,
@@ -122,6 +122,7 @@ async def toy_builder(config, builder):
 
 class ToyAdapterConfig(TrainerAdapterConfig, name="toy_adapter"):
     status: TrainingStatusEnum = TrainingStatusEnum.COMPLETED
+    metrics: dict[str, float] = Field(default_factory=dict)
 
 
 class ToyAdapter(TrainerAdapter):
@@ -132,8 +133,10 @@ class ToyAdapter(TrainerAdapter):
         return TrainingJobRef(run_id=trajectories.run_id, backend="toy")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        status = self.adapter_config.status
-        return TrainingJobStatus(run_id=ref.run_id, backend="toy", status=status, message="the toy said so")
+        status, metadata = self.adapter_config.status, {"metrics": self.adapter_config.metrics}
+        return TrainingJobStatus(
+            run_id=ref.run_id, backend="toy", status=status, message="the toy said so", metadata=metadata
+        )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         return await self.status(ref)
@@ -148,7 +151,7 @@ async def toy_adapter(config, builder):
 
 
 class ToyTrainerConfig(TrainerConfig, name="toy_trainer"):
-    pass
+    is_idle: bool = False
 
 
 class ToyTrainer(Trainer):
@@ -157,7 +160,8 @@ class ToyTrainer(Trainer):
         return await self.trainer_adapter.submit(await self.trajectory_builder.finalize(run_id))
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        refs = [await self.run_epoch(epoch, f"epoch-{epoch}") for epoch in range(num_epochs)]
+        epochs = 0 if self.trainer_config.is_idle else num_epochs
+        refs = [await self.run_epoch(epoch, f"epoch-{epoch}") for epoch in range(epochs)]
         return [await self.trainer_adapter.wait_until_complete(ref) for ref in refs]
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
@@ -219,7 +223,7 @@ def make_trainer():
     return make
 
 
-class ValidatingTrainerConfig(TrainerConfig, name="validating_trainer"):
+class ValidatingTrainerConfig(ToyTrainerConfig, name="validating_trainer"):
     pass
 
 
@@ -234,6 +238,7 @@ class ValidatingTrainer(ToyTrainer):
         found = await self.run_validation_evaluation(0, "validation")
         reward, count, failed = found["avg_reward"], found["num_examples"], found["num_failed"]
         self.console.message(f"validated: {reward} of {count}, {failed} failed")
+        self.needs_no_training = True
         return []
 
 

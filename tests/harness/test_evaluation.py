@@ -339,11 +339,6 @@ def test_a_cancelled_run_takes_its_episodes_along():
     assert sorted(ended) == [0, 0, 1, 1]
 
 
-def test_a_workflow_that_is_not_async_fails_with_a_reason():
-    outcome = run(evaluation_of(lambda example: 1))[0]
-    assert outcome.error is not None and "await" in outcome.error
-
-
 def test_a_cancellation_from_within_fails_one_episode_and_not_the_run():
     async def careless(example):
         if example["n"] == 1:

@@ -202,7 +202,9 @@ def test_so_many_groups_at_most_are_judged_at_once():
     assert most == 2
 
 
-def test_without_group_evaluators_there_is_one_task_per_episode():
+def test_without_group_evaluators_there_are_two_tasks_per_episode():
+    """One of them is the workflow's own, so that it can be abandoned."""
+
     counts = set()
 
     async def count(example):
@@ -214,8 +216,8 @@ def test_without_group_evaluators_there_is_one_task_per_episode():
         await evaluation_of(count, **evaluators).run(ITEMS, stream=TRAINING, rollout_index=0, num_generations=4)
         return max(counts)
 
-    assert asyncio.run(main(single=lambda item: 1.0)) == 13
-    assert asyncio.run(main(rank=Judge(rank, is_group=True))) == 16
+    assert asyncio.run(main(single=lambda item: 1.0)) == 25
+    assert asyncio.run(main(rank=Judge(rank, is_group=True))) == 28
 
 
 # Cancellation
@@ -496,18 +498,20 @@ def test_a_cancelled_run_does_not_wait_for_a_thread_that_hangs():
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending():
     program = """
         import asyncio, time
-        from jaxft.harness.judging import in_thread, within
-        async def main():
-            try:
-                await within(0.01, in_thread(time.sleep, 1000), late="nothing")
-            except TimeoutError as error:
-                print(error)
-        asyncio.run(main())
+        import jaxft
+        def hang(example):
+            time.sleep(1000)
+        item = jaxft.EvalInputItem(id="a", full_dataset_entry={})
+        hanging = jaxft.Evaluation(hang, {}, None, 1, 0, timeout_seconds=0.01, say=print)
+        outcomes = asyncio.run(hanging.run([item], stream=jaxft.TRAINING, rollout_index=0))
+        print(outcomes[0].error)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert (done.stdout, done.stderr) == ("nothing within 0.01 s\n", "")
+    abandoned, error = done.stdout.splitlines()
+    assert "episode training/0/a/0 " in abandoned and "1 abandoned" in abandoned
+    assert (error, done.stderr) == ("TimeoutError: the workflow gave no output within 0.01 s", "")
 
 
 @pytest.mark.parametrize("workflow", [sleeps, stubborn])

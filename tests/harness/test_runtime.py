@@ -70,6 +70,20 @@ def test_a_failed_job_is_an_error(toy_run, tmp_path, status, toy_events):
     assert "trainer cleaned up" in toy_events
 
 
+@pytest.mark.parametrize(("metrics", "code"), [({"applied_updates": 0.0}, 3), ({"applied_updates": 1.0}, 0), ({}, 0)])
+def test_a_run_of_another_trainer_that_trained_nothing_has_failed(toy_run, tmp_path, capsys, metrics, code):
+    toy_run["trainer_adapters"]["local"]["metrics"] = metrics
+    assert script(tmp_path, toy_run, finetune) == code
+    shown = capsys.readouterr().err
+    assert ("ToyTrainer trained nothing: the last of 2 jobs said: the toy said so" in shown) == (code == 3)
+
+
+def test_so_has_one_that_submitted_nothing(toy_run, tmp_path, capsys):
+    toy_run["trainers"]["loop"]["is_idle"] = True
+    assert script(tmp_path, toy_run, finetune) == 3
+    assert "ToyTrainer trained nothing: no job was submitted" in capsys.readouterr().err
+
+
 def test_training_must_be_enabled(toy_run, tmp_path):
     toy_run["finetuning"]["enabled"] = False
     with pytest.raises(ConfigError, match=r"finetuning\.enabled: is false"):

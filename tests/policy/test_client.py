@@ -1,9 +1,11 @@
 import asyncio
+import threading
 
 import pytest
 
+import jaxft
 from jaxft.policy.client import ChatClient
-from jaxft.policy.recorder import Episode, recording
+from jaxft.policy.recorder import Episode, outside_calls, recording
 from jaxft.policy.requests import RequestError
 from jaxft.policy.sequences import token_sequences
 
@@ -193,8 +195,82 @@ def test_another_models_calls_are_not_continued(policy):
         ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias adds 1e\+300 to token 7"),
         ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 2_500_000}]},
+            ValueError,
+            r"500\d{4} bytes.* is 96, .* 1248 ",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(client, options, error, message):
     with pytest.raises(error, match=message):
         chat(client, **options)
+
+
+def test_waiting_for_a_reply_is_the_same_call(client):
+    """In a thread that an episode's event loop waits for, and in a program without an event loop."""
+    options = {"max_tokens": 8, "temperature": 0.9}
+    (awaited,) = chat(client, episode=make_episode(), **options)
+    episode = make_episode()
+
+    async def main():
+        async with asyncio.timeout(60):
+            with recording(episode):
+                return await asyncio.to_thread(client.chat_sync, QUESTION, **options)
+
+    assert asyncio.run(main()) == awaited and len(episode.calls) == 1
+    assert len(client.chat_sync(QUESTION, max_tokens=3).token_ids) == 3
+
+
+def test_waiting_where_an_event_loop_runs_is_refused(client):
+    async def main():
+        client.chat_sync(QUESTION)
+
+    with pytest.raises(RuntimeError, match=r"await llm\.chat"):
+        asyncio.run(main())
+
+
+def test_an_episode_that_has_ended_gets_no_answers(client):
+    episode = make_episode()
+
+    async def main():
+        with recording(episode):
+            calling = asyncio.create_task(asyncio.to_thread(client.chat_sync, QUESTION))
+            while not episode._waiting:
+                await asyncio.sleep(0.001)
+            assert episode.end()  # what waits is cancelled
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            assert not episode.end()
+            for call in (client.chat(QUESTION), asyncio.to_thread(client.chat_sync, QUESTION)):
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+
+    asyncio.run(main())
+    assert episode.calls == []
+
+
+def test_threads_that_know_no_episode_are_counted(client):
+    episode, before = make_episode(), outside_calls()
+
+    def in_thread(function):
+        thread = threading.Thread(target=function, args=(QUESTION,), kwargs={"max_tokens": 2})
+        thread.start()
+        return thread
+
+    async def main():
+        async with asyncio.timeout(60):
+            with recording(episode), jaxft.function("search"):
+                with recording(None):
+                    await client.chat(QUESTION, max_tokens=2)  # as an evaluator does, on purpose
+                threads = [in_thread(client.chat_sync), in_thread(jaxft.in_episode(client.chat_sync))]
+                carried = jaxft.in_episode(client.chat)
+            await carried(QUESTION, max_tokens=2)
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+
+    asyncio.run(main())
+    assert outside_calls() - before == 1
+    assert [call.functions for call in episode.calls] == [("search",), ("search",)]
+    with pytest.raises(RuntimeError, match="no current episode"):
+        jaxft.in_episode(client.chat_sync)

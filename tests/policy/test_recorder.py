@@ -221,6 +221,6 @@ def test_rewards_of_single_answers():
     current.reward_step(0.5)
     current.record(make_call(5, [1], [2]))
     assert current.shaped_rewards == [0.0, 1.5, 0.0]
-    for wrong in (True, float("nan"), float("inf")):
+    for wrong in (True, float("nan"), float("inf"), 1e308):
         with pytest.raises(ValueError, match="the reward of a step is"):
             current.reward_step(wrong)

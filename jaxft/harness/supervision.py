@@ -1,0 +1,320 @@
+"""User code that an evaluation runs: under a deadline, in a thread where it cannot await, and watched where it can.
+
+An episode that does not end when it is cancelled is abandoned: the run goes on without it. Only code that awaits can be
+cancelled, and only where it does; a thread cannot be, but what it asks a language model is not answered any more.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import inspect
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jaxft
+from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.policy.recorder import Episode, episode_of, find_episode
+
+GRACE_SECONDS = 5.0
+"""How long cancelled code may clean up before it is abandoned."""
+BLOCKED_SECONDS = 5.0
+"""How long the event loop may be held before it is said by whom."""
+BEAT_SECONDS = 1.0
+"""How often the event loop is asked for a sign of life."""
+
+_LIBRARIES = (
+    *{str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(jaxft.__file__).resolve().parent),
+    "<frozen ",
+)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine at once, so that it need not run in a thread.
+
+    >>> async def answer(): ...
+    >>> is_async(answer), is_async(len)
+    (True, False)
+    """
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+@dataclass
+class _Block:
+    """A time in which the event loop was held: by whom, where in the code, until when (`time.monotonic`)."""
+
+    name: str
+    where: str
+    until: float = float("inf")
+
+
+class Supervisor:
+    """Runs the user code of one evaluation.
+
+    Attributes:
+        num_abandoned: what did not end when it was cancelled, so far.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+        blocked_seconds: float = BLOCKED_SECONDS,
+    ) -> None:
+        """`say` shows a sentence; it is called from any thread."""
+        self.num_abandoned = 0
+        self._say = say
+        self._grace_seconds = grace_seconds
+        self._blocked_seconds = blocked_seconds
+        self._names: dict[asyncio.Task[Any], str] = {}
+        self._block: _Block | None = None
+        self._told: set[str] = set()
+        self._lock = threading.Lock()  # guards what follows
+        self._watched: asyncio.AbstractEventLoop | None = None
+
+    async def run(
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        *,
+        name: str,
+        in_thread: bool,
+        seconds: float | None,
+        late: str,
+    ) -> Any:
+        """The result of `function(argument)`, awaited where it can be. A later result, or a later error, is dropped.
+
+        Args:
+            function: user code.
+            argument: what it is given.
+            name: of this call, for messages.
+            in_thread: whether the function runs in a thread of its own, and not on the event loop.
+            seconds: how long it may take; None for ever.
+            late: how the message begins when it takes longer.
+
+        Raises:
+            UserCodeError: it raised something.
+            TimeoutError: it took longer.
+        """
+        task = asyncio.create_task(self._call(function, argument, name, in_thread), name=name)
+        started = time.monotonic()
+        self._names[task] = name
+        self._watch()
+        try:
+            await asyncio.wait({task}, timeout=seconds)
+            is_done = task.done()
+        finally:
+            await self._end(task)
+            del self._names[task]
+        if not is_done:
+            raise TimeoutError(f"{late} within {seconds:g} s{self._blame(started)}") from _where_it_was(task)
+        if task.cancelled():
+            raise RuntimeError("it cancelled the task it runs in")
+        error = task.exception()
+        if error is not None:  # GeneratorExit is the one that passes `user_code`
+            raise error if isinstance(error, UserCodeError) else UserCodeError(error)
+        given, ended = task.result()
+        if seconds is not None and ended - started > seconds:  # a deadline that nobody could keep
+            blame = self._blame(started) or "; it blocked the event loop meanwhile"
+            raise TimeoutError(f"{late} within {seconds:g} s{blame}")
+        return given
+
+    async def _call(
+        self, function: Callable[[Any], Any], argument: Any, name: str, in_thread: bool
+    ) -> tuple[Any, float]:
+        """The result, and when it was there."""
+        with user_code(), _own_cancellation():
+            given = await self._in_thread(function, argument, name) if in_thread else function(argument)
+            given = await given if inspect.isawaitable(given) else given
+        return given, time.monotonic()
+
+    async def _in_thread(self, function: Callable[[Any], Any], argument: Any, name: str) -> Any:
+        """The result of a blocking function, from a thread of its own that sees the caller's context variables.
+
+        It is a daemon: one that hangs does not keep the process from ending, as a thread of an executor would.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[Any, UserCodeError | None]] = loop.create_future()
+
+        def settle(value: Any, error: UserCodeError | None) -> None:
+            if not answer.done():
+                answer.set_result((value, error))
+            elif inspect.iscoroutine(value):
+                value.close()  # or it would complain that nobody awaits it
+
+        def work() -> None:
+            value, error = None, None
+            try:
+                value = function(argument)
+            except BaseException as raised:  # in a thread even Ctrl-C can only be of the function's making
+                error = UserCodeError(raised)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
+                loop.call_soon_threadsafe(settle, value, error)
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=True)
+        thread.start()
+        try:
+            value, error = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            episode = find_episode()
+            if episode is not None and episode.end():  # the thread waits for a reply, and now gets an error
+                await asyncio.wait({answer}, timeout=self._grace_seconds)
+            if not answer.done():
+                answer.cancel()
+                frame = sys._current_frames().get(thread.ident or 0)
+                self._count_abandoned(name, place_of(traceback.walk_stack(frame)) if frame is not None else None)
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    async def _end(self, task: "asyncio.Task[Any]") -> None:
+        """Cancels a task, once, and waits for its end; abandons it where that takes too long."""
+        if task.done():
+            return
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=self._grace_seconds)
+        finally:
+            if not task.done():
+                self._abandon(task)
+
+    def _abandon(self, task: "asyncio.Task[Any]") -> None:
+        asyncio.tasks._unregister_task(task)  # the event loop would wait for it when it closes
+        # It is never destroyed, as that would throw GeneratorExit into code which may swallow this, too, and go on.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody has to ask for it
+        self._count_abandoned(self._names[task], place_of(_frames_of(task)))
+
+    def _count_abandoned(self, name: str, where: str | None) -> None:
+        self.num_abandoned += 1
+        place = "" if where is None else f", at {where}"
+        self._say(
+            f"{name} did not end when it was cancelled{place}: it is abandoned, and no call of it is answered any more "
+            f"({self.num_abandoned} abandoned so far)"
+        )
+
+    def _blame(self, started: float) -> str:
+        """The end of the message of what is late: who held the event loop meanwhile."""
+        if self._block is None or self._block.until < started:
+            return ""
+        return f"; {self._block.name} blocked the event loop meanwhile, at {self._block.where}"
+
+    def _watch(self) -> None:
+        """Starts the watchdog of this event loop unless it runs."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._watched is loop:
+                return
+            self._watched = loop
+        arguments = (loop, threading.get_ident())
+        threading.Thread(target=self._watchdog, args=arguments, name="watchdog", daemon=True).start()
+
+    def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        """Asks the event loop for signs of life while user code runs, and says who holds it when there is none."""
+        while True:
+            beat = threading.Event()
+            with self._lock:
+                if self._watched is not loop:
+                    return
+                if not self._names or loop.is_closed():
+                    self._watched = None
+                    return
+            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+                loop.call_soon_threadsafe(beat.set)
+            if not beat.wait(self._blocked_seconds) and not loop.is_closed():
+                self._tell(loop, thread)
+                while not beat.wait(BEAT_SECONDS) and not loop.is_closed():
+                    pass
+                if self._block is not None:
+                    self._block.until = time.monotonic()
+            time.sleep(min(BEAT_SECONDS, self._blocked_seconds))
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        """Says who holds the event loop, once for each, and remembers it."""
+        task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
+        if task is None or frame is None:
+            return
+        name, where = self._name_of(task), place_of(traceback.walk_stack(frame))
+        if where is None:
+            return
+        self._block = _Block(name, where)
+        if name in self._told:
+            return
+        self._told.add(name)
+        self._say(
+            f"{name} has blocked the event loop for {self._blocked_seconds:g} s, at {where}; all other episodes and "
+            "all deadlines wait for it: await there, or make the workflow a plain function (def), which runs in a "
+            "thread and asks with llm.chat_sync"
+        )
+
+    def _name_of(self, task: "asyncio.Task[Any]") -> str:
+        if task in self._names:
+            return self._names[task]
+        if sys.version_info >= (3, 12):  # a task that an agent started shows whose it is
+            episode = episode_of(task.get_context())
+            if episode is not None:
+                return named(episode)
+        return f"task '{task.get_name()}'"
+
+
+def named(episode: Episode) -> str:
+    """An episode, for messages."""
+    return f"episode {episode.id}"
+
+
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    """File, line and function of the innermost code of the user's among frames, which are given from the innermost on;
+    None when there is none before the event loop's own."""
+    for frame, line in frames:
+        code = frame.f_code
+        if code.co_qualname == "Handle._run":
+            return None
+        if not code.co_filename.startswith(_LIBRARIES):
+            return f"{code.co_filename}:{line} in {code.co_name}"
+    return None
+
+
+def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
+    """Where a task that waits does so, from the innermost frame on."""
+    frames: list[tuple[FrameType, int]] = []
+    waiting: Any = task.get_coro()
+    while inspect.iscoroutine(waiting):
+        if waiting.cr_frame is not None:
+            frames.insert(0, (waiting.cr_frame, waiting.cr_frame.f_lineno))
+        waiting = waiting.cr_await
+    return frames
+
+
+@contextlib.contextmanager
+def _own_cancellation() -> Iterator[None]:
+    """Makes a cancellation that nobody asked of this task an error of the user's code, and not the end of the run."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("it let the cancellation of a task of its own escape") from error
+
+
+def _where_it_was(task: "asyncio.Task[Any]") -> BaseException | None:
+    """What came out of a task that was cancelled: its traceback shows where that was."""
+    try:
+        if task.done():
+            task.result()
+    except UserCodeError as failure:
+        return failure.error
+    except BaseException as error:
+        return error
+    return None

@@ -1,0 +1,174 @@
+"""Agents that hold the event loop, that do not end when they are cancelled, and signals in spite of both."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from jaxft.cli import main
+from jaxft.harness.errors import UserCodeError
+from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.harness.supervision import Supervisor
+
+SOON = 0.05
+
+
+def supervised(function, said, seconds=None, *, in_thread=False, **options):
+    """What a piece of user code gives, and what is said of it."""
+
+    async def run():
+        supervisor = Supervisor(said.append, grace_seconds=SOON, **options)
+        try:
+            return await supervisor.run(
+                function, 1, name="episode a/0", in_thread=in_thread, seconds=seconds, late="nothing came"
+            )
+        finally:
+            said.append(supervisor.num_abandoned)
+
+    return asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def hold(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+async def swallows(argument):
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(20)
+
+
+def test_what_holds_the_event_loop_is_named_with_its_line():
+    async def held(argument):
+        hold(1.0)
+
+    said = []
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s; episode a/0 blocked .*test_supervision\.py:\d+ in hold"):
+        supervised(held, said, SOON, blocked_seconds=0.2)
+    line, abandoned = said
+    assert "episode a/0 has blocked" in line and f"{__file__}:" in line and "llm.chat_sync" in line
+    assert abandoned == 0
+
+
+def test_what_ends_in_time_gives_its_result_and_nothing_is_said():
+    async def short(argument):
+        await asyncio.sleep(0)
+        return argument + 1
+
+    said = []
+    assert supervised(short, said, 20) == 2 and said == [0]
+    assert supervised(lambda argument: argument + 2, said, 20, in_thread=True) == 3
+
+
+def test_what_ignores_its_cancellation_is_abandoned():
+    for function, in_thread in ((swallows, False), (lambda argument: threading.Event().wait(20), True)):
+        said = []
+        with pytest.raises(TimeoutError):
+            supervised(function, said, SOON, in_thread=in_thread)
+        assert "episode a/0" in said[0] and f"{__file__}:" in said[0] and said[1] == 1
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), KeyError("a"), StopIteration()])
+def test_whatever_is_raised_is_an_error_of_the_user_code(error, in_thread):
+    def raises(argument):
+        raise error
+
+    with pytest.raises(UserCodeError, match=type(error).__name__):
+        supervised(raises, [], in_thread=in_thread)
+
+
+AGENT = """
+    import asyncio, sys, time
+    import jaxft
+
+    class Config(jaxft.WorkflowConfig, name="agent"):
+        how: str
+
+    @jaxft.register_workflow(config_type=Config)
+    async def agent(config, builder):
+        async def work(example):
+            print("it runs", flush=True)
+            while config.how == "busy" and time.monotonic():
+                pass
+            if config.how == "late":
+                time.sleep(0.3)
+            if config.how == "thread":
+                await asyncio.to_thread(time.sleep, 600)
+            while config.how == "swallow":
+                try:
+                    await asyncio.sleep(600)
+                except:
+                    pass
+        yield work
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    """Of a command that evaluates an agent on one example."""
+    (tmp_path / "supervised_agent.py").write_text(textwrap.dedent(AGENT))
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}')
+    dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    run = {"imports": ["supervised_agent"], "workflow": {"_type": "agent"}, "eval": {"general": {"dataset": dataset}}}
+    (tmp_path / "run.yml").write_text(dump_yaml(run))
+    return ["eval", "--config_file", str(tmp_path / "run.yml"), "--set"]
+
+
+def test_an_episode_that_held_the_event_loop_beyond_its_time_has_failed(arguments, capsys):
+    assert main([*arguments, "workflow.how=late", "--set", "eval.general.timeout_seconds=0.1"]) == 3
+    assert "within 0.1 s; it blocked the event loop meanwhile" in capsys.readouterr().err
+
+
+def process_of(arguments):
+    command = [sys.executable, "-m", "jaxft.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_signals_are_heard_while_the_event_loop_is_held(arguments):
+    with process_of([*arguments, "workflow.how=busy"]) as process:
+        assert process.stdout.readline() == "it runs\n"
+        os.kill(process.pid, signal.SIGTERM)
+        assert "SIGTERM: stopping" in process.stderr.readline()
+        os.kill(process.pid, signal.SIGTERM)
+        assert "SIGTERM again" in process.stderr.readline()
+        assert process.wait(timeout=60) == 143
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["swallow", "thread"])
+def test_what_cannot_be_cancelled_does_not_keep_the_process_from_ending(arguments, how):
+    with process_of([*arguments, f"workflow.how={how}", "--set", "eval.general.timeout_seconds=0.1"]) as process:
+        shown, error = process.communicate(timeout=120)
+    assert process.returncode == 3 and "within 0.1 s" in error
+    assert ("1 abandoned" in shown) == (how == "swallow")
+
+
+def test_a_forked_worker_that_is_terminated_is_no_signal_for_the_run():
+    program = """
+        import asyncio, os, signal, sys, time
+        from jaxft.harness.runtime import exit_code_of
+        async def main():
+            reader, writer = os.pipe()
+            worker = os.fork()
+            if worker == 0:
+                os.write(writer, b"x")
+                time.sleep(60)
+            os.read(reader, 1)
+            os.kill(worker, signal.SIGTERM)
+            print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+            await asyncio.sleep(0.1)
+        sys.exit(exit_code_of(main))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "-15\n", "")
