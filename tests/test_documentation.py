@@ -1,0 +1,226 @@
+"""Every command and every block of Python in the README and the guides runs as it stands there, shrunk.
+
+A block of commands is one shell session, in a copy of the checkout with what its reader would have: the README's
+`my_agent.py` and `run.yml`, a data set, and a model under the names that stand for one. What a test adds to a command
+stands in `ADDED`, what comes before a block in `BEFORE`; `NOT_RUN` says of each command that is left out why.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
+
+NOT_RUN = {
+    'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest': "the first step of .ci/run",
+    "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
+    "python benchmarks/run.py --suite gpu": "needs a GPU",
+    "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
+    "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
+    "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
+}
+"""Commands by their beginning, and why they are not run here."""
+
+SHORT = "--set finetuning.num_epochs=1 --set llms.policy.slots=8"
+RUN = f"{SHORT} --set llms.policy.max_context_tokens=104 --set trajectory_builders.rollouts.num_generations=2"
+# With a bonus for entropy there is a gradient, although every answer of so short a warm start is wrong.
+TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
+TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
+GAMES = f"{TINY} --eval_games 4"
+PAIRS = f"{SHORT} --warm_start_steps 20 --eval_games 4 --set eval.general.dataset.count=8"
+PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.minibatches=1"
+ADDED = {
+    "jaxft finetune --config_file run.yml": f"--overwrite {RUN}",
+    "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
+    "jaxft finetune --help": "> help.txt",
+    "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
+    "jaxft resume runs/my_agent --set finetuning.num_epochs=40": "--set finetuning.num_epochs=3",
+    "jaxft eval": "--set llms.policy.slots=8",
+    "jaxft bench": "--shrink --repeats 1",
+    "python benchmarks/run.py": "--shrink --repeats 1",
+    "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
+    "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
+    "python experiments/tic_tac_toe.py --resume": GAMES,
+    "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4",
+    "python experiments/dpo_tic_tac_toe.py": PAIRS,
+}
+"""What is added to commands, by their beginnings, the longest of which counts. Later options replace earlier ones."""
+
+BEFORE = {
+    "jaxft export --merge runs/my_agent merged         # of a run with adapters": (
+        f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4"
+    ),
+    "jaxft resume runs/my_agent                                # a run of `jaxft finetune`": (
+        f"jaxft finetune --config_file run.yml {RUN}\npython experiments/tic_tac_toe.py {GAMES}"
+    ),
+    "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
+    "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
+}
+"""What comes before commands, by their beginnings: what the text takes for granted, or what makes a script short."""
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """The fenced blocks of a language, without the indentation of a list."""
+    text = (ROOT / document).read_text()
+    found = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block, their comments with them."""
+    joined = block.replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def beginning(text: str, known: dict[str, str]) -> str | None:
+    """The longest of the known beginnings of the text."""
+    return max((each for each in known if text.startswith(each)), key=len, default=None)
+
+
+def script(block: str, seen: set[str]) -> str:
+    """The block as it is run: what is added to it, and without what a block before it has run."""
+    lines: list[str] = []
+    for command in commands(block):
+        if beginning(command, NOT_RUN) is None and command not in seen:
+            last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
+            lines.append(BEFORE.get(beginning(command, BEFORE) or "", ":"))
+            lines.append(f"{re.sub(r'[ ]+#.*', '', command)} {ADDED.get(beginning(last, ADDED) or '', '')}")
+        seen.add(command)
+    return "\n".join(["set -euxo pipefail", *lines] if lines else [])
+
+
+def all_scripts() -> dict[str, str]:
+    """What is run, by document and number of the block."""
+    seen: set[str] = set()
+    listed = [(name, number, block) for name in DOCUMENTS for number, block in enumerate(blocks(name, "bash"), start=1)]
+    scripts = {f"{name}, block {number}": script(block, seen) for name, number, block in listed}
+    return {name: text for name, text in scripts.items() if text}
+
+
+SESSIONS = all_scripts()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model of a shape that four devices can share."""
+    import jax
+
+    import jaxft
+
+    folder = tmp_path_factory.mktemp("models") / "model"
+    config = replace(jaxft.preset("qwen3-50k"), num_heads=4, num_kv_heads=4)
+    model, params = jaxft.init_model(config, jax.random.key(0))
+    jaxft.save_model(folder, model, params, jaxft.load_tokenizer())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(model_folder, tmp_path_factory):
+    """Makes a copy of the checkout with what a reader of the documents has beside it."""
+    made = iter(range(1000))
+    parent = tmp_path_factory.mktemp("documentation")
+
+    def make() -> Path:
+        folder = parent / str(next(made))
+        ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "docs", "tests")
+        shutil.copytree(ROOT, folder, ignore=lambda at, names: ignored(at, names) if at == str(ROOT) else set())
+        for name in ("PATH_OR_HUB_ID", "path-or-hub-id"):
+            (folder / name).symlink_to(model_folder)
+        (folder / "my_agent.py").write_text(next(b for b in blocks("README.md", "python") if "# my_agent.py" in b))
+        (folder / "run.yml").write_text(next(b for b in blocks("README.md", "yaml") if "# run.yml" in b))
+        rows = [f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(4)]
+        (folder / "train.jsonl").write_text("".join(rows))
+        # As if it were installed: what pip would download is there already.
+        (folder / "bin").mkdir()
+        (folder / "bin" / "jaxft").write_text('#!/usr/bin/env bash\nexec python -m jaxft.cli "$@"\n')
+        (folder / "bin" / "jaxft").chmod(0o755)
+        return folder
+
+    return make
+
+
+def run(program: list[str], folder: Path, devices: int = 1) -> subprocess.CompletedProcess:
+    site_packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(folder), *site_packages]),
+        "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as "no isolation"
+        # How good the compiled code is does not matter here, how soon it is there does.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+        "MPLBACKEND": "Agg", "NPROC": "32",
+    }  # fmt: skip
+    environment.pop("VIRTUAL_ENV", None)
+    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def sessions(checkout):
+    """What came of every block of commands, two at a time: compiling is most of it."""
+    folders = {name: checkout() for name in SESSIONS}
+
+    def shell(name: str) -> subprocess.CompletedProcess:
+        return run(["bash", "-c", SESSIONS[name]], folders[name], devices=8 if "scaling" in name else 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        return folders, dict(zip(SESSIONS, pool.map(shell, SESSIONS), strict=True))
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_the_commands_run(name, sessions):
+    done = sessions[1][name]
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+def test_the_run_directory_holds_what_the_readme_lists(sessions):
+    tree = next(block for block in blocks("README.md", "") if block.startswith("runs/tic_tac_toe/"))
+    listed = [line.split()[0] for line in tree.splitlines()[1:] if not line.startswith("   ")]
+    assert len(listed) > 8
+    assert [
+        name for name in listed if not (sessions[0]["README.md, block 1"] / "runs/tic_tac_toe" / name).exists()
+    ] == []
+
+
+def test_what_is_not_run_is_in_a_document():
+    found = [command for name in DOCUMENTS for block in blocks(name, "bash") for command in commands(block)]
+    known = [*NOT_RUN, *BEFORE, *ADDED]
+    assert [each for each in known if not any(each in command for command in found)] == []
+
+
+TAKEN_FOR_GRANTED = {
+    "mesh = jaxft.make_mesh": """\
+import jax, optax, jaxft
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
+"""
+}
+"""What comes before a block that is no whole program, by its beginning."""
+
+PROGRAMS = {
+    f"{name}, block {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
+    for name in DOCUMENTS
+    if name != "docs/extending.md"  # tests/test_examples.py runs its programs, and finds its quotations
+    for number, block in enumerate(blocks(name, "python"), start=1)
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_python_runs(name, checkout):
+    folder = checkout()
+    (folder / "program.py").write_text(PROGRAMS[name])
+    done = run([sys.executable, "program.py"], folder, devices=8 if "make_mesh" in PROGRAMS[name] else 1)
+    assert done.returncode == 0, done.stderr
