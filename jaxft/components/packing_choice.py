@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxft.core.mesh import devices_of
 from jaxft.core.types import Model, Params
 from jaxft.models.attention import can_use_flash
 from jaxft.models.config import DecoderConfig
@@ -26,7 +27,7 @@ def takes_fused_attention(model: Model, params: Params) -> bool:
     config = model.config
     if not isinstance(config, DecoderConfig):
         return False
-    return can_use_flash(hidden_state(model, params).dtype, config.head_dim, jax.default_backend())
+    return can_use_flash(hidden_state(model, params).dtype, config.head_dim, devices_of(model.layout))
 
 
 def can_pack(model: Model, params: Params) -> bool:

@@ -55,6 +55,60 @@ def check_shapes(axes: str, **arrays: Any) -> None:
             raise ValueError(f"{name} has shape {shape}; wanted that of {first}, {wanted}")
 
 
+def as_array(name: str, x: Any) -> Any:
+    """Nested lists of numbers as a JAX array; anything else as it is.
+
+    Raises:
+        ValueError: the lists have different lengths, or hold something else than numbers and bools.
+
+    >>> as_array("tokens", [[1, 2], [3, 4]]).shape
+    (2, 2)
+    >>> as_array("tokens", [[1, 2], [3]])
+    Traceback (most recent call last):
+    ValueError: tokens has rows of different lengths; wanted equal ones: pad them on the right
+    """
+    if not isinstance(x, list | tuple):
+        return x
+    try:
+        made = namespace(*jax.tree.leaves(x)).asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name} has rows of different lengths; wanted equal ones: pad them on the right") from error
+    if made.dtype.kind not in "biuf":
+        raise ValueError(f"{name} holds values of type {type(jax.tree.leaves(x)[0]).__name__}; wanted numbers")
+    return jnp.asarray(made)
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """Raise unless a mask holds bools.
+
+    Raises:
+        ValueError: names the mask and the type that it holds.
+
+    >>> check_mask("completion_mask", np.array([[0, 1]]))
+    Traceback (most recent call last):
+    ValueError: completion_mask holds int64; wanted bools, such as np.array([[False, True]])
+    """
+    if mask.dtype != bool:
+        raise ValueError(f"{name} holds {mask.dtype}; wanted bools, such as np.array([[False, True]])")
+
+
+def as_batch(batch: Batch) -> Batch:
+    """The batch with arrays in the place of nested lists.
+
+    Raises:
+        ValueError: a field has another shape than the tokens, tokens are no whole numbers, or the mask holds no bools.
+
+    >>> as_batch(Batch([[5, 6]], [[False, True]])).tokens.shape
+    (1, 2)
+    """
+    batch = Batch(**{name: as_array(f"batch.{name}", x) for name, x in batch._asdict().items()})
+    check_batch_shapes(batch)
+    check_mask("batch.completion_mask", batch.completion_mask)
+    if not jnp.issubdtype(batch.tokens.dtype, jnp.integer):
+        raise ValueError(f"batch.tokens holds {batch.tokens.dtype}; wanted whole numbers, the ids of tokens")
+    return batch
+
+
 def check_batch_shapes(batch: Batch) -> None:
     """Nothing, if every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
 

@@ -6,7 +6,7 @@ batch, or while it is being written. Letters: `B` rows, `T` tokens.
 
 import numpy as np
 
-from jaxft.core.arrays import check_batch_shapes
+from jaxft.core.arrays import as_batch
 from jaxft.core.types import Batch
 
 
@@ -27,7 +27,7 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     Traceback (most recent call last):
     ValueError: completion_mask is False everywhere: there is no token to train
     """
-    check_batch_shapes(batch)
+    batch = as_batch(batch)
     tokens, mask = np.asarray(batch.tokens), np.asarray(batch.completion_mask)
     given = {name: np.asarray(x) for name, x in batch._asdict().items() if x is not None}
     if not mask.any():

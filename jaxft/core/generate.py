@@ -176,7 +176,7 @@ def _prefill(
 def generate(
     model: Model,
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any] | Int[Any, "P T"] | Int[Any, "T"],
     key: Any,
     *,
     num_generations: int = 1,
@@ -193,8 +193,9 @@ def generate(
     prompt, the generation and the position, so that more prompts or generations leave the others as they were.
 
     Args:
-        prompts: ragged lists of token ids, none empty.
-        key: one PRNG key.
+        prompts: lists or arrays of token ids, of any lengths but 0; an array `[P T]`, whose rows are whole prompts
+            without padding; or a single prompt.
+        key: one PRNG key, of `jax.random.key`.
         max_new_tokens: the most tokens sampled per row; decoding stops early once every row has hit a stop id.
         stop_ids: a sampled one of these ends its row and belongs to the completion.
 
@@ -202,7 +203,8 @@ def generate(
         A `Rollout` of width `L + max_new_tokens`, `L` the longest prompt rounded up to a multiple of 32.
 
     Raises:
-        ValueError: no prompts, an empty prompt, or a parameter outside its range.
+        ValueError: no prompts, one that is empty, holds text or an id outside the vocabulary, a key that is none, or a
+            parameter outside its range.
 
     >>> import jaxft
     >>> def count(params, tokens, positions):  # as good as sure that the next number follows
@@ -212,17 +214,12 @@ def generate(
     >>> print(rollout.tokens[0, :5], rollout.completion_mask[0, :5])  # the stop token is a part of it
     [1 2 3 0 0] [False  True  True False False]
     """
-    if not prompts:
-        raise ValueError("prompts is empty; wanted at least one list of token ids")
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompts[{index}] has no tokens; a model needs at least one to continue")
+    prompts = prompt_ids(prompts, jax.eval_shape(partial(_logits, model), params).shape[-1])
     if num_generations < 1 or max_new_tokens < 1:
         raise ValueError(
             f"num_generations is {num_generations}, max_new_tokens {max_new_tokens}; wanted at least 1 of each"
         )
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)  # one of the older kind: two bare numbers
+    key = one_key(key)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), -(-int(lengths.max()) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -241,6 +238,66 @@ def generate(
             until = jnp.int32(min(reach - lengths.max() + 1, max_new_tokens))
             step, state, emitted = _continue(model, near_blocks, params, step, state, row_params, emitted, until)
     return _join(padded, lengths, num_generations, emitted, stops)
+
+
+def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
+    """The token ids of each prompt.
+
+    Raises:
+        ValueError: there are none, or a prompt is empty, holds something else than whole numbers, or an id that the
+            vocabulary has not.
+
+    >>> [prompt.tolist() for prompt in prompt_ids([[1, 2], np.array([3])], vocabulary=4)]
+    [[1, 2], [3]]
+    >>> [prompt.tolist() for prompt in prompt_ids([1, 2], vocabulary=4)]  # a single one
+    [[1, 2]]
+    """
+    is_text = isinstance(prompts, str)
+    if len(prompts) == 0 and not is_text:
+        raise ValueError("prompts is empty; wanted at least one list of token ids")
+    rows = list(prompts) if is_text or np.ndim(prompts[0]) else [prompts]
+    checked = []
+    for index, prompt in enumerate(rows):
+        if isinstance(prompt, str) or any(isinstance(token, str) for token in prompt):
+            raise ValueError(f"prompts[{index}] is text; wanted token ids, such as those of tokenizer.encode")
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{index}] has no tokens; a model needs at least one to continue")
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompts[{index}] is {ids.dtype}{list(ids.shape)}; wanted a row of whole numbers")
+        unknown = ids[(ids < 0) | (ids >= vocabulary)]
+        if unknown.size:
+            raise ValueError(f"prompts[{index}] holds the id {unknown[0]}; wanted ids from 0 to {vocabulary - 1}")
+        checked.append(ids)
+    return checked
+
+
+def one_key(key: Any) -> Any:
+    """The PRNG key, of the newer kind also where it is one of the older: two bare numbers.
+
+    Raises:
+        ValueError: it is no key, or more than one.
+
+    >>> one_key(jax.random.PRNGKey(3)) == jax.random.key(3)
+    Array(True, dtype=bool)
+    """
+    wanted = "wanted one PRNG key, such as jax.random.key(0)"
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise ValueError(f"key is {key!r}; {wanted}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32 or key.ndim == 0:
+            raise ValueError(f"key is an array {key.dtype}{list(key.shape)}; {wanted}")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if key.shape:
+        raise ValueError(f"key holds {key.size} keys, of shape {key.shape}; {wanted}")
+    return key
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: Model, params: Params) -> Float[Array, "1 1 V"]:
+    """Logits after a token: traced for its shape alone, once per model."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return model.unembed(params, model.apply(params, tokens, tokens)[0])
 
 
 @partial(jax.jit, static_argnums=0)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.arrays import check_shapes
+from jaxft.core.arrays import as_array, check_mask, check_shapes
 from jaxft.core.kl import MAX_LOG_RATIO, k3, kl_penalty
 from jaxft.core.reductions import aggregate, count_trained, row_sums, token_mean
 from jaxft.core.types import Denominators
@@ -113,6 +113,11 @@ def policy_loss(
     aggregation = aggregation or preset.aggregation
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
+    given = logprobs, old_logprobs, advantages, completion_mask, ref_logprobs, policy_weights, segment_ids
+    names = "logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs", "policy_weights", "segment_ids"
+    logprobs, old_logprobs, advantages, completion_mask, ref_logprobs, policy_weights, segment_ids = (
+        as_array(name, x) for name, x in zip(names, given, strict=True)
+    )
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(
         logprobs,
@@ -304,6 +309,7 @@ def _check_inputs(
         segment_ids=segment_ids,
         trajectory_tokens=trajectory_tokens,
     )
+    check_mask("completion_mask", completion_mask)
     shape = logprobs.shape
     if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
         wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"

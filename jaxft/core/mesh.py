@@ -30,11 +30,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     """A mesh of these devices (all there are, if None); one size may be -1: as many as are left.
 
     Raises:
-        ValueError: a size is neither positive nor -1, two are -1, or they do not multiply to the number of devices.
+        ValueError: a size is neither positive nor -1, two are -1, they do not multiply to the number of devices, or
+            there are several processes.
 
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
+    check_one_process()
     devices = jax.devices() if devices is None else list(devices)
     sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -48,6 +50,19 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
             "what is left"
         )
     return Mesh(np.array(devices).reshape(*full.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_one_process() -> None:
+    """Raise if jax runs in several processes.
+
+    Raises:
+        ValueError: says how many there are.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"jax.process_count() is {jax.process_count()}; jaxft runs in one process: start it once, with all devices "
+            "of one host and without jax.distributed.initialize"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,6 +201,19 @@ class Layout:
                         f"over the {self.mesh.shape[axis]} devices of mesh axis {axis!r}"
                     )
         return lines
+
+
+def devices_of(layout: Layout | None) -> list[Any]:
+    """The devices that compute: those of the mesh, or else (also for an abstract mesh) the one that jax takes first.
+
+    >>> devices_of(None) == jax.devices()[:1]
+    True
+    """
+    if layout is not None and isinstance(layout.mesh, Mesh):
+        return list(layout.mesh.devices.flat)
+    config: Any = jax.config  # whose attributes are made at run time
+    default = config.jax_default_device
+    return [default] if isinstance(default, jax.Device) else jax.devices()[:1]
 
 
 def held(layout: Layout | None, tree: Any) -> Any:

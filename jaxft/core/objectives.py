@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxft.core.arrays import check_batch_shapes
+from jaxft.core.arrays import as_batch
 from jaxft.core.correction import Correction, sampler_agreement, sampler_correction
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, value_loss
@@ -306,7 +306,7 @@ def score(
     >>> print(score(model, params, Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))).logprobs.round(4))
     [[ 0.     -0.6931]]
     """
-    check_batch_shapes(batch)
+    batch = as_batch(batch)
     return token_logprobs(
         model,
         params,
@@ -338,7 +338,7 @@ def score_in_microbatches(
     [[0.     0.6931]
      [0.     0.6931]]
     """
-    check_batch_shapes(batch)
+    batch = as_batch(batch)
     rows = batch.tokens.shape[0]
     if rows % microbatch_rows:
         raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")

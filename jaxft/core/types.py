@@ -87,7 +87,7 @@ class Denominators(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Padded arrays for one update. `completion_mask` is True exactly where the policy chose the token.
+    """Padded arrays, or nested lists, for one update. `completion_mask` is True where the policy chose the token.
 
     The optional fields are None when the loss does not need them; `advantages` may be one per row or one per token.
     With `segment_ids` (and positions that restart) several sequences are packed into a row: a sequence's tokens stand

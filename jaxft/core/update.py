@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxft.core.arrays import check_batch_shapes
+from jaxft.core.arrays import as_batch
 from jaxft.core.frozen import join, split, trainable
 from jaxft.core.losses import Metrics
 from jaxft.core.mesh import held
@@ -37,7 +37,10 @@ class Sums(NamedTuple):
 
 
 def init_train_state(params: Params, optimizer: optax.GradientTransformation, model: Model | None = None) -> TrainState:
-    """The state before the first update. `make_update` donates it: keep a copy of `params` that must outlive it.
+    """The state before the first update, which holds `params` themselves and not a copy.
+
+    An update donates its state: afterwards `params` are deleted, and the new ones are in `state.params`. To keep those
+    of before (a reference policy), copy them first: `jax.tree.map(jnp.copy, params)`.
 
     Args:
         model: needed where it has adapters, which alone are trained, or lies on a mesh: what the optimiser keeps of a
@@ -60,7 +63,7 @@ def make_update(
     max_grad_norm: float | None = None,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> "Update":
-    """The `update(state, batch) -> (state, metrics)`; the state that goes in is donated.
+    """The `update(state, batch) -> (state, metrics)`; the state that goes in is donated, its parameters included.
 
     Loss and gradients are those of the whole batch however it is divided: denominators are counted first. What is
     compiled depends on the shape of a microbatch and not on how many there are.
@@ -177,11 +180,9 @@ class Update:
             ValueError: a sequence without a batch, a field of a batch that has another shape than its tokens, or rows
                 that do not divide over a mesh.
         """
-        given = [batch] if isinstance(batch, Batch) else list(batch)
+        given = [as_batch(each) for each in ([batch] if isinstance(batch, Batch) else batch)]
         if not given:
             raise ValueError("the sequence of microbatches is empty; wanted at least one batch")
-        for each in given:
-            check_batch_shapes(each)
         parts = [part for each in given for part in split_rows(each, self._rows)]
         if self._layout is not None:
             for part in parts:
@@ -303,7 +304,7 @@ def loss_and_gradients(
     >>> print(f"{loss:.4f}", grads["logits"])  # log 2; probabilities less 1 at the chosen one
     0.6931 [ 0.5 -0.5]
     """
-    check_batch_shapes(batch)
+    batch = as_batch(batch)
     denominators = count_trained(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:

@@ -3,7 +3,7 @@
 Letters: `B` rows, `T` tokens, `S` places of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
@@ -29,13 +29,31 @@ LayerBlocks = list[LayerCache]
 """The blocks of one layer, in the order of their places."""
 
 
-def can_use_flash(dtype: Any, head_dim: int, backend: str) -> bool:
-    """Whether cuDNN's fused attention takes heads of this width and type on this backend.
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities of NVIDIA's GPUs."""
 
-    >>> [can_use_flash(jnp.bfloat16, 128, "gpu"), can_use_flash(jnp.float32, 128, "gpu")]
-    [True, False]
+
+def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
+    """Whether cuDNN's fused attention takes heads of this width and type on all of these devices: NVIDIA's from Ampere
+    on, with heads of up to 128, and from Hopper on up to 256 (as `jax.nn.dot_product_attention` asks).
+
+    >>> can_use_flash(jnp.bfloat16, 128, jax.devices("cpu"))
+    False
     """
-    return backend == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim <= 256 and head_dim % 8 == 0
+    weakest = min(map(compute_capability, devices), default=(0, 0))
+    widest = 256 if weakest >= HOPPER else 128 if weakest >= AMPERE else 0
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim <= widest and head_dim % 8 == 0
+
+
+def compute_capability(device: Any) -> tuple[int, ...]:
+    """The compute capability of a GPU under CUDA, such as (9, 0); (0, 0) of any other device, AMD's GPUs among them.
+
+    >>> compute_capability(jax.devices("cpu")[0])
+    (0, 0)
+    """
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return 0, 0
+    return tuple(int(part) for part in device.compute_capability.split("."))
 
 
 def flash_attention(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.mesh import Layout, gather, path_text
+from jaxft.core.mesh import Layout, devices_of, gather, path_text
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         q, k, v = by_heads(context.layout, (q, k, v))
 
-        if context.is_plain and can_use_flash(q.dtype, self.head_dim, jax.default_backend()):
+        if context.is_plain and can_use_flash(q.dtype, self.head_dim, devices_of(context.layout)):
             mixed = flash_attention(q, k, v, self.window, "cudnn")
             return self.o_proj(mixed.reshape(rows, length, -1)), None
 

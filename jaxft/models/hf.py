@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxft.core.mesh import held
+from jaxft.core.mesh import check_one_process, held
 from jaxft.core.types import Model, Params
 from jaxft.models.config import DecoderConfig, preset
 from jaxft.models.decoder import decoder
@@ -82,9 +82,10 @@ def init_model(
         strict: a dimension that does not divide over the mesh is an error, and not a warning.
 
     Raises:
-        ValueError: no preset has this name, `dtype` is none that weights can have, or the model does not divide over
-            `mesh`.
+        ValueError: no preset has this name, `dtype` is none that weights can have, the model does not divide over
+            `mesh`, or there are several processes.
     """
+    check_one_process()
     config = preset(config) if isinstance(config, str) else config
     model = decoder(config, layout=None if mesh is None else layout_of(config, mesh, strict=strict))
     return model, _init(model, _weights_dtype(dtype), key)
@@ -110,8 +111,10 @@ def load_model(
 
     Raises:
         ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for.
-        ValueError: `dtype` is none that weights can have, or the model does not divide over `mesh`.
+        ValueError: `dtype` is none that weights can have, the model does not divide over `mesh`, or there are several
+            processes.
     """
+    check_one_process()
     dtype = _weights_dtype(dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)

@@ -77,7 +77,7 @@ def test_rows_are_not_packed_where_fused_attention_takes_them(job, start, monkey
         return learn(job, start, {"name": "grpo"}, microbatch_tokens=16, **options)[2][0]["batch_rows"]
 
     assert batch_rows() == batch_rows(packing=True) == 2
-    monkeypatch.setattr(packing_choice, "can_use_flash", lambda dtype, head_dim, backend: True)
+    monkeypatch.setattr(packing_choice, "can_use_flash", lambda dtype, head_dim, devices: True)
     assert (batch_rows(), batch_rows(packing=True)) == (4, 2)
 
 

@@ -6,19 +6,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxft.core.advantages import estimate_advantages, group_advantages, step_advantages, weighted_sum
 from jaxft.core.arrays import check_token_ids
+from jaxft.core.checks import check_batch
 from jaxft.core.correction import sampler_agreement, sampler_correction
 from jaxft.core.kl import k1_penalty, kl_penalty
-from jaxft.core.losses import value_loss
+from jaxft.core.losses import policy_loss, value_loss
 from jaxft.core.objectives import grpo_loss, score, sft_loss
 from jaxft.core.preference import preference_loss
 from jaxft.core.reductions import count_trained
 from jaxft.core.returns import gae, outcome_rewards, reward_to_go, whiten
 from jaxft.core.types import Batch, Denominators
-from jaxft.core.update import loss_and_gradients
+from jaxft.core.update import init_train_state, loss_and_gradients, make_update
 
 X, WIDE, COLUMN = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32), np.zeros((2, 1), np.float32)
 MASK = np.ones((2, 3), bool)
@@ -69,6 +71,41 @@ def test_batches_with_a_field_of_another_shape_are_refused(bigram, field):
         as_users_call(loss_and_gradients, bigram, grpo_loss, params, wrong)
     with pytest.raises(ValueError, match=message):
         as_users_call(score, bigram, params, wrong)
+
+
+def test_a_batch_of_plain_lists_is_one_of_arrays(bigram):
+    optimizer = optax.sgd(0.5)
+    update = make_update(bigram, grpo_loss, optimizer)
+    lists = Batch([[0, 1, 1], [1, 0, 0]], [[False, True, True], [False, True, False]], [1.0, -2.0])
+    arrays = Batch(jnp.array(lists[0]), jnp.array(lists[1]), jnp.array(lists[2]))
+    states = [update(init_train_state(bigram.init(jax.random.key(0)), optimizer), each)[0] for each in (lists, arrays)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    params = bigram.init(jax.random.key(0))
+    assert_array_equal = np.testing.assert_array_equal
+    jax.tree.map(assert_array_equal, score(bigram, params, lists), score(bigram, params, arrays))
+    check_batch(lists)
+    for field, wrong, part in [
+        ("tokens", [[0, 1], [1]], "batch.tokens"),
+        ("tokens", [[0.0] * 3] * 2, "float32"),
+        ("completion_mask", [[0, 1, 1]] * 2, "int32"),
+        ("advantages", ["good", "bad"], "str"),
+    ]:
+        for call in (
+            partial(check_batch, lists._replace(**{field: wrong})),
+            partial(update, states[0], lists._replace(**{field: wrong})),
+        ):
+            with pytest.raises(ValueError, match=rf"batch\.{field}.*") as caught:
+                as_users_call(call)
+            assert part in str(caught.value)
+
+
+def test_policy_loss_takes_plain_lists():
+    knobs = {"logprobs": [[-1.0, -0.5]], "old_logprobs": [[-1.2, -0.5]], "advantages": [1.0], "loss": "dapo"}
+    loss, _ = as_users_call(policy_loss, **knobs, completion_mask=[[True, True]])
+    assert float(loss) == pytest.approx(-1.1107, abs=1e-4)  # TRL's number, of README
+    for wrong, part in (([[1, 1]], "int32"), ([[True], [True, True]], "different lengths")):
+        with pytest.raises(ValueError, match=f"completion_mask.*{part}"):
+            as_users_call(policy_loss, **knobs, completion_mask=wrong)
 
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])

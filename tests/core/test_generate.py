@@ -1,5 +1,7 @@
 """Sampling whole completions: shapes, where rows end, and which rows a change of the request leaves alone."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,43 @@ def test_rows_are_prompts_and_their_completions(rollout):
     for logprobs in (rollout.sampler_logprobs, rollout.behavior_logprobs):
         assert np.all(logprobs[~rollout.completion_mask] == 0)
         assert np.all(logprobs[rollout.completion_mask] < 0)
+
+
+def test_prompts_may_be_arrays_or_one_alone(tiny, rollout):
+    """All of the shapes that the fixture compiled: three prompts of two generations, or six of one."""
+    same = [PROMPTS[0]] * 3
+    expected = run(tiny, same)
+    for prompts in (np.array(same), jnp.array(same), list(np.array(same)), tuple(map(tuple, same))):
+        assert_same_bits(run(tiny, prompts), expected)
+    alone = run(tiny, [PROMPTS[0]], num_generations=6)
+    for prompt in (PROMPTS[0], np.array(PROMPTS[0]), jnp.array(PROMPTS[0])):
+        assert_same_bits(run(tiny, prompt, num_generations=6), alone)
+    assert_same_bits(run(tiny, key=jax.random.key_data(KEY)), rollout)  # a key of the older kind
+
+
+@pytest.mark.parametrize(
+    ("prompts", "key", "parts"),
+    [
+        ("a text", KEY, ("prompts[0]", "token ids")),
+        ([[1], "a text"], KEY, ("prompts[1]", "token ids")),
+        ([["a", "b"]], KEY, ("prompts[0]", "token ids")),
+        ([], KEY, ("prompts is empty",)),
+        (np.zeros((0, 3), int), KEY, ("prompts is empty",)),
+        ([[1], []], KEY, ("prompts[1]",)),
+        ([[1.0, 2.0]], KEY, ("prompts[0]", "float64")),
+        (np.zeros((1, 2, 3), int), KEY, ("prompts[0]", "[2, 3]")),
+        ([[1, 2], [3, 48]], KEY, ("prompts[1]", "48", "0 to 47")),
+        ([[-1]], KEY, ("prompts[0]", "-1")),
+        (PROMPTS, 7, ("key is 7", "jax.random.key(")),
+        (PROMPTS, jnp.array(7), ("key is an array", "jax.random.key(")),
+        (PROMPTS, jax.random.split(KEY, 2), ("key holds 2 keys",)),
+    ],
+)
+def test_what_is_no_prompt_or_no_key_is_refused_with_a_sentence(tiny, prompts, key, parts):
+    as_users_call = inspect.unwrap(generate)  # without the checks of annotations that a test session adds
+    with pytest.raises(ValueError) as caught:
+        as_users_call(*tiny, prompts, key, max_new_tokens=NEW)
+    assert all(part in str(caught.value) for part in parts)
 
 
 def test_generations_of_a_prompt_differ(rollout):

@@ -1,6 +1,7 @@
 """Meshes and layouts, as far as they can be judged without devices; what is computed on them is in test_scaling.py."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,18 @@ def layout(data, fsdp, tensor):
 def test_sizes_that_make_no_mesh(sizes, said):
     with pytest.raises(ValueError, match=said):
         make_mesh(*sizes, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [make_mesh, partial(jaxft.init_model, "qwen3-50k", None), partial(jaxft.load_model, "nowhere/at-all")],
+    ids=["make_mesh", "init_model", "load_model"],
+)
+def test_several_processes_are_refused(enter, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"jax\.process_count\(\) is 2; .*one process") as caught:
+        enter()
+    assert "\n" not in str(caught.value)
 
 
 def test_the_rest_of_the_devices():

@@ -2,19 +2,23 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
+from jaxft.core.mesh import AXES, devices_of, make_mesh
 from jaxft.core.precision import compute_in
 from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
 from jaxft.models.config import PRESETS, preset
 from jaxft.models.decoder import decoder, make_context
 from jaxft.models.hf import init_model
+from jaxft.models.sharding import layout_of
 
 SMALL = PRESETS["qwen3-50k"]
 
@@ -217,20 +221,44 @@ def test_fused_attention_is_asked_for_what_attention_is_here(window):
     assert context.is_plain and not make_context(config, positions, None, positions).is_plain
 
 
+def device(platform, version, capability=""):
+    """As much of a device as tells what it can do; only those of CUDA and ROCm have a `compute_capability`."""
+    return SimpleNamespace(
+        platform=platform, client=SimpleNamespace(platform_version=version), compute_capability=capability
+    )
+
+
+H100, A100 = device("gpu", "PJRT C API\ncuda 12090", "9.0"), device("gpu", "PJRT C API\ncuda 12090", "8.0")
+T4, MI300 = device("gpu", "PJRT C API\ncuda 12090", "7.5"), device("gpu", "PJRT C API\nrocm 60300", "gfx942")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "backend", "expected"),
+    ("dtype", "head_dim", "devices", "expected"),
     [
-        (jnp.bfloat16, 64, "gpu", True),
-        (jnp.float16, 256, "gpu", True),
-        (jnp.float32, 64, "gpu", False),
-        (jnp.bfloat16, 264, "gpu", False),
-        (jnp.bfloat16, 60, "gpu", False),
-        (jnp.bfloat16, 64, "cpu", False),
-        (jnp.bfloat16, 64, "tpu", False),
+        (jnp.bfloat16, 64, [H100], True),
+        (jnp.float16, 256, [H100], True),
+        (jnp.bfloat16, 128, [A100, A100], True),
+        (jnp.bfloat16, 256, [A100], False),
+        (jnp.bfloat16, 256, [H100, A100], False),
+        (jnp.bfloat16, 64, [H100, T4], False),
+        (jnp.bfloat16, 64, [MI300], False),
+        (jnp.float32, 64, [H100], False),
+        (jnp.bfloat16, 264, [H100], False),
+        (jnp.bfloat16, 60, [H100], False),
+        (jnp.bfloat16, 64, [device("tpu", "PJRT C API\nTFRT TPU v5")], False),
+        (jnp.bfloat16, 64, jax.devices("cpu"), False),
+        (jnp.bfloat16, 64, [], False),
     ],
 )
-def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, backend, expected):
-    assert can_use_flash(jnp.dtype(dtype), head_dim, backend) is expected
+def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, devices, expected):
+    assert can_use_flash(jnp.dtype(dtype), head_dim, devices) is expected
+
+
+def test_the_devices_of_the_mesh_decide_about_fused_attention():
+    one = jax.devices()[:1]
+    layout = layout_of(SMALL, make_mesh(devices=one))
+    assert devices_of(layout) == devices_of(None) == one
+    assert devices_of(layout_of(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
 
 
 @pytest.mark.gpu
