@@ -17,8 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from jaxft.core.arrays import vocabulary_size
 from jaxft.core.types import Model, Params
 from jaxft.policy.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.policy.faults import DeviceMemoryError, DeviceThreadError
@@ -53,12 +55,12 @@ class Engine:
         seed: int,
         slots: int,
         max_context_tokens: int,
-        vocabulary: int,
+        shapes: Params,
         stored_prompts: int | None = None,
     ) -> None:
         """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins.
 
-        `vocabulary` is the number of tokens that the model gives logits for; ids of a request must be below it.
+        `shapes` are those of the parameters as they are trained: they tell the size of the vocabulary.
         `stored_prompts` is how many prompts are kept for their other generations and next turns; by default as many as
         there are slots, and at least 8.
 
@@ -69,9 +71,9 @@ class Engine:
             raise ValueError(f"stored_prompts is {stored_prompts}; wanted at least {FEWEST_STORED_PROMPTS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
-        self.vocabulary = vocabulary
         fewest = slots * -(-FEWEST_STORED_PROMPTS // slots)  # a multiple: divides over a mesh where slots do
         self.stored_prompts = fewest if stored_prompts is None else stored_prompts
+        self._model, self._shapes = model, shapes
         self._device = device
         self._get_params = get_params
         self._workspace = Workspace(
@@ -85,6 +87,11 @@ class Engine:
         self._waiting: deque[_Running] = deque()
         self._is_scheduled = False
         self._lock = threading.Lock()
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model gives logits for; ids of a request are below it."""
+        return vocabulary_size(self._model, self._shapes)
 
     @property
     def counts(self) -> Counts:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxft.core.arrays import vocabulary_size
 from jaxft.core.frozen import BASE
 from jaxft.core.types import Model, Params
 from jaxft.policy.chat import ChatTemplate
@@ -71,7 +70,7 @@ class Policy:
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
-            vocabulary=vocabulary_size(model, params),
+            shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
             stored_prompts=stored_prompts,
         )
 
