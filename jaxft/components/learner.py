@@ -387,5 +387,7 @@ def merge_metrics(
             merged[name] = max(values)
         else:
             weights = [count[averaged_over.get(name, "tokens")] for count in counts]
-            merged[name] = float(np.average(values, weights=weights)) if any(weights) else 0.0
+            # Not numpy's average, which warns of an update that was not finite.
+            total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+            merged[name] = total / max(sum(weights), 1)
     return merged

@@ -1,5 +1,6 @@
 """Jobs of learning: several updates, minibatches, references, values, and what packing must not change."""
 
+import warnings
 from itertools import chain
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import jaxft.components.packing_choice as packing_choice
 from jaxft.components.batching import Row
 from jaxft.components.credit import assign_advantages, gather_credit
-from jaxft.components.learner import Learner
+from jaxft.components.learner import Learner, merge_metrics
 from jaxft.components.losses import LossConfig
 from jaxft.components.optimizers import OptimizerConfig
 from jaxft.harness.data_models import Trajectory
@@ -101,6 +102,15 @@ def test_minibatches_take_every_trajectory_once_a_pass(job, start):
     assert [[row.trajectory for row in part] for part in again._parts(rows)] == parts
     _, _, (metrics,) = learn(job, start, {}, minibatches=2)
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
+
+
+def test_what_is_not_finite_stays_so_without_a_warning():
+    updates = [{"loss": value, "kl": value} for value in (np.inf, -np.inf, 1.0)]
+    counts = [{"tokens": tokens, "updates": 1} for tokens in (0, 2, 2)]
+    with warnings.catch_warnings(action="error"):
+        merged = merge_metrics(updates, counts, {"loss": "updates"})
+    assert np.isnan(merged["loss"]) and merged["kl"] == -np.inf
+    assert merge_metrics([{"kl": 0.0}], [{"tokens": 0}], {}) == {"kl": 0.0}
 
 
 def still(params, tokens, positions):
