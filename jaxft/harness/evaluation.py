@@ -232,7 +232,8 @@ class Evaluation:
         error = traceback = None
         try:
             with user_code(), recording(episode):
-                # A copy: what one episode does to its row must not reach the next.
+                # Copies: what one episode does to its row must not reach the next.
+                episode.input_obj = copy.deepcopy(item.input_obj)
                 answer = self._workflow(copy.deepcopy(item.full_dataset_entry))
                 output = await within(self._timeout_seconds, answer, late="the workflow gave no output")
                 if self._result_json_path is not None:

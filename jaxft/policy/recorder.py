@@ -96,6 +96,7 @@ class Episode:
         calls: what its language models answered, in the order in which the calls began.
         step_rewards: what `reward_step` gave, by the index of the call.
         candidates: what `record_candidates` was given, a decision each.
+        input_obj: the example's input, which `structure.question_key` chooses in a row of a file.
     """
 
     run_seed: int
@@ -107,6 +108,7 @@ class Episode:
     calls: list[Call] = field(default_factory=list)
     step_rewards: dict[int, float] = field(default_factory=dict)
     candidates: list[Candidates] = field(default_factory=list)
+    input_obj: Any = None
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
 
