@@ -113,11 +113,11 @@ def policy_loss(
     aggregation = aggregation or preset.aggregation
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
-    given = logprobs, old_logprobs, advantages, completion_mask, ref_logprobs, policy_weights, segment_ids
-    names = "logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs", "policy_weights", "segment_ids"
-    logprobs, old_logprobs, advantages, completion_mask, ref_logprobs, policy_weights, segment_ids = (
-        as_array(name, x) for name, x in zip(names, given, strict=True)
-    )
+    logprobs, old_logprobs = as_array("logprobs", logprobs), as_array("old_logprobs", old_logprobs)
+    advantages, completion_mask = as_array("advantages", advantages), as_array("completion_mask", completion_mask)
+    ref_logprobs, policy_weights = as_array("ref_logprobs", ref_logprobs), as_array("policy_weights", policy_weights)
+    segment_ids = as_array("segment_ids", segment_ids)
+    trajectory_tokens = as_array("trajectory_tokens", trajectory_tokens)
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(
         logprobs,

@@ -113,7 +113,9 @@ class EvalGeneralConfig(ConfigModel):
         description="Where in the workflow's output the result is that evaluators see, as $.answer; null: all of it.",
     )
     output_dir: OutputPath | None = Field(
-        default=None, description="Where `jaxft eval` writes, relative to the working directory; null: nowhere."
+        default=None,
+        description="Where `jaxft eval` writes, relative to the working directory; null: nowhere. Training writes to "
+        "finetuning.output_dir alone, and says so when this is set, too.",
     )
 
 

@@ -7,7 +7,7 @@ for those who look, and for a run that goes on.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -39,6 +39,22 @@ def initial_state(config: CurriculumLearningConfig) -> State:
         "dropped_groups": [],
         "examples": {},
     }
+
+
+def checked_state(state: Mapping[str, Any]) -> State:
+    """The state as it was given, unless it has some keys of a `State` and lacks others.
+
+    Raises:
+        ValueError: it does, as that of the toolkit, which knows groups by their places and not by examples.
+    """
+    wanted = initial_state(CurriculumLearningConfig()).keys()
+    missing = [name for name in wanted if name not in state]
+    if missing and len(missing) < len(wanted):
+        raise ValueError(
+            f"the curriculum's state lacks {', '.join(missing)}: give what get_curriculum_state gave, or leave it out "
+            "for that of the toolkit: the share of the groups follows from the epoch, and groups go by their examples"
+        )
+    return dict(state)
 
 
 def percentile(config: CurriculumLearningConfig, epoch: int) -> float:

@@ -24,7 +24,9 @@ class DatasetStructureConfig(ConfigModel):
     """Which fields of a row mean what."""
 
     question_key: str | None = Field(
-        default="question", description="Field with the agent's input; null: the whole row is the input."
+        default="question",
+        description="Field with the input, which evaluators see and which an agent, called with the whole row, finds "
+        "in `jaxft.episode().input_obj`; null: the whole row is the input.",
     )
     answer_key: str | None = Field(default="answer", description="Field with the expected output; null: there is none.")
 

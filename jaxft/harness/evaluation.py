@@ -270,9 +270,10 @@ class Evaluation:
         error = traceback = None
         try:
             with user_code(), recording(episode):
+                # Copies: what one episode does to its row must not reach the next.
+                episode.input_obj = copy.deepcopy(item.input_obj)
                 output = await self.supervisor.run(
                     self._workflow,
-                    # A copy: what one episode does to its row must not reach the next.
                     copy.deepcopy(item.full_dataset_entry),
                     name=named(episode),
                     in_thread=not is_async(self._workflow),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxft.harness.curriculum import choose_groups, initial_state
+from jaxft.harness.curriculum import checked_state, choose_groups, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EvalInputItem,
@@ -352,8 +352,12 @@ class Trainer(ABC):
         return copy.deepcopy(self._curriculum_state or {})
 
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `get_curriculum_state` gave, of this trainer or of one before it."""
-        self._curriculum_state = copy.deepcopy(state)
+        """Goes on from a state that `get_curriculum_state` gave, of this trainer or of one before it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        self._curriculum_state = copy.deepcopy(checked_state(state)) if state else None
 
 
 def _check_empty(part: object, state: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """One mapping from many layers: a file, the files it inherits by `base:`, what `--set` says, and `${VARIABLES}`.
 
-Maps merge; anything else of a later layer replaces what was there. Variables are expanded last, on texts that are
-parsed already, so that no value can change the structure: `${VAR}` must exist, `${VAR:-default}` need not, and `$${`
-stands for `${`.
+Maps merge; anything else of a later layer replaces what was there. A component (a map with `_type`) of another type
+replaces that of the layer below with all its fields, and null takes it away. Variables are expanded last, on texts that
+are parsed already, so that no value can change the structure: `${VAR}` must exist, `${VAR:-default}` need not, and
+`$${` stands for `${`.
 
 A text that then begins with `file://` is replaced by what the file holds, for prompts and keys that live elsewhere:
 `file://prompts/system.txt` is relative to the folder of the YAML file (on the command line, to the working directory),
@@ -116,21 +117,36 @@ def located(value: Any, folder: Path) -> Any:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Maps merged key by key; anything else of `above` replaces what is below.
+    """Maps merged key by key; anything else of `above`, and a component of another type, replaces what is below.
 
     >>> merged({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
     {'a': {'x': 1, 'y': [3]}, 'b': 2}
+    >>> merged({"a": {"_type": "one", "x": 1}, "b": {"_type": "two"}}, {"a": {"_type": "two"}, "b": None})
+    {'a': {'_type': 'two'}}
     """
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    both = {key: merged(value, above[key]) if key in above else value for key, value in below.items()}
+    if "_type" in below and above.get("_type", below["_type"]) != below["_type"]:
+        return above
+    kept = {key: value for key, value in below.items() if not _is_taken_away(value, above, key)}
+    both = {key: merged(value, above[key]) if key in above else value for key, value in kept.items()}
     return both | {key: value for key, value in above.items() if key not in below}
+
+
+def _is_taken_away(value: Any, above: Mapping[str, Any], key: str) -> bool:
+    """Whether null stands above a component."""
+    return _is_component(value) and key in above and above[key] is None
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, dict) and "_type" in value
 
 
 def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faults: Faults) -> None:
     """Puts each `(dotted path, YAML text)` into the mapping; paths in it are relative to the working directory.
 
-    Maps on the way that are missing, or null, are made; numbers in a path count the items of a list from 0.
+    Maps on the way that are missing, or null, are made; numbers in a path count the items of a list from 0. Null takes
+    a component away.
     """
     for path, text in overrides:
         try:
@@ -143,7 +159,9 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
         node: Any = mapping
         for depth, part in enumerate(parents):
             node = _step(node, part, ".".join(parents[:depth]), path, faults)
-        if isinstance(node, dict):
+        if isinstance(node, dict) and value is None and _is_component(node.get(last)):
+            del node[last]
+        elif isinstance(node, dict):
             node[last] = value
         elif _has_item(node, last, ".".join(parents), path, faults):
             node[int(last)] = value

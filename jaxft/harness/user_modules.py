@@ -26,7 +26,7 @@ def import_installed() -> None:
                 entry.load()
         except UserCodeError as failure:
             raise ConfigError(
-                [f"entry point '{entry.name}' ({entry.value}) cannot be imported:\n{failure.tail}"]
+                [f"entry point '{entry.name}' ({entry.value}) cannot be imported:{_why(failure)}"]
             ) from failure.error
 
 
@@ -61,7 +61,15 @@ def import_module(name: str) -> None:
         with user_code():
             module = importlib.import_module(path.stem if is_path else location)
     except UserCodeError as failure:
-        raise ConfigError([f"the module '{name}' cannot be imported:\n{failure.tail}"]) from failure.error
+        raise ConfigError([f"the module '{name}' cannot be imported:{_why(failure)}"]) from failure.error
     file = path / "__init__.py" if path.is_dir() else path
     if is_path and Path(module.__file__ or "").resolve() != file.resolve():
         raise ConfigError([f"the module '{name}' is {module.__file__}, not {file}: rename one of them"])
+
+
+def _why(failure: UserCodeError) -> str:
+    """The end of the traceback; of a file that is no Python, where it is not: no code of it has run."""
+    error = failure.error
+    if isinstance(error, SyntaxError):
+        return f" {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    return f"\n{failure.tail}"

@@ -111,6 +111,7 @@ class Episode:
         step_rewards: what `reward_step` gave, by the index of the call.
         candidates: what `record_candidates` was given, a decision each.
         is_dropped: a prompt was too long, and `long_prompts` of its language model is `drop`.
+        input_obj: the example's input, which `structure.question_key` chooses in a row of a file.
     """
 
     run_seed: int
@@ -123,6 +124,7 @@ class Episode:
     step_rewards: dict[int, float] = field(default_factory=dict)
     candidates: list[Candidates] = field(default_factory=list)
     is_dropped: bool = False
+    input_obj: Any = None
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)

@@ -5,8 +5,9 @@ import json
 import jax
 import pytest
 
+import jaxft
 from jaxft.cli import main
-from jaxft.harness.registry import EvaluatorConfig, register_evaluator
+from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.hf import load_model, save_model
 
@@ -272,6 +273,42 @@ def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
     assert "llms.policy.mesh: num_kv_heads is 2, which does not divide over the 4 devices" in capsys.readouterr().err
     assert main([*command, "--set", "llms.policy.mesh.data=-1"]) == 2
     assert "mesh is data -1 x fsdp 1 x tensor 2, which does not multiply to 1 devices" in capsys.readouterr().err
+
+
+class AskedAgentConfig(WorkflowConfig, name="asked_agent"):
+    pass
+
+
+@register_workflow(config_type=AskedAgentConfig)
+async def asked_agent(config, builder):
+    """Answers what the configuration says is the question, and spoils it."""
+
+    async def answer(example):
+        asked = jaxft.episode().input_obj
+        assert example["question"] == "another"
+        return asked.pop().upper()
+
+    yield answer
+
+
+def test_the_question_of_the_structure_reaches_the_agent(run_file, tmp_path, capsys):
+    row = {"question": "another", "asked": ["a"], "wanted": "A"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+
+    def structured(run):
+        run["workflow"] = {"_type": "asked_agent"}
+        structure = {"question_key": "asked", "answer_key": "wanted"}
+        run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl", "structure": structure}
+
+    assert main(["eval", "--config_file", run_file(structured), "--num_generations", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "average/match   1\n" in shown and "failed          0" in shown
+
+
+def test_finetune_says_that_it_does_not_write_where_eval_does(run_file, tmp_path, capsys):
+    assert main(["finetune", "--config_file", run_file(), "--set", "eval.general.output_dir=judged"]) == 0
+    assert "eval.general.output_dir: judged is for `jaxft eval`" in capsys.readouterr().out
+    assert not (tmp_path / "judged").exists() and (tmp_path / "run" / "result.json").exists()
 
 
 class RemoteMatchConfig(EvaluatorConfig, name="remote_match"):

@@ -200,6 +200,33 @@ def test_files_inherit(toy_run, tmp_path):
     assert config.eval.general.dataset.file_path == data
 
 
+def test_an_inherited_component_is_replaced_by_one_of_another_type_and_taken_away_by_null(toy_run, tmp_path):
+    dataset = {"_type": "csv", "file_path": "rows.csv", "delimiter": ";", "id_key": "name"}
+    toy_run["eval"] |= {"general": {"dataset": dataset}, "validation": {"dataset": dataset, "interval": 2}}
+    toy_run["eval"]["evaluators"]["other"] = {"_type": "toy_match"}
+    (tmp_path / "base.yml").write_text(dump_yaml(toy_run))
+    changes = {
+        "base": "base.yml",
+        "eval": {
+            "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
+            "validation": {"dataset": {"file_path": "held_out.csv"}},
+            "evaluators": {"other": None},
+        },
+    }
+    (tmp_path / "run.yml").write_text(dump_yaml(changes))
+    config = load_config(tmp_path / "run.yml")
+    kept, held_out = config.eval.general.dataset, config.eval.validation.dataset
+    assert (kept.type_name, kept.file_path, kept.id_key) == ("jsonl", tmp_path / "rows.jsonl", "id")
+    assert (held_out.type_name, held_out.delimiter, held_out.file_path.name) == ("csv", ";", "held_out.csv")
+    assert list(config.eval.evaluators) == ["match"]
+    config = load_config(tmp_path / "base.yml", [("eval.evaluators.other", "null"), ("eval.validation", "null")])
+    assert list(config.eval.evaluators) == ["match"] and config.eval.validation is None
+    with pytest.raises(ConfigError, match=r"finetuning\.reward_function\.name: 'match' is not in 'eval.evaluators'"):
+        load_config(tmp_path / "run.yml", [("eval.evaluators.match", "null")])
+    with pytest.raises(ConfigError, match=r"evaluators\.new: must be a mapping with '_type'"):  # nothing to take away
+        load_config(tmp_path / "run.yml", [("eval.evaluators.new", "null")])
+
+
 def test_a_path_on_the_command_line_is_relative_to_the_working_directory(toy_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dataset = "{_type: jsonl, file_path: rows.jsonl}"
@@ -293,6 +320,14 @@ def test_a_module_that_fails_is_one_fault_with_its_traceback(toy_run, tmp_path):
     assert "line 2, in f" in broken and broken.endswith("ZeroDivisionError: division by zero")
     assert missing.startswith("imports.1: the module 'my_parts_nowhere' cannot be imported")
     assert seed.startswith("finetuning.seed: ")
+
+
+def test_a_module_that_is_no_python_is_one_line(toy_run, tmp_path):
+    (tmp_path / "my_parts_e.py").write_text("import json\ndef f(:\n")
+    (tmp_path / "my_parts_f.py").write_text("import my_parts_e\n")
+    toy_run["imports"] = ["my_parts_e", "my_parts_f"]
+    for fault in faults_of(toy_run, tmp_path):
+        assert fault.endswith(f"cannot be imported: {tmp_path / 'my_parts_e.py'}:2: SyntaxError: invalid syntax")
 
 
 def test_a_module_that_exits_is_a_fault_and_no_end(toy_run, tmp_path):

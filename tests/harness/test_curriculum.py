@@ -158,6 +158,16 @@ def test_the_trainer_keeps_the_state(make_trainer):
     assert first.get_curriculum_state()["examples"]  # what is given is a copy
 
 
+def test_a_state_of_the_toolkit_is_refused(make_trainer):
+    made = make_trainer()
+    asyncio.run(made.initialize(FinetuneConfig(curriculum_learning={"enabled": True})))
+    before = made.get_curriculum_state()
+    toolkits = {"current_percentile": 0.5, "last_expansion_epoch": -1, "total_groups": 4, "included_groups": {0, 1}}
+    with pytest.raises(ValueError, match="the curriculum's state lacks dropped_groups, examples"):
+        made.restore_curriculum_state(toolkits)
+    assert made.get_curriculum_state() == before
+
+
 def test_it_is_off_by_default(make_trainer):
     made = make_trainer()
     collection = TrajectoryCollection(trajectories=groups(), run_id="r")
