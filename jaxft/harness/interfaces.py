@@ -267,7 +267,7 @@ class Trainer(ABC):
         """Saves the run, if that is due; called by `run` between epochs, when no job is open and the logs are written.
 
         Args:
-            step: larger than before; how much has been done.
+            step: how much has been done, such as the number of finished epochs; it grows, and names the checkpoint.
             score: the validation reward of the policy as it is; the best one is kept.
             is_last: whether nothing comes after.
         """

@@ -25,7 +25,8 @@ from jaxft.runs.redaction import redacted
 # They reorder or break what stands around them, so a text could show itself as another.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
-_LINES_BEFORE_THE_FILE = 1000
+_MAX_UNWRITTEN = 1000
+"""Entries that are remembered until there is a file for them."""
 
 
 class Console:
@@ -41,7 +42,10 @@ class Console:
     """
 
     def __init__(self, stream: io.TextIOBase | None = None, *, seconds_between_signs: float = 60.0) -> None:
-        """Prints to `stream`, by default standard output."""
+        """Prints to `stream`, by default standard output.
+
+        Where that is no terminal, `seconds_between_signs` may pass without a line before the status is one.
+        """
         self.mask: Callable[[str], str] = redacted
         self._stream = cast(TextIO, sys.stdout if stream is None else stream)
         self._rich = RichConsole(file=self._stream, highlight=False)
@@ -59,7 +63,7 @@ class Console:
         self._has_printed = False
         self._lock = threading.RLock()
         self._file: TextIO | None = None
-        self._unwritten: deque[str] = deque(maxlen=_LINES_BEFORE_THE_FILE)
+        self._unwritten: deque[str] = deque(maxlen=_MAX_UNWRITTEN)
         self._formatter = _Formatter(self._safe)
         self._records = RichHandler(
             console=self._rich, show_path=False, markup=False, highlighter=NullHighlighter(), keywords=[]
@@ -151,7 +155,8 @@ class Console:
         """
         with self._lock, contextlib.suppress(OSError):
             self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            self._file.writelines(self._unwritten)
+            # When these were shown, it was not known yet what is secret.
+            self._file.writelines(self.mask(redacted(entry)) for entry in self._unwritten)
             self._unwritten.clear()
 
     def close(self) -> None:
@@ -172,7 +177,7 @@ class Console:
         self.mask = redacted
 
     def _line(self) -> str:
-        """What goes on, in one line; empty when nothing is known to."""
+        """Epochs, status and compilation in one line; empty when there is none of them."""
         parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
         program = self._compiling
         for text, began in (

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from jaxft.runs.console import Console, printable
+from jaxft.runs.redaction import hiding, redactor
 
 FIGURES = {"reward": "0.81 [0,1]", "kl": 0.00123456, "tok/s": 5321.4, "seconds": 3.14}
 EPISODE = [
@@ -64,12 +65,14 @@ def test_what_goes_on_is_the_live_line_of_a_terminal(monkeypatch):
     console.compiling("jit(decode)")
     console.epoch(3, {"reward": 0.25})
     console.epoch(4, {"reward": 0.5})
+    console.log(logging.LogRecord("agent", logging.INFO, "agent.py", 1, "asked [red]%s[/red]", ("why",), None))
     console.status("training")
     console.compiling(None)
     console.close()
     shown = stream.getvalue()
     assert "making llms.policy (" in shown and "2/12 epochs  37 of 64 episodes, 1,234 tokens/s (" in shown
-    assert "compiling jit(decode)" in shown and "4/12 epochs  training (" in shown
+    assert "INFO" in shown and "agent: asked [red]why[/red]" in shown
+    assert "compiling jit(decode) (" in shown and "4/12 epochs  training (" in shown
     for line in ("3/12 epochs  reward 0.25\n", "4/12 epochs  reward 0.5\n"):
         assert shown.count(line) == 1  # live lines are drawn again and again, those that stay once
 
@@ -93,7 +96,9 @@ def test_elsewhere_what_goes_on_is_a_line_when_there_was_none_for_long(tmp_path)
 def test_all_that_is_shown_is_kept_with_its_time(tmp_path):
     stream, file = io.StringIO(), tmp_path / "run.log"
     console = Console(stream)
-    console.message("before the file")
+    console.message("before the file: sk-3141592653")
+    with hiding(["sk-3141592653"]):
+        console.mask = redactor()
     console.keep(file)
     console.episode("game", EPISODE)
     console.log(logging.LogRecord("agent", logging.INFO, "agent.py", 1, "asked\x1b[2J %s", ("why",), None))
@@ -101,7 +106,8 @@ def test_all_that_is_shown_is_kept_with_its_time(tmp_path):
     console.message("after the file")
     lines = file.read_text().splitlines()
     shown = stream.getvalue().splitlines()
-    assert lines[0].endswith(" before the file") and lines[-1].endswith(" INFO agent: asked\\x1b[2J why")
+    assert lines.pop(0).endswith(" before the file: ***") and shown.pop(0) == "before the file: sk-3141592653"
+    assert lines[-1].endswith(" INFO agent: asked\\x1b[2J why")
     assert [line[len("2026-01-31 23:59:59 ") :] for line in lines] == shown[:-1]
 
 
