@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, EvalInputItem, FinetuneConfig
-from jaxft.harness.errors import ConfigError, did_you_mean
+from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, EvalInputItem, FinetuneConfig, TrajectoryCollection
+from jaxft.harness.errors import ConfigError, TrajectoryError, did_you_mean
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.interfaces import TrajectoryBuilder
 from jaxft.harness.registry import TrajectoryBuilderConfig
-from jaxft.policy.recorder import TRAINING, WORKFLOW, Call
+from jaxft.policy.recorder import MAX_REWARD, TRAINING, WORKFLOW, Call
 from jaxft.policy.sequences import episode_messages, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}
@@ -158,6 +158,15 @@ def why_no_calls(metrics: Mapping[str, float]) -> str | None:
             "agent started: hand such a thread jaxft.in_episode(function) in the place of function"
         )
     return "no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it"
+
+
+def check_rewards(collection: TrajectoryCollection) -> None:
+    """Refuses, with a `TrajectoryError` that names the episode, rewards whose squares or differences would overflow."""
+    for trajectory in (each for group in collection.trajectories for each in group):
+        for reward in (trajectory.reward, *(trajectory.shaped_rewards or ())):
+            if abs(reward) > MAX_REWARD:
+                name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
+                raise TrajectoryError(f"{name} has the reward {reward:g}; wanted one that fits float32")
 
 
 def episode_items(outcome: EpisodeOutcome) -> list[EpisodeItem]:

@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxft.components.collecting import why_no_calls
+from jaxft.components.collecting import check_rewards, why_no_calls
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
 from jaxft.components.logged_trainer import LoggedTrainer
-from jaxft.components.rows import check_rewards
 from jaxft.components.run_log import mean, reward_figures
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TooManyFailures

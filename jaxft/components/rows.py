@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.components.batching import Row, sort_trajectories
-from jaxft.components.collecting import why_no_calls
+from jaxft.components.collecting import check_rewards, why_no_calls
 from jaxft.core.advantages import EQUAL_REWARDS
 from jaxft.harness.data_models import DPOItem, Trajectory, TrajectoryCollection
 from jaxft.harness.errors import NothingToTrain, TrajectoryError
-from jaxft.policy.recorder import MAX_REWARD
 from jaxft.policy.sequences import TokenSequence
 
 
@@ -128,14 +127,6 @@ def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
             )
 
 
-def check_rewards(collection: TrajectoryCollection) -> None:
-    """Refuses, with a `TrajectoryError` that names the episode, rewards whose squares or differences would overflow."""
-    for trajectory in (each for group in collection.trajectories for each in group):
-        for reward in (trajectory.reward, *(trajectory.shaped_rewards or ())):
-            if abs(reward) > MAX_REWARD:
-                raise TrajectoryError(f"{_name(trajectory)} has the reward {reward:g}; wanted one that fits float32")
-
-
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
     """Refuses, with a `TrajectoryError`, preferences where episodes are wanted."""
     if any(isinstance(item, DPOItem) for trajectory in trajectories for item in trajectory.episode):
@@ -144,7 +135,7 @@ def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
 
 def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
     """Refuses a row that no loss can use; gives a name of its trajectory for messages."""
-    name = _name(trajectory)
+    name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
     if len(set(lengths.values())) > 1:
@@ -152,10 +143,6 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
     if sequence.completion_mask[:1] == [True]:
         raise TrajectoryError(f"{name}: the first token of a sequence has no context and cannot be trained")
     return name
-
-
-def _name(trajectory: Trajectory) -> str:
-    return f"example '{trajectory.example_id}', generation {trajectory.generation}"
 
 
 def has_signal(group: list[Trajectory]) -> bool:

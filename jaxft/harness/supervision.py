@@ -125,7 +125,7 @@ class Supervisor:
             raise error if isinstance(error, UserCodeError) else UserCodeError(error)
         given, ended = task.result()
         if seconds is not None and ended - started > seconds:  # a deadline that nobody could keep
-            blame = self._blame(started) or "; it blocked the event loop meanwhile"
+            blame = self._blame(started) or "; the event loop was blocked meanwhile, by it or by another episode"
             raise TimeoutError(f"{late} within {seconds:g} s{blame}")
         return given
 

@@ -159,7 +159,7 @@ def test_candidates_that_make_no_sense_are_refused(collect, ask):
         with pytest.raises(ValueError, match="an answer is a candidate already"):
             episode().record_candidates([second], [1.0])
 
-    assert len(collect(agent).trajectories[0]) == 1 and len(refused) == 7
+    assert len(collect(agent).trajectories[0]) == 1 and len(refused) == 8
 
 
 def test_ties_keep_the_order_of_the_candidates(ask, collect):

@@ -151,7 +151,7 @@ async def toy_adapter(config, builder):
 
 
 class ToyTrainerConfig(TrainerConfig, name="toy_trainer"):
-    is_idle: bool = False
+    pass
 
 
 class ToyTrainer(Trainer):
@@ -160,8 +160,7 @@ class ToyTrainer(Trainer):
         return await self.trainer_adapter.submit(await self.trajectory_builder.finalize(run_id))
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        epochs = 0 if self.trainer_config.is_idle else num_epochs
-        refs = [await self.run_epoch(epoch, f"epoch-{epoch}") for epoch in range(epochs)]
+        refs = [await self.run_epoch(epoch, f"epoch-{epoch}") for epoch in range(num_epochs)]
         return [await self.trainer_adapter.wait_until_complete(ref) for ref in refs]
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
@@ -223,7 +222,23 @@ def make_trainer():
     return make
 
 
-class ValidatingTrainerConfig(ToyTrainerConfig, name="validating_trainer"):
+class IdleTrainerConfig(TrainerConfig, name="idle_trainer"):
+    pass
+
+
+class IdleTrainer(ToyTrainer):
+    """Submits nothing."""
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        return []
+
+
+@register_trainer(config_type=IdleTrainerConfig)
+async def idle_trainer(config, builder):
+    yield IdleTrainer(config)
+
+
+class ValidatingTrainerConfig(TrainerConfig, name="validating_trainer"):
     pass
 
 

@@ -79,9 +79,9 @@ def test_a_run_of_another_trainer_that_trained_nothing_has_failed(toy_run, tmp_p
 
 
 def test_so_has_one_that_submitted_nothing(toy_run, tmp_path, capsys):
-    toy_run["trainers"]["loop"]["is_idle"] = True
+    toy_run["trainers"]["loop"]["_type"] = "idle_trainer"
     assert script(tmp_path, toy_run, finetune) == 3
-    assert "ToyTrainer trained nothing: no job was submitted" in capsys.readouterr().err
+    assert "IdleTrainer trained nothing: no job was submitted" in capsys.readouterr().err
 
 
 def test_training_must_be_enabled(toy_run, tmp_path):

@@ -126,7 +126,7 @@ def arguments(tmp_path, monkeypatch):
 
 def test_an_episode_that_held_the_event_loop_beyond_its_time_has_failed(arguments, capsys):
     assert main([*arguments, "workflow.how=late", "--set", "eval.general.timeout_seconds=0.1"]) == 3
-    assert "within 0.1 s; it blocked the event loop meanwhile" in capsys.readouterr().err
+    assert "within 0.1 s; the event loop was blocked meanwhile" in capsys.readouterr().err
 
 
 def process_of(arguments):
