@@ -38,14 +38,13 @@ RUN = f"{SHORT} --set llms.policy.max_context_tokens=104 --set trajectory_builde
 TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
 TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
 GAMES = f"{TINY} --eval_games 4"
-PAIRS = f"{SHORT} --warm_start_steps 15 --eval_games 4 --set eval.general.dataset.count=8"
+PAIRS = f"{SHORT} --warm_start_steps 20 --eval_games 4 --set eval.general.dataset.count=8"
 PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.minibatches=1"
 ADDED = {
     "jaxft finetune --config_file run.yml": f"--overwrite {RUN}",
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
-    "jaxft resume runs/my_agent --set finetuning.num_epochs=40": "--set finetuning.num_epochs=3",
     "jaxft eval": "--set llms.policy.slots=8",
     "jaxft bench": "--shrink --repeats 1",
     "python benchmarks/run.py": "--shrink --repeats 1",
@@ -59,12 +58,9 @@ ADDED = {
 """What is added to commands, by their beginnings, the longest of which counts. Later options replace earlier ones."""
 
 BEFORE = {
-    "jaxft export --merge runs/my_agent merged         # of a run with adapters": (
-        f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4"
-    ),
-    "jaxft resume runs/my_agent                                # a run of `jaxft finetune`": (
-        f"jaxft finetune --config_file run.yml {RUN}\npython experiments/tic_tac_toe.py {GAMES}"
-    ),
+    "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
+    "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
+    "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
     "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
 }
@@ -79,9 +75,9 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, their comments with them."""
-    joined = block.replace("\\\n", " ")
-    return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    """The commands of a block, without their comments."""
+    lines = [re.sub(r"(^|[ ]+)#.*", "", line).strip() for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line]
 
 
 def beginning(text: str, known: dict[str, str]) -> str | None:
@@ -93,11 +89,11 @@ def script(block: str, seen: set[str]) -> str:
     """The block as it is run: what is added to it, and without what a block before it has run."""
     lines: list[str] = []
     for command in commands(block):
-        if beginning(command, NOT_RUN) is None and command not in seen:
-            last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
+        last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
+        if beginning(command, NOT_RUN) is None and last not in seen:
             lines.append(BEFORE.get(beginning(command, BEFORE) or "", ":"))
-            lines.append(f"{re.sub(r'[ ]+#.*', '', command)} {ADDED.get(beginning(last, ADDED) or '', '')}")
-        seen.add(command)
+            lines.append(f"{command} {ADDED.get(beginning(last, ADDED) or '', '')}")
+        seen.add(last)
     return "\n".join(["set -euxo pipefail", *lines] if lines else [])
 
 
