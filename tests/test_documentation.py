@@ -26,7 +26,6 @@ DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("exa
 NOT_RUN = {
     'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest': "the first step of .ci/run",
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
-    "python benchmarks/run.py --suite gpu": "needs a GPU",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
     "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
     "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
@@ -46,10 +45,10 @@ ADDED = {
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
-    "jaxft resume runs/my_agent --set finetuning.num_epochs=40": "--set finetuning.num_epochs=3",
     "jaxft eval": "--set llms.policy.slots=8",
     "jaxft bench": "--shrink --repeats 1",
     "python benchmarks/run.py": "--shrink --repeats 1",
+    "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
@@ -59,12 +58,9 @@ ADDED = {
 """What is added to commands, by their beginnings, the longest of which counts. Later options replace earlier ones."""
 
 BEFORE = {
-    "jaxft export --merge runs/my_agent merged         # of a run with adapters": (
-        f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4"
-    ),
-    "jaxft resume runs/my_agent                                # a run of `jaxft finetune`": (
-        f"jaxft finetune --config_file run.yml {RUN}\npython experiments/tic_tac_toe.py {GAMES}"
-    ),
+    "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
+    "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
+    "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
     "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
 }
@@ -79,9 +75,9 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, their comments with them."""
-    joined = block.replace("\\\n", " ")
-    return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    """The commands of a block, without their comments."""
+    lines = [re.sub(r"(^|[ ]+)#.*", "", line).strip() for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line]
 
 
 def beginning(text: str, known: dict[str, str]) -> str | None:
@@ -93,11 +89,11 @@ def script(block: str, seen: set[str]) -> str:
     """The block as it is run: what is added to it, and without what a block before it has run."""
     lines: list[str] = []
     for command in commands(block):
-        if beginning(command, NOT_RUN) is None and command not in seen:
-            last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
+        last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
+        if beginning(command, NOT_RUN) is None and last not in seen:
             lines.append(BEFORE.get(beginning(command, BEFORE) or "", ":"))
-            lines.append(f"{re.sub(r'[ ]+#.*', '', command)} {ADDED.get(beginning(last, ADDED) or '', '')}")
-        seen.add(command)
+            lines.append(f"{command} {ADDED.get(beginning(last, ADDED) or '', '')}")
+        seen.add(last)
     return "\n".join(["set -euxo pipefail", *lines] if lines else [])
 
 
@@ -105,7 +101,7 @@ def all_scripts() -> dict[str, str]:
     """What is run, by document and number of the block."""
     seen: set[str] = set()
     listed = [(name, number, block) for name in DOCUMENTS for number, block in enumerate(blocks(name, "bash"), start=1)]
-    scripts = {f"{name}, block {number}": script(block, seen) for name, number, block in listed}
+    scripts = {f"{name}, commands {number}": script(block, seen) for name, number, block in listed}
     return {name: text for name, text in scripts.items() if text}
 
 
@@ -151,7 +147,8 @@ def checkout(model_folder, tmp_path_factory):
     return make
 
 
-def run(program: list[str], folder: Path, devices: int = 1) -> subprocess.CompletedProcess:
+def run(program: list[str], folder: Path, devices: int) -> subprocess.CompletedProcess:
+    """What came of a program in a copy of the checkout, with so many devices of the CPU."""
     site_packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = os.environ | {
         "PATH": os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -161,48 +158,19 @@ def run(program: list[str], folder: Path, devices: int = 1) -> subprocess.Comple
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
-        "MPLBACKEND": "Agg", "NPROC": "32",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "MPLBACKEND": "Agg",
     }  # fmt: skip
+    if devices > 1:
+        environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     environment.pop("VIRTUAL_ENV", None)
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def sessions(checkout):
-    """What came of every block of commands, two at a time: compiling is most of it."""
-    folders = {name: checkout() for name in SESSIONS}
-
-    def shell(name: str) -> subprocess.CompletedProcess:
-        return run(["bash", "-c", SESSIONS[name]], folders[name], devices=8 if "scaling" in name else 1)
-
-    with ThreadPoolExecutor(2) as pool:
-        return folders, dict(zip(SESSIONS, pool.map(shell, SESSIONS), strict=True))
-
-
-@pytest.mark.parametrize("name", SESSIONS)
-def test_the_commands_run(name, sessions):
-    done = sessions[1][name]
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-
-
-def test_the_run_directory_holds_what_the_readme_lists(sessions):
-    tree = next(block for block in blocks("README.md", "") if block.startswith("runs/tic_tac_toe/"))
-    listed = [line.split()[0] for line in tree.splitlines()[1:] if not line.startswith("   ")]
-    assert len(listed) > 8
-    assert [
-        name for name in listed if not (sessions[0]["README.md, block 1"] / "runs/tic_tac_toe" / name).exists()
-    ] == []
-
-
-def test_what_is_not_run_is_in_a_document():
-    found = [command for name in DOCUMENTS for block in blocks(name, "bash") for command in commands(block)]
-    known = [*NOT_RUN, *BEFORE, *ADDED]
-    assert [each for each in known if not any(each in command for command in found)] == []
+    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 TAKEN_FOR_GRANTED = {
     "mesh = jaxft.make_mesh": """\
+import os
+os.environ["NPROC"] = "32"
 import jax, optax, jaxft
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
@@ -211,16 +179,42 @@ optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 """What comes before a block that is no whole program, by its beginning."""
 
 PROGRAMS = {
-    f"{name}, block {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
+    f"{name}, Python {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
     for name in DOCUMENTS
     if name != "docs/extending.md"  # tests/test_examples.py runs its programs, and finds its quotations
     for number, block in enumerate(blocks(name, "python"), start=1)
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_python_runs(name, checkout):
-    folder = checkout()
-    (folder / "program.py").write_text(PROGRAMS[name])
-    done = run([sys.executable, "program.py"], folder, devices=8 if "make_mesh" in PROGRAMS[name] else 1)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def done(checkout):
+    """The folder and the outcome of every session and program, two at a time: compiling is most of it."""
+    wanted = {name: ["bash", "-c", text] for name, text in SESSIONS.items()}
+    wanted |= {name: [sys.executable, "-c", text] for name, text in PROGRAMS.items()}
+    folders = {name: checkout() for name in wanted}
+
+    def run_one(name: str) -> subprocess.CompletedProcess:
+        return run(wanted[name], folders[name], devices=8 if name.startswith("docs/scaling.md") else 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        return {name: (folders[name], ended) for name, ended in zip(wanted, pool.map(run_one, wanted), strict=True)}
+
+
+@pytest.mark.parametrize("name", [*SESSIONS, *PROGRAMS])
+def test_what_is_written_runs(name, done):
+    _, ended = done[name]
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
+
+
+def test_the_run_directory_holds_what_the_readme_lists(done):
+    folder, _ = done["README.md, commands 1"]
+    tree = next(block for block in blocks("README.md", "") if block.startswith("runs/tic_tac_toe/"))
+    listed = [line.split()[0] for line in tree.splitlines()[1:] if not line.startswith("   ")]
+    assert len(listed) > 8
+    assert [name for name in listed if not (folder / "runs" / "tic_tac_toe" / name).exists()] == []
+
+
+def test_what_is_not_run_is_in_a_document():
+    found = [command for name in DOCUMENTS for block in blocks(name, "bash") for command in commands(block)]
+    known = [*NOT_RUN, *BEFORE, *ADDED]
+    assert [each for each in known if not any(each in command for command in found)] == []

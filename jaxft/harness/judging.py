@@ -161,10 +161,11 @@ def _is_number(value: Any) -> bool:
     >>> _is_number(True), _is_number(np.array(0.5)), _is_number(np.array([0.5])), _is_number("0.5"), _is_number(1j)
     (True, True, False, False, False)
     """
-    if isinstance(value, numbers.Real):
-        return True
+    is_convertible = isinstance(value, SupportsFloat)
+    if isinstance(value, numbers.Real) or not is_convertible:
+        return is_convertible
     # The kinds of numpy's dtypes: bool, int, unsigned, float, and V for the bfloat16 of JAX.
-    return isinstance(value, SupportsFloat) and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
 
 
 def _shown(value: Any) -> str:
