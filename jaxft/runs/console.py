@@ -192,7 +192,8 @@ class Console:
         return Group(line) if self._progress is None else Group(self._progress, line)
 
     def _give_signs(self) -> None:
-        while not self._is_closed.wait(self._seconds_between_signs):
+        # A stream may be closed before its console is: there is nobody left to tell.
+        while not self._is_closed.wait(self._seconds_between_signs) and not self._stream.closed:
             line = self._line()
             if line and not self._has_printed:
                 self._print(line)
