@@ -424,8 +424,9 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_is_left_out(run_fi
     path = {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, "-c", LIMITED, *run_file()]
     done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stderr.count("\n") == 5, done.stderr
-    first, code, later, later_code, last_code = done.stderr.splitlines()
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") < 10, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("jaxft: ", "ended with "))]
+    first, code, later, later_code, last_code = lines
     said = "cannot be written: File too large; "
     assert f"{Path('stop0/checkpoints/0').absolute()}' {said}" in first and first.endswith("then start the run again")
     assert f"{Path('stop2/checkpoints/2').absolute()}' {said}" in later
