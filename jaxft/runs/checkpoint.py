@@ -66,6 +66,8 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._begun: int | None = None
         self.saved_step: int | None = None
+        # orbax logs what it raises as well, with a traceback per thread, some of them later than it raises.
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)
         self._manager = self._new_manager()
 
     def _new_manager(self) -> Any:
@@ -168,23 +170,18 @@ class Checkpoints:
         items = {"state": args.JsonSave({**state, "layout": layout(arrays)})}
         if jax.tree.leaves(arrays):
             items["arrays"] = args.StandardSave(arrays)
-        with contextlib.ExitStack() as quiet:
-            quiet.enter_context(_without_orbax_errors())
-            with self._failing(step):
-                # Forced: it would leave out a step below a name such as 20 that somebody put there.
-                self._manager.save(step, args=args.Composite(**items), force=True)
-            until_finished = quiet.pop_all()
+        with self._failing(step):
+            # Forced: it would leave out a step below a name such as 20 that somebody put there.
+            self._manager.save(step, args=args.Composite(**items), force=True)
         self._begun = step
-        self._finishing = threading.Thread(
-            target=self._finish, args=(step, score, seconds, until_finished), name=f"checkpoint {step}"
-        )
+        self._finishing = threading.Thread(target=self._finish, args=(step, score, seconds), name=f"checkpoint {step}")
         self._finishing.start()
 
-    def _finish(self, step: int, score: float | None, seconds: float, until_finished: contextlib.ExitStack) -> None:
+    def _finish(self, step: int, score: float | None, seconds: float) -> None:
         folder = self.folder / str(step)
         about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds}
         try:
-            with until_finished, self._failing(step):
+            with self._failing(step):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
                 write_manifest(folder, about)
@@ -257,19 +254,8 @@ class Checkpoints:
         self._manager.close()
 
 
-@contextlib.contextmanager
-def _without_orbax_errors() -> Iterator[None]:
-    """Keeps orbax from logging, with a traceback per thread, the failure that it raises."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def layout(arrays: Any) -> dict[str, str]:
