@@ -52,7 +52,7 @@ ADDED = {
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
-    "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4",
+    "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
 }
 """What is added to commands, by their beginnings, the longest of which counts. Later options replace earlier ones."""
