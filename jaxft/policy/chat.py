@@ -64,11 +64,15 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
 
 
 def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's end token, and those that `generation_config.json` of a model adds."""
+    """Ids that end an answer: the tokenizer's end token, and those that a model's folder adds.
+
+    These are in its `generation_config.json`, or, without one, in its `config.json`, as for transformers.
+    """
     stop_ids = [tokenizer.eos_token_id]
-    config = Path(model_folder) / "generation_config.json" if model_folder is not None else None
-    if config is not None and config.is_file():
-        listed = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+    names = () if model_folder is None else ("generation_config.json", "config.json")
+    files = [Path(model_folder, name) for name in names]
+    for file in [file for file in files if file.is_file()][:1]:
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         stop_ids += listed if isinstance(listed, list) else [] if listed is None else [listed]
     return tuple(sorted(set(stop_ids)))
 

@@ -287,6 +287,8 @@ def test_tokenizers_that_cannot_serve_are_refused(chatml, tmp_path):
 
 @pytest.mark.parametrize(("listed", "expected"), [(5, (1, 5)), ([5, 1], (1, 5)), (None, (1,))])
 def test_a_checkpoint_may_name_more_stop_ids(tokenizer, tmp_path, listed, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert find_stop_ids(tokenizer, tmp_path) == (1, 7, 9)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert find_stop_ids(tokenizer, tmp_path) == expected
     assert find_stop_ids(tokenizer, tmp_path / "no_such_folder") == find_stop_ids(tokenizer) == (1,)
