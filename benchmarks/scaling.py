@@ -130,7 +130,7 @@ def measured(mesh: Any, parts: Sequence[str]) -> dict[str, Any]:
 
 
 def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """Of GRPO's loss, how far that is from one by hand, and the log-probabilities of the batch."""
+    """GRPO's loss with its gradients, its distance from one by hand, and the log-probabilities of the batch."""
     loss, _, found = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))(params, batch)
     # The first update of a batch: every ratio is 1, and a trajectory's loss is the mean advantage of its rows.
     by_hand = -np.mean([each.mean() for each in np.split(np.asarray(batch.advantages), np.cumsum(TRAJECTORIES[:-1]))])

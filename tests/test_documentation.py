@@ -55,7 +55,7 @@ ADDED = {
     "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
 }
-"""What is added to commands, by their beginnings, the longest of which counts. Later options replace earlier ones."""
+"""Options added to commands, by the longest matching beginning. Later options replace earlier ones."""
 
 BEFORE = {
     "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
@@ -64,7 +64,7 @@ BEFORE = {
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
     "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
 }
-"""What comes before commands, by their beginnings: what the text takes for granted, or what makes a script short."""
+"""Commands run before others, by the beginning of those: they provide what the text takes for granted, or shorten."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -98,7 +98,7 @@ def script(block: str, seen: set[str]) -> str:
 
 
 def all_scripts() -> dict[str, str]:
-    """What is run, by document and number of the block."""
+    """Blocks to run, by document and number."""
     seen: set[str] = set()
     listed = [(name, number, block) for name in DOCUMENTS for number, block in enumerate(blocks(name, "bash"), start=1)]
     scripts = {f"{name}, commands {number}": script(block, seen) for name, number, block in listed}
@@ -148,7 +148,7 @@ def checkout(model_folder, tmp_path_factory):
 
 
 def run(program: list[str], folder: Path, devices: int) -> subprocess.CompletedProcess:
-    """What came of a program in a copy of the checkout, with so many devices of the CPU."""
+    """The finished process of a program in a copy of the checkout, with so many CPU devices."""
     site_packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = os.environ | {
         "PATH": os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -176,7 +176,7 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 """
 }
-"""What comes before a block that is no whole program, by its beginning."""
+"""Lines put before a block that is no whole program, by its beginning."""
 
 PROGRAMS = {
     f"{name}, Python {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block

@@ -37,7 +37,7 @@ AVERAGED_OVER = {
     ),
     **dict.fromkeys(("grad_norm", "batch_rows"), "updates"),
 }
-"""What metrics are means of: all others of trained tokens, save for the loss (`LossConfig.averaged_over`)."""
+"""Metrics and what each is a mean of. The loss follows `LossConfig.averaged_over`, all others are means of tokens."""
 
 BEFORE_SCORING = (*RECORDED, "positions", "segment_ids")
 """The fields of a batch that is scored before there are advantages."""
@@ -352,7 +352,7 @@ def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> 
 
 
 def count_rows(rows: list[Row]) -> dict[str, int]:
-    """What the metrics of an update on these rows are means of, by the names of `AVERAGED_OVER`."""
+    """Counts of these rows by the names of `AVERAGED_OVER`: the weights of an update's metrics."""
     tokens = [sum(row.sequence.completion_mask) for row in rows]
     return {
         "tokens": sum(tokens),

@@ -122,7 +122,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     )
     long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
         default="fail",
-        description="What becomes of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
+        description="The treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
         "raises an error, and an agent that does not catch it has failed. drop: likewise, but a training episode that "
         "ends so counts as dropped (dropped_episodes) and not as failed. truncate_left: the first tokens are left out, "
         "and what is left, which is trained as it was fed, leaves room for max_tokens, or for half of the context "

@@ -141,7 +141,7 @@ class LossConfig(ConfigModel):
 
     @property
     def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
-        """What the loss is a mean of."""
+        """The unit that the loss is averaged over."""
         if self.name == "dpo":
             return "pairs"
         if (self.aggregation or self.name) not in ("row_mean", "budget", "grpo", "gspo", "dr_grpo"):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxft.core.logprobs import scaling_temperature
 
 LARGEST = float(np.finfo(np.float32).max)
-"""What float32 holds at most: a larger number would be infinite on the device."""
+"""The largest number of float32: a larger one would be infinite on the device."""
 
 COLDEST = 1e-6
 """The lowest temperature that is not 0. Logits divided by a lower one are too large for float32 to tell them apart."""

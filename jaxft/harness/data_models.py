@@ -210,7 +210,7 @@ class RewardFunctionConfig(ConfigModel):
     name: EvaluatorRef = Field(description="An entry of eval.evaluators.")
     unusable: Literal["unscorable", "zero", "error"] = Field(
         default="unscorable",
-        description="What becomes of an episode whose reward is None, NaN or infinite: 'unscorable' trains nothing of "
+        description="The treatment of an episode whose reward is None, NaN or infinite: 'unscorable' trains nothing of "
         "it and leaves it out of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
     )
 

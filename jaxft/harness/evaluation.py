@@ -332,7 +332,7 @@ def failure_report(outcome: EpisodeOutcome) -> str:
 
 
 def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequence[Episode], started: float) -> str:
-    """How many episodes have ended, and how many tokens were sampled per second: of the answers that are complete."""
+    """The number of episodes that have ended, and the tokens per second of the answers that are complete."""
     ended = sum(episode.done() for episode in episodes)
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)

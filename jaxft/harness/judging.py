@@ -41,7 +41,7 @@ class Judge:
 
 
 class Judgement(NamedTuple):
-    """What was said of one episode: scores by evaluator, up to the one that failed; then `error` and `traceback`.
+    """The scores of one episode by evaluator, up to the one that failed; then `error` and `traceback`.
 
     `reasonings` holds the reasons of the evaluators that gave one, by evaluator.
     """

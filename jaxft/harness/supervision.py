@@ -25,11 +25,11 @@ from jaxft.harness.errors import UserCodeError, user_code
 from jaxft.policy.recorder import Episode, episode_of, find_episode
 
 GRACE_SECONDS = 5.0
-"""How long cancelled code may clean up before it is abandoned."""
+"""Cancelled code may clean up for so long before it is abandoned."""
 BLOCKED_SECONDS = 5.0
-"""How long the event loop may be held before it is said by whom."""
+"""The event loop may be held for so long before a message names who holds it."""
 BEAT_SECONDS = 1.0
-"""How often the event loop is asked for a sign of life."""
+"""The event loop is asked for a sign of life once in so long."""
 
 _LIBRARIES = (
     *{str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -309,7 +309,7 @@ def _own_cancellation() -> Iterator[None]:
 
 
 def _where_it_was(task: "asyncio.Task[Any]") -> BaseException | None:
-    """What came out of a task that was cancelled: its traceback shows where that was."""
+    """The error of a task that was cancelled, whose traceback shows where it was."""
     try:
         if task.done():
             task.result()

@@ -108,7 +108,7 @@ def load_config(file: Path) -> DecoderConfig:
 
 
 def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
-    """What the files of a model's source say beyond the config: `config.json` and `generation_config.json`, by name.
+    """The fields of `config.json` and `generation_config.json` that a `DecoderConfig` does not hold, by file name.
 
     >>> config = DecoderConfig("llama", 8, 4, 4, 1, 1, 1, 4, source_json='{"config.json": {"use_cache": true}}')
     >>> source_files(config)

@@ -1,4 +1,4 @@
-"""What a decoder is made of: the look-up of embeddings, products with weights, and norms.
+"""The parts of a decoder: the look-up of embeddings, products with weights, and norms.
 
 Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` width that comes in, `F` width that goes out, `r` rank, `V`
 vocabulary.

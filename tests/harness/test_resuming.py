@@ -579,7 +579,7 @@ def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_fi
 
 
 def killed(arguments, at):
-    """How a process of the command line ends that kills itself at a named point."""
+    """The exit code of a process of the command line that kills itself at a named point."""
     program = (
         f"import sys; from tests.faults.injection import kill_at; kill_at({at!r})\n"
         "import tests.harness.test_resuming; from jaxft.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -21,7 +21,7 @@ SOON = 0.05
 
 
 def supervised(function, said, seconds=None, *, in_thread=False, **options):
-    """What a piece of user code gives, and what is said of it."""
+    """The result of a piece of user code; `said` gets the messages about it."""
 
     async def run():
         supervisor = Supervisor(said.append, grace_seconds=SOON, **options)
@@ -115,7 +115,7 @@ AGENT = """
 
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
-    """Of a command that evaluates an agent on one example."""
+    """Arguments of a command that evaluates an agent on one example."""
     (tmp_path / "supervised_agent.py").write_text(textwrap.dedent(AGENT))
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}')
     dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}

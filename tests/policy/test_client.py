@@ -109,7 +109,7 @@ def converse(client, episode, messages, stop, *, include_stop=False, put_back=""
 
 
 def readable_characters(text):
-    """Those that come later than a byte that is none, which text cannot spell."""
+    """The printable ASCII characters after the first byte of the text that could not be decoded."""
     return [character for character in text[text.index("\ufffd") :] if character.isprintable() and character.isascii()]
 
 
