@@ -40,6 +40,7 @@ def load_reference(config: "LocalTrainerAdapterConfig", policy: "Policy") -> Any
     import jax
 
     from jaxft.core.frozen import ADAPTER, BASE
+    from jaxft.models.config import DecoderConfig
     from jaxft.models.hf import load_model
     from jaxft.models.lora import init_adapter
 
@@ -48,10 +49,10 @@ def load_reference(config: "LocalTrainerAdapterConfig", policy: "Policy") -> Any
     layout = policy.model.layout
     mesh: Any = None if layout is None else layout.mesh
     reference, params = load_model(path, mesh=mesh)
-    if reference.config != policy.model.config:
-        raise ComponentError(
-            f"loss.reference.path: {path} holds {reference.config}; the policy is {policy.model.config}"
-        )
+    own, other = policy.model.config, reference.config
+    assert isinstance(other, DecoderConfig)
+    if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
+        raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
     if policy.model.lora is None:
         return params
     if config.loss.reference.update_every is not None:

@@ -78,6 +78,15 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
+    @property
+    def architecture(self) -> "DecoderConfig":
+        """The config without `source_json`: equal for models that can hold each other's parameters.
+
+        >>> preset("qwen3-50k") == replace(preset("qwen3-50k"), source_json="{}").architecture
+        True
+        """
+        return replace(self, source_json="")
+
 
 @dataclass(frozen=True)
 class Lora:

@@ -69,8 +69,8 @@ def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = 
     These are in its `generation_config.json`, or, without one, in its `config.json`, as for transformers.
     """
     stop_ids = [tokenizer.eos_token_id]
-    names = () if model_folder is None else ("generation_config.json", "config.json")
-    files = [Path(model_folder, name) for name in names]
+    names = ("generation_config.json", "config.json")
+    files = [] if model_folder is None else [Path(model_folder, name) for name in names]
     for file in [file for file in files if file.is_file()][:1]:
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         stop_ids += listed if isinstance(listed, list) else [] if listed is None else [listed]

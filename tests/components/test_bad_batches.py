@@ -17,7 +17,7 @@ from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.runs.directory import RunDirectory, RunDirectoryError
 from jaxft.runs.redaction import hiding
 
-HUGE = 1e39  # a fine reward, but not in float32
+HUGE = 3e38  # a reward that fits float32; the difference from its negative does not
 STRANGE_IDS = [
     *("../../escaped", "/absolute", "..", ".hidden", "a/b", "a\\b", "C:\\x", "nul", "con.txt", "dot.", "dot"),
     *("NUL\0inside", "line\nfeed", "x" * 300, "emoji \N{GRINNING FACE}", "lone \ud800", "CAPITAL", "capital", ""),
@@ -49,14 +49,14 @@ def files(directory):
 
 
 def test_a_job_says_where_the_batches_of_its_bad_updates_are(make_policy, directory, make_collection):
-    """Two updates on two trajectories each; those with the huge reward are bad, or one of them is in each."""
+    """Two updates on two trajectories each; those with a huge reward are bad, or one of them is in each."""
     config = LocalTrainerAdapterConfig(
         llm="policy",
-        loss={"advantages": "group_mean"},
+        loss={"advantages": "leave_one_out"},
         **{"max_stale_share": 1.0, "max_disagreeing_share": 1.0, "microbatch_tokens": 64, "minibatches": 2},
     )
     adapter = LocalTrainerAdapter(config, make_policy(), bad_batches=BadBatches(directory, print))
-    collection = make_collection("epoch_00000", rewards=(HUGE, 0.0, 1.0, 0.0))
+    collection = make_collection("epoch_00000", rewards=(HUGE, -HUGE, 1.0, 0.0))
 
     async def main():
         async with asyncio.timeout(60):

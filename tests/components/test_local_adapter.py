@@ -244,6 +244,7 @@ def test_reinforce_takes_one_update(policy):
 def test_the_reference_may_be_another_checkpoint_of_the_same_model(policy, tmp_path):
     model, params = init_model(preset("qwen3-50k"), jax.random.key(7))
     save_model(tmp_path / "same", model, params)
+    (tmp_path / "same" / "generation_config.json").write_text('{"top_p": 0.5}')  # of another checkpoint, and no matter
     loss = {"beta": 0.1, "reference": {"path": str(tmp_path / "same")}}
     loaded = make_adapter(policy, loss=loss).learner.ref_params
     assert bool((loaded["ends"]["embedding"] == params["ends"]["embedding"]).all())

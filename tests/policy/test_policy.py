@@ -77,7 +77,7 @@ def test_what_is_saved_can_be_loaded(policy, tmp_path):
     folder = asyncio.run(policy.save(tmp_path / "model"))
     model, params = load_model(folder)
     kept = asyncio.run(policy.read(lambda params: jax.tree.map(jnp.copy, params)))
-    assert model.config == policy.model.config
+    assert model.config.architecture == policy.model.config.architecture
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, kept))
     assert load_tokenizer(folder).encode("<|user|>x") == policy.tokenizer.encode("<|user|>x")
 
