@@ -70,8 +70,9 @@ BEFORE = {
 def blocks(document: str, language: str) -> list[str]:
     """The fenced blocks of a language, without the indentation of a list."""
     text = (ROOT / document).read_text()
-    found = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(block) for _, block in found]
+    # All of them are found, one after the other: the fence that ends one block must not begin the next.
+    found = re.findall(r"^([ ]*)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, own, block in found if own == language]
 
 
 def commands(block: str) -> list[str]:
