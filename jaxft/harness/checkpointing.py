@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
 
 TRAINED = ("result.json", "model")
-"""What only a run leaves behind that has trained."""
+"""Files that exist only after training."""
 
 
 class Checkpointing:
@@ -146,7 +146,8 @@ class Checkpointing:
         self._boundary, self._score, self._is_saved = _plain(state), score, step == self._begun_step
         if (is_last or step % self._config.every == 0) and await self.save_boundary(trainer) is None:
             raise CheckpointError(f"checkpoint {step} was not made: the adapter changed between two epochs")
-        if is_last:
+        # The first checkpoint is finished before a second row is written: `find` relies on it.
+        if is_last or (self.saved_step is None and self._begun_step != step):
             await self.wait()
 
     async def save_boundary(self, trainer: "Trainer") -> int | None:

@@ -96,7 +96,7 @@ def run_arguments(
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the run that the output directory holds; it goes when this one has its first checkpoint",
+        help="replace the run that the output directory holds; that is removed once this one has its first checkpoint",
     )
     existing.add_argument("--resume", action="store_true", help="go on with the run that the output directory holds")
     return parser
@@ -118,8 +118,8 @@ def log_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--log-level`."""
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info",
-        help="the least of Python's `logging` that is shown of the agent's modules; libraries begin at warning "
-        "(default %(default)s)",
+        help="the lowest level of Python's `logging` that is shown from the agent's modules; records of libraries are "
+        "shown from warning on (default %(default)s)",
     )  # fmt: skip
 
 

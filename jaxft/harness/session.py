@@ -12,13 +12,13 @@ from typing import Any
 from jaxft.harness.checkpointing import Checkpointing
 from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.data_models import EvalInputItem, EvaluationRunOutput, TrainingJobStatus, TrainingStatusEnum
-from jaxft.harness.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures
+from jaxft.harness.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures, one_line
 from jaxft.harness.interfaces import Trainer, TrainerAdapter
 from jaxft.harness.resuming import check_changes, masked_paths, record
 from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
 from jaxft.harness.workflow import ComponentBuilder
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import LOG_FILE, RunDirectory
+from jaxft.runs.directory import LOG_FILE, RunDirectory, is_run
 from jaxft.runs.disk import DiskFull, disk_errors
 from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.redaction import hiding, redactor, without_secrets
@@ -281,13 +281,17 @@ async def open_session(
                         await _go_on(builder, checkpointing)
                     await checkpointing.check_dataset(await builder.get_dataset())
                     await builder.open()
+                    if is_continued and checkpointing.found is None:
+                        checkpointing.when_restored()
                     about = None if is_continued else _begin(builder, command)
                     if shutdown is not None:
                         shutdown.resume_command = command
                     yield Session(config, directory, shown_on, builder, checkpointing, about)
-            except DiskFull as error:
-                is_saved = checkpointing.saved_step is not None
-                error.then = f", then {'continue the run with --resume' if is_saved else 'start the run again'}"
+            except BaseException as error:
+                if isinstance(error, DiskFull):
+                    error.then = f", then {_way_on(checkpointing, directory)}"
+                is_signal = shutdown is not None and shutdown.signal is not None
+                shown_on.note(f"ended: {shutdown.message if shutdown is not None and is_signal else one_line(error)}")
                 raise
             finally:
                 checkpointing.close()
@@ -300,7 +304,7 @@ async def open_session(
 
 
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
-    """Writes down what the run is: also for one that was killed before it did. Gives what `environment.json` holds."""
+    """Writes `config.yml` and `environment.json`, whose content comes back, and opens `run.log`."""
     config, directory = builder.config, builder.directory
     about = _environment(config, builder.devices) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
     directory.write_json(ENVIRONMENT_FILE, about)
@@ -312,7 +316,8 @@ def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
 async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> None:
     """Checks that this is the same run, and finds its checkpoint.
 
-    Until that has been restored nothing is changed: a run that cannot go on so may go on otherwise.
+    No file is changed before the checkpoint is restored, so that a resume that is refused can be repeated with other
+    settings. Where no checkpoint is found, `checkpointing.when_restored` is the caller's to call.
     """
     config, directory = builder.config, builder.directory
     changes, resolved = check_changes(directory, config, CONFIG_FILE), resolved_yaml(config)
@@ -329,10 +334,14 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
         directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
         directory.write_text(CONFIG_FILE, resolved)
 
-    if checkpointing.found is None:
-        go_on()
-    else:
-        checkpointing.when_restored = go_on
+    checkpointing.when_restored = go_on
+
+
+def _way_on(checkpointing: Checkpointing, directory: RunDirectory) -> str:
+    """The user's next step after an error has ended the run, once its cause is gone."""
+    if checkpointing.found is not None or checkpointing.saved_step is not None:
+        return "continue the run with --resume"
+    return "start the run again" + (", with --overwrite" if is_run(directory.path) else "")
 
 
 def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[str, Any]:

@@ -46,13 +46,15 @@ class Shutdown:
         if threading.current_thread() is not threading.main_thread():  # which alone may change what signals do
             yield
             return
+        global _writer
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         reader, writer = socket.socketpair()
         writer.setblocking(False)
+        _writer = writer
         hearing = threading.Thread(target=self._hear, args=(reader,), name="signals", daemon=True)
         hearing.start()
         fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
         token = _shutdown.set(self)
         try:
             yield
@@ -63,7 +65,9 @@ class Shutdown:
             for number in SIGNALS:
                 signal.signal(number, before[number])
             signal.set_wakeup_fd(fd_before)
-            writer.close()  # which ends the thread
+            _writer = None
+            writer.shutdown(socket.SHUT_RDWR)  # closing alone would not end the thread while a forked process lives
+            writer.close()
             hearing.join()
             reader.close()
 
@@ -126,8 +130,20 @@ class Shutdown:
         return f"{WORDS[self.signal]}{command}"
 
 
-def _nothing(number: int, frame: object) -> None:
-    """The handler of the main thread, without which there would be no byte."""
+_writer: socket.socket | None = None
+"""The end of the socket that the interpreter writes the numbers of signals to, while a `Shutdown` is installed."""
+
+
+def _pass_on(number: int, frame: object) -> None:
+    """Sends the signal to the listening thread where the interpreter did not: `loop.add_signal_handler`, called by an
+    agent or a library, makes it write to another descriptor."""
+    if _writer is None:
+        return
+    current = signal.set_wakeup_fd(_writer.fileno(), warn_on_full_buffer=False)
+    if current != _writer.fileno():
+        signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        with contextlib.suppress(BlockingIOError):  # it is full of signals already
+            _writer.send(bytes([number]))
 
 
 def _tell(sentence: str) -> None:
@@ -144,7 +160,7 @@ def _tell(sentence: str) -> None:
 def _forget_signals() -> None:
     """In a forked process: a pool of an agent ends its workers by SIGTERM, which is none of this one's."""
     for number in SIGNALS:
-        if signal.getsignal(number) is _nothing:
+        if signal.getsignal(number) is _pass_on:
             signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
 

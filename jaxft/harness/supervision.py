@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import ctypes
 import inspect
+import os
 import sys
 import sysconfig
 import threading
@@ -22,6 +23,8 @@ from typing import Any
 
 import jaxft
 from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.harness.registry import registry
+from jaxft.harness.shutdown import current_shutdown
 from jaxft.policy.recorder import Episode, episode_of, find_episode
 
 GRACE_SECONDS = 5.0
@@ -32,8 +35,8 @@ BEAT_SECONDS = 1.0
 """The event loop is asked for a sign of life once in so long."""
 
 _LIBRARIES = (
-    *{str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(jaxft.__file__).resolve().parent),
+    *{f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    f"{Path(jaxft.__file__).resolve().parent}{os.sep}",
     "<frozen ",
 )
 
@@ -132,10 +135,15 @@ class Supervisor:
     async def _call(
         self, function: Callable[[Any], Any], argument: Any, name: str, in_thread: bool
     ) -> tuple[Any, float]:
-        """The result, and when it was there."""
-        with user_code(), _own_cancellation():
-            given = await self._in_thread(function, argument, name) if in_thread else function(argument)
-            given = await given if inspect.isawaitable(given) else given
+        """The function's result, and the `time.monotonic` at which it was there."""
+        try:
+            with user_code(), _own_cancellation():
+                given = await self._in_thread(function, argument, name) if in_thread else function(argument)
+                given = await given if inspect.isawaitable(given) else given
+        except KeyboardInterrupt as error:
+            if current_shutdown() is None:
+                raise
+            raise UserCodeError(error) from error  # Ctrl-C raises none while a program listens to signals
         return given, time.monotonic()
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any, name: str) -> Any:
@@ -205,7 +213,7 @@ class Supervisor:
         )
 
     def _blame(self, started: float) -> str:
-        """The end of the message of what is late: who held the event loop meanwhile."""
+        """The end of a time-out's message, which names the code that held the event loop meanwhile; or nothing."""
         if self._block is None or self._block.until < started:
             return ""
         return f"; {self._block.name} blocked the event loop meanwhile, at {self._block.where}"
@@ -246,16 +254,17 @@ class Supervisor:
         if task is None or frame is None:
             return
         name, where = self._name_of(task), place_of(traceback.walk_stack(frame))
-        if where is None:
+        if where is None and task not in self._names:  # work of jaxft itself, such as tokenising
             return
+        where = where or "a place in a library"
         self._block = _Block(name, where)
         if name in self._told:
             return
         self._told.add(name)
         self._say(
             f"{name} has blocked the event loop for {self._blocked_seconds:g} s, at {where}; all other episodes and "
-            "all deadlines wait for it: await there, or make the workflow a plain function (def), which runs in a "
-            "thread and asks with llm.chat_sync"
+            "all deadlines wait for it: await there, or let it run in a thread, as a workflow that is a plain function "
+            "(def) and asks with llm.chat_sync does, and a plain evaluator that has timeout_seconds"
         )
 
     def _name_of(self, task: "asyncio.Task[Any]") -> str:
@@ -280,7 +289,9 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
         code = frame.f_code
         if code.co_qualname == "Handle._run":
             return None
-        if not code.co_filename.startswith(_LIBRARIES):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_users = package in registry.packages() - {"jaxft"}  # installed, as those with an entry point are
+        if is_users or not code.co_filename.startswith(_LIBRARIES):
             return f"{code.co_filename}:{line} in {code.co_name}"
     return None
 
@@ -309,7 +320,7 @@ def _own_cancellation() -> Iterator[None]:
 
 
 def _where_it_was(task: "asyncio.Task[Any]") -> BaseException | None:
-    """The error of a task that was cancelled, whose traceback shows where it was."""
+    """The error of a cancelled task; its traceback shows where the task was waiting."""
     try:
         if task.done():
             task.result()

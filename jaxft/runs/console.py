@@ -159,6 +159,11 @@ class Console:
             self._file.writelines(self.mask(redacted(entry)) for entry in self._unwritten)
             self._unwritten.clear()
 
+    def note(self, text: str) -> None:
+        """Adds a text to the log file alone: somebody else shows it."""
+        with self._lock:
+            self._keep(self._safe(text, is_printable=True))
+
     def close(self) -> None:
         """Ends the live line, or the cursor would stay hidden, and the log file. Lines may still be shown."""
         with self._lock:

@@ -21,7 +21,7 @@ RESUMES_FILE = "resumes.jsonl"
 LOG_FILE = "run.log"
 """All that the run showed, and the records of `logging`."""
 NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
-"""Where files that grow are no part of what a checkpoint remembers."""
+"""Names whose growing files a checkpoint does not measure, so that a resume never cuts them."""
 
 # What a run writes, and so what `overwrite` removes. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
@@ -138,8 +138,8 @@ class RunDirectory:
         """A directory for a new run; parents are made.
 
         The files of an earlier run (those in `RUN_FILES`) stay until the first write, which sets them aside. `settle`
-        removes them as soon as the new run has a checkpoint, and so does the end of a `with` block without an error.
-        They come back when the directory is closed before that, or, after a kill, when it is next created or opened.
+        removes them as soon as the new run has a checkpoint. They come back when the directory is closed before that,
+        or, after a kill, when it is next created or opened.
 
         Args:
             path: where. It may exist and hold files of other origin: they stay as they are.
@@ -274,7 +274,7 @@ class RunDirectory:
 
     def _remove_earlier(self) -> None:
         (self.path / ASIDE).rename(self.path / REMOVED)
-        shutil.rmtree(self.path / REMOVED)
+        shutil.rmtree(self.path / REMOVED, ignore_errors=True)  # what is left goes when the directory is next opened
 
     def settle(self) -> None:
         """Removes the earlier run, if one was set aside, once this one has a checkpoint, a result or a model.
@@ -488,12 +488,8 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        try:
-            if kind is None and (self.path / ASIDE).is_dir():
-                self._remove_earlier()
-        finally:
-            self.close()
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _append(path: Path, line: bytes) -> None:

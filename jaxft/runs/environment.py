@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from jaxft.runs.redaction import MASK, SHORTEST, hiding, redacted
+
 PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
-MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token|authorization)$")
 _SECRET_PARAMETER = re.compile(r"(?i)(^|[._-])(key|sig|signature|auth|pwd|passwd)$")
-_URL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://(?:(?P<login>[^\s/?#@]*)@)?(?P<rest>[^\s\"'<>]*)")
+_URL = re.compile(r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*)://(?:(?P<login>[^\s/?#]*)@)?(?P<rest>[^\s\"'<>]*)")
+_PARAMETER = re.compile(r"[?&#;](?P<name>[^=&#;]*)=(?P<value>[^&#;]*)")
+_SHORTEST_TOKEN = 20
+"""Characters of the shortest login without a password that is taken for a token, and not for the name of a user."""
 
 
 def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> dict[str, Any]:
@@ -52,24 +56,28 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in_urls(text: str) -> set[str]:
-    """The passwords, tokens and keys in the URLs of a text, each alone and with what stands around it there.
+    """The passwords, tokens and keys in the URLs of a text, each alone and with what stands before it there.
 
-    With that a short one, too, is long enough to be masked.
+    With that a short one, too, is long enough to be masked. A login without a password is a token where the web asks
+    for one, over http; it is masked alone only where it is too long for a name.
 
-    >>> sorted(secrets_in_urls("see https://me:pw-12345@host/x?page=2&api_key=k7"))
-    [':pw-12345@', 'api_key=k7', 'k7', 'pw-12345']
+    >>> sorted(secrets_in_urls("see https://me:pw@host/x?page=2&api_key=k7"))
+    ['&api_key=k7', 'https://me:pw@', 'k7', 'pw']
+    >>> sorted(secrets_in_urls("https://name@host and ssh://name@host"))
+    ['https://name@']
     """
     found = set()
     for url in _URL.finditer(text):
-        user, colon, password = (url["login"] or "").partition(":")
-        secret = password if colon else user
-        if secret:
-            found |= {secret, f"{colon or '//'}{secret}@"}
-        for pair in re.split(r"[?&#]", url["rest"])[1:]:
-            name, _, value = pair.partition("=")
-            if value and (is_secret_name(name) or _SECRET_PARAMETER.search(name)):
-                found |= {value, pair}
-    return found | {unquote(secret) for secret in found}
+        login, rest = url["login"] or "", url["rest"]
+        _, colon, password = login.partition(":")
+        if password or (login and not colon and url["scheme"].lower() in ("http", "https")):
+            found |= {f"{url['scheme']}://{login}@", password}
+            found |= {login} if not colon and len(login) >= _SHORTEST_TOKEN else set()
+        for pair in _PARAMETER.finditer(rest):
+            if pair["value"] and (is_secret_name(pair["name"]) or _SECRET_PARAMETER.search(pair["name"])):
+                is_long = len(pair[0]) >= SHORTEST
+                found |= {pair["value"], pair[0] if is_long else text[url.start() : url.start("rest") + pair.end()]}
+    return {form for secret in found - {""} for form in (secret, unquote(secret))}
 
 
 def secrets_of_environment() -> set[str]:
@@ -94,9 +102,8 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
         elif is_secret and equals:
             masked.append(f"{name}={MASK}")
         else:
-            for secret in sorted(secrets_in_urls(argument), key=len, reverse=True):
-                argument = argument.replace(secret, MASK)
-            masked.append(argument)
+            with hiding(secrets_in_urls(argument)):
+                masked.append(redacted(argument))
         value_is_secret = is_secret and not equals and not value_is_secret
     return masked
 

@@ -9,11 +9,15 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxft.cli import main
+from jaxft.harness import supervision
 from jaxft.harness.errors import UserCodeError
+from jaxft.harness.registry import registry
+from jaxft.harness.shutdown import Shutdown, _shutdown
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.supervision import Supervisor
 
@@ -59,6 +63,14 @@ def test_what_holds_the_event_loop_is_named_with_its_line():
     assert abandoned == 0
 
 
+@pytest.fixture
+def listens_to_signals():
+    """As in a program of the command line, where Ctrl-C raises nothing."""
+    token = _shutdown.set(Shutdown())
+    yield
+    _shutdown.reset(token)
+
+
 def test_what_ends_in_time_gives_its_result_and_nothing_is_said():
     async def short(argument):
         await asyncio.sleep(0)
@@ -78,8 +90,10 @@ def test_what_ignores_its_cancellation_is_abandoned():
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), KeyError("a"), StopIteration()])
-def test_whatever_is_raised_is_an_error_of_the_user_code(error, in_thread):
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), GeneratorExit(), KeyError("a"), StopIteration(), KeyboardInterrupt()], ids=repr
+)
+def test_whatever_is_raised_is_an_error_of_the_user_code(error, in_thread, listens_to_signals):
     def raises(argument):
         raise error
 
@@ -124,9 +138,12 @@ def arguments(tmp_path, monkeypatch):
     return ["eval", "--config_file", str(tmp_path / "run.yml"), "--set"]
 
 
-def test_an_episode_that_held_the_event_loop_beyond_its_time_has_failed(arguments, capsys):
-    assert main([*arguments, "workflow.how=late", "--set", "eval.general.timeout_seconds=0.1"]) == 3
+def test_an_episode_that_held_the_event_loop_beyond_its_time_has_failed(arguments, tmp_path, capsys):
+    options = ["--set", "eval.general.timeout_seconds=0.1", "--set", f"eval.general.output_dir={tmp_path / 'out'}"]
+    assert main([*arguments, "workflow.how=late", *options]) == 3
     assert "within 0.1 s; the event loop was blocked meanwhile" in capsys.readouterr().err
+    kept = (tmp_path / "out" / "run.log").read_text()
+    assert "within 0.1 s; the event loop was blocked meanwhile" in kept.splitlines()[-1]
 
 
 def process_of(arguments):
@@ -167,8 +184,39 @@ def test_a_forked_worker_that_is_terminated_is_no_signal_for_the_run():
             os.kill(worker, signal.SIGTERM)
             print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
             await asyncio.sleep(0.1)
-        sys.exit(exit_code_of(main))
+            global survivor  # which lives on, and keeps nothing of the run's open
+            survivor = os.fork()
+            if survivor == 0:
+                time.sleep(600)
+        try:
+            code = exit_code_of(main)
+        finally:
+            os.kill(survivor, signal.SIGKILL)
+        sys.exit(code)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "-15\n", "")
+
+
+def test_a_signal_is_heard_although_the_agent_has_handlers_of_its_own():
+    program = """
+        import asyncio, os, signal, sys
+        from jaxft.harness.runtime import exit_code_of
+        async def main():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(600)
+        sys.exit(exit_code_of(main))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 143
+
+
+def test_code_of_an_installed_agent_is_told_from_a_library(monkeypatch):
+    frame = sys._getframe()
+    monkeypatch.setattr(supervision, "_LIBRARIES", (str(Path(__file__).parent),))
+    monkeypatch.setattr(registry, "packages", set)
+    assert supervision.place_of([(frame, 7)]) is None
+    monkeypatch.setattr(registry, "packages", lambda: {__name__.partition(".")[0]})
+    assert supervision.place_of([(frame, 7)]).startswith(f"{__file__}:7 in ")

@@ -130,9 +130,17 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     with RunDirectory.create(tmp_path, overwrite=True) as second:
         second.write_text("config.yml", "new")
         left = {path.name for path in tmp_path.iterdir()}
+        second.write_text("result.json", "{}")
     assert left == {"notes.txt", "elsewhere", "LOCK", "LOCK.holder", "config.yml", ".earlier_run"}
-    assert {path.name for path in tmp_path.iterdir()} == left - {".earlier_run"}
+    assert {path.name for path in tmp_path.iterdir()} == left - {".earlier_run"} | {"result.json"}
     assert (tmp_path / "elsewhere" / "weights").read_text() == "mine"
+
+
+def test_a_session_that_ends_well_but_has_trained_nothing_removes_no_earlier_run(tmp_path):
+    before = trained(tmp_path, 1)
+    with RunDirectory.create(tmp_path, overwrite=True) as second:
+        second.write_text("config.yml", "new")
+    assert files(tmp_path) == before
 
 
 def test_overwriting_spares_what_no_run_made(tmp_path):

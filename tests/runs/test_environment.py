@@ -6,7 +6,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from jaxft.runs.environment import environment, masked_command
+from jaxft.runs.environment import environment, masked_command, secrets_of_environment
+from jaxft.runs.redaction import hiding, redacted
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -54,3 +55,14 @@ def test_secrets_on_the_command_line_are_masked():
     assert "".join(masked_command(command)).replace("***", "") == "--setjudge.api_key=--api-key-oa.hub_tokenb.PASSWORD="
     harmless = ["--set", "a.microbatch_tokens=8", "--set", "llms.policy.tokenizer=x", "--config_file", "run.yml"]
     assert masked_command(harmless) == harmless
+
+
+def test_names_in_urls_are_no_secrets_and_short_passwords_are(monkeypatch):
+    monkeypatch.setenv("MIRROR", "svn+ssh://reviewer@host/x and https://me:admin@host/y?key=abc")
+    with hiding(secrets_of_environment()):
+        assert redacted("runs/reviewer/out, abc, admin") == "runs/reviewer/out, abc, admin"
+        shown = redacted("svn+ssh://reviewer@host and https://me:admin@host or https://me:admin@host/y?key=abc")
+    assert (
+        shown.startswith("svn+ssh://reviewer@host and ***host or ***") and "admin" not in shown and "abc" not in shown
+    )
+    assert masked_command(["--set", "workflow.url=http://me:ad@min@host/x"]) == ["--set", "workflow.url=***host/x"]
