@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, EvalInputItem, FinetuneConfig, TrajectoryCollection
 from jaxft.harness.errors import ConfigError, TrajectoryError, did_you_mean
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.interfaces import TrajectoryBuilder
 from jaxft.harness.registry import TrajectoryBuilderConfig
-from jaxft.policy.recorder import MAX_REWARD, TRAINING, WORKFLOW, Call
+from jaxft.policy.recorder import TRAINING, WORKFLOW, Call
 from jaxft.policy.sequences import episode_messages, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}
@@ -164,7 +165,7 @@ def check_rewards(collection: TrajectoryCollection) -> None:
     """Refuses, with a `TrajectoryError` that names the episode, rewards whose squares or differences would overflow."""
     for trajectory in (each for group in collection.trajectories for each in group):
         for reward in (trajectory.reward, *(trajectory.shaped_rewards or ())):
-            if abs(reward) > MAX_REWARD:
+            if abs(reward) > LARGEST_FLOAT32:
                 name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
                 raise TrajectoryError(f"{name} has the reward {reward:g}; wanted one that fits float32")
 

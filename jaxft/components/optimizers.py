@@ -4,14 +4,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.harness.fields import ConfigModel, fault
 
 if TYPE_CHECKING:
     import optax
-
-
-LARGEST = 3e38
-"""A number that float32 still holds."""
 
 
 class OptimizerConfig(ConfigModel):
@@ -19,7 +16,7 @@ class OptimizerConfig(ConfigModel):
 
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
     learning_rate: float = Field(
-        default=1e-5, gt=0.0, le=LARGEST, description="Learning rate of every update after the warm-up."
+        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate of every update after the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the learning rate does after the warm-up: stay, or fall in that shape."
@@ -37,7 +34,7 @@ class OptimizerConfig(ConfigModel):
         "stays as wide as the parameters, or its small changes would be lost.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST, description="AdamW's weight decay, which applies to matrices only."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, which applies to matrices only."
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
 

@@ -4,12 +4,14 @@ Without the checks arrays that do not belong together broadcast, and the result 
 static, so under `jit` a check costs nothing. Letters: `B` rows, `T` tokens.
 """
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxft.core.types import Batch, Model, Params
 
@@ -59,7 +61,8 @@ def as_array(name: str, x: Any) -> Any:
     """Nested lists of numbers as a JAX array; anything else as it is.
 
     Raises:
-        ValueError: the lists have different lengths, or hold something else than numbers and bools.
+        ValueError: the lists hold something else than numbers and bools (the message names the first and its place),
+            or have different lengths.
 
     >>> as_array("tokens", [[1, 2], [3, 4]]).shape
     (2, 2)
@@ -69,13 +72,25 @@ def as_array(name: str, x: Any) -> Any:
     """
     if not isinstance(x, list | tuple):
         return x
+    leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
+    for path, leaf in leaves:
+        if not _is_numeric(leaf):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"{name}{place} is {leaf!r}, of type {type(leaf).__name__}; wanted a number")
     try:
-        made = namespace(*jax.tree.leaves(x)).asarray(x)
+        return jnp.asarray(namespace(*(leaf for _, leaf in leaves)).asarray(x))
     except ValueError as error:
         raise ValueError(f"{name} has rows of different lengths; wanted equal ones: pad them on the right") from error
-    if made.dtype.kind not in "biuf":
-        raise ValueError(f"{name} holds values of type {type(jax.tree.leaves(x)[0]).__name__}; wanted numbers")
-    return jnp.asarray(made)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    if isinstance(leaf, bool | float):
+        return True
+    if isinstance(leaf, int):
+        return -(2**63) <= leaf < 2**63
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.isdtype(
+        leaf.dtype, ("bool", "integral", "real floating")
+    )
 
 
 def check_mask(name: str, mask: Any) -> None:
@@ -136,13 +151,18 @@ def vocabulary_size(model: Model, params: Params) -> int:
     >>> vocabulary_size(model, {"scale": jnp.ones(())})
     4
     """
-    start = jnp.zeros((1, 1), jnp.int32)
-    logits = jax.eval_shape(lambda params: model.unembed(params, model.apply(params, start, start)[0]), params)
-    return logits.shape[-1]
+    start = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(partial(_logits, model), params, start).shape[-1]
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: Model, params: Params, start: Int[Array, "1 1"]) -> Float[Array, "1 1 V"]:
+    """Logits after a token. It is traced once per model, for its shape, and never run."""
+    return model.unembed(params, model.apply(params, start, start)[0])
 
 
 def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
-    """Raise unless all ids are integers below `vocabulary`, and not negative.
+    """Raise unless all ids are integers below `vocabulary`, and not negative. Bools are none.
 
     Raises:
         ValueError: names the first id that is not, its place, and the size of the vocabulary.
@@ -151,12 +171,19 @@ def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
     Traceback (most recent call last):
     ValueError: tokens[1, 0] is 4; wanted an id of the vocabulary, which has 4 tokens: 0 to 3
     """
-    table = np.asarray(ids)
-    if table.dtype.kind in "iu":
+    # Numpy makes [True, 5] integers, so lists are asked for bools before they are arrays.
+    are_integers = not any(isinstance(x, bool) for x in jax.tree.leaves(ids))
+    try:
+        table = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        are_integers = False
+    if are_integers and table.dtype.kind in "iu":
         is_id = (table >= 0) & (table < vocabulary)
-    else:  # floats, or integers that no array can hold: each is asked by itself
+    else:  # floats, bools, or integers that no array can hold: each is asked by itself
         table = np.asarray(ids, object)
-        known = [isinstance(x, int | np.integer) and 0 <= x < vocabulary for x in table.flat]
+        known = [
+            isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < vocabulary for x in table.flat
+        ]
         is_id = np.array(known, bool).reshape(table.shape)
     if not is_id.all():
         place = tuple(np.argwhere(~is_id)[0].tolist())

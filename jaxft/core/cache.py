@@ -69,6 +69,9 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
 def keep_places(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
     """The cache with the first `counts` places of each row as they are, and zeros in all places behind them.
 
+    Raises:
+        ValueError: the cache has an array without an axis of places.
+
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
     >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # its blocks are the tokens themselves
@@ -92,7 +95,13 @@ def _keep_of_leaf(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
 
 def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
     """The axis of places, of an array whose form is the model's own affair: its length is their number."""
-    return next(axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis])
+    for axis in range(1, one.ndim):
+        if (one.shape[axis], two.shape[axis]) == (1, 2):
+            return axis
+    raise ValueError(
+        f"init_cache makes an array {list(one.shape)} for one place of each row and {list(two.shape)} for two; wanted "
+        "rows on axis 0 and, on another axis of each array of a cache, exactly as many entries as places"
+    )
 
 
 def compute_dtype(params: Params) -> Any:

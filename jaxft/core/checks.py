@@ -9,6 +9,9 @@ import numpy as np
 from jaxft.core.arrays import as_batch
 from jaxft.core.types import Batch
 
+NEAR_WHOLE = 1e-3
+"""How far a number of trajectories, a sum of rounded shares, may lie from a whole one."""
+
 
 def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     """Nothing, if the batch can be trained on.
@@ -19,8 +22,8 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     Raises:
         ValueError: shapes that differ; no trained token; a trained first token, which nothing predicts; tokens outside
             the vocabulary; and, on trained tokens, a temperature that is not above 0 (greedy rows have nothing to learn
-            from), a trajectory of no trained tokens, or numbers that are not finite. The message names the field, the
-            row and the token.
+            from), a trajectory of no trained tokens, or numbers that are not finite: the message names the field, the
+            row and the token. Also `trajectory_tokens` that count other tokens than the trained ones of the batch.
 
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, True]]), np.array([1.0])))
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, False]])))
@@ -49,6 +52,13 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
         if np.issubdtype(x.dtype, np.floating):
             per_token = x if x.ndim == 2 else x[:, None]
             _refuse(mask & ~np.isfinite(per_token), name, "is not finite on a trained token")
+    if "trajectory_tokens" in given:
+        trajectories = (1.0 / given["trajectory_tokens"][mask].astype(np.float64)).sum()
+        if abs(trajectories - round(trajectories)) > NEAR_WHOLE:
+            raise ValueError(
+                f"batch.trajectory_tokens makes {trajectories:.6g} trajectories of {int(mask.sum())} trained tokens; "
+                "wanted a whole number: of each token, how many trained tokens of this batch its trajectory has"
+            )
 
 
 def _refuse(wrong: np.ndarray, name: str, what: str) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.arrays import check_token_ids, vocabulary_size
 from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
 from jaxft.core.sampling import SamplingParams, sample, sampling_params
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
@@ -214,7 +215,7 @@ def generate(
     >>> print(rollout.tokens[0, :5], rollout.completion_mask[0, :5])  # the stop token is a part of it
     [1 2 3 0 0] [False  True  True False False]
     """
-    prompts = prompt_ids(prompts, jax.eval_shape(partial(_logits, model), params).shape[-1])
+    prompts = prompt_ids(prompts, vocabulary_size(model, params))
     if num_generations < 1 or max_new_tokens < 1:
         raise ValueError(
             f"num_generations is {num_generations}, max_new_tokens {max_new_tokens}; wanted at least 1 of each"
@@ -244,32 +245,37 @@ def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
     """The token ids of each prompt.
 
     Raises:
-        ValueError: there are none, or a prompt is empty, holds something else than whole numbers, or an id that the
-            vocabulary has not.
+        ValueError: there are none, or a prompt is empty, text, no row, or holds something that is no id of the
+            vocabulary.
 
     >>> [prompt.tolist() for prompt in prompt_ids([[1, 2], np.array([3])], vocabulary=4)]
     [[1, 2], [3]]
     >>> [prompt.tolist() for prompt in prompt_ids([1, 2], vocabulary=4)]  # a single one
     [[1, 2]]
     """
-    is_text = isinstance(prompts, str)
-    if len(prompts) == 0 and not is_text:
+    if not _is_row(prompts):
+        raise ValueError(f"prompts is {prompts!r}; wanted lists or arrays of token ids")
+    prompts = jax.device_get(prompts)  # at once: every single look at an array of a device waits for the device
+    if len(prompts) == 0:
         raise ValueError("prompts is empty; wanted at least one list of token ids")
-    rows = list(prompts) if is_text or np.ndim(prompts[0]) else [prompts]
     checked = []
-    for index, prompt in enumerate(rows):
-        if isinstance(prompt, str) or any(isinstance(token, str) for token in prompt):
-            raise ValueError(f"prompts[{index}] is text; wanted token ids, such as those of tokenizer.encode")
+    for index, prompt in enumerate(prompts if any(map(_is_row, prompts)) else [prompts]):
+        name = f"prompts[{index}]"
+        if not _is_row(prompt):
+            raise ValueError(f"{name} is {prompt!r}; wanted a row of token ids, as the others are")
+        if any(isinstance(text, str | bytes) for text in (prompt, *prompt)):
+            raise ValueError(f"{name} is text; wanted token ids, such as those of tokenizer.encode")
         if len(prompt) == 0:
-            raise ValueError(f"prompts[{index}] has no tokens; a model needs at least one to continue")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompts[{index}] is {ids.dtype}{list(ids.shape)}; wanted a row of whole numbers")
-        unknown = ids[(ids < 0) | (ids >= vocabulary)]
-        if unknown.size:
-            raise ValueError(f"prompts[{index}] holds the id {unknown[0]}; wanted ids from 0 to {vocabulary - 1}")
-        checked.append(ids)
+            raise ValueError(f"{name} has no tokens; a model needs at least one to continue")
+        check_token_ids(name, prompt, vocabulary)
+        checked.append(np.asarray(prompt))
+        if checked[-1].ndim != 1:
+            raise ValueError(f"{name} has shape {checked[-1].shape}; wanted a row of token ids")
     return checked
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Sequence) or np.ndim(x) > 0
 
 
 def one_key(key: Any) -> Any:
@@ -291,13 +297,6 @@ def one_key(key: Any) -> Any:
     if key.shape:
         raise ValueError(f"key holds {key.size} keys, of shape {key.shape}; {wanted}")
     return key
-
-
-@partial(jax.jit, static_argnums=0)
-def _logits(model: Model, params: Params) -> Float[Array, "1 1 V"]:
-    """Logits after a token: traced for its shape alone, once per model."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return model.unembed(params, model.apply(params, tokens, tokens)[0])
 
 
 @partial(jax.jit, static_argnums=0)

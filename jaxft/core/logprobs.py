@@ -4,6 +4,7 @@ The one-step shift between logits and tokens happens here, in `token_logprobs`, 
 Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.arrays import check_shapes, check_token_ids
+from jaxft.core.arrays import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
@@ -165,7 +166,7 @@ def token_logprobs(
 
     hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
     if not isinstance(tokens, jax.core.Tracer):
-        check_token_ids("tokens", tokens, jax.eval_shape(model.unembed, params, hidden[0]).shape[-1])
+        check_token_ids("tokens", tokens, vocabulary_size(model, params))
     scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
     logprobs, entropy = _score_in_chunks(model, params, *scored, entropy_gradient, chunk_tokens)
     next_values = None
@@ -230,6 +231,7 @@ def _with_gradient(total: Array, leaf: Array) -> Array:
 _with_gradient.defvjp(lambda total, leaf: (leaf, None), lambda _, gradient: (gradient.astype(jnp.float32), None))
 
 
+@partial(jax.jit, static_argnums=(0, 5, 6), inline=True)
 def _score_in_chunks(
     model: Model,
     params: Params,
@@ -239,8 +241,11 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int | None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Scores of the `N = B S` tokens. On a mesh, a chunk has equally many tokens of each device's own rows."""
+    """Scores of the `N = B S` tokens. On a mesh, a chunk has equally many tokens of each device's own rows.
 
+    The function is jitted for calls outside of `jit`: only there would the sums of gradients be real arrays, of the
+    size of a float32 model, also where there is no gradient.
+    """
     sums = jax.tree.map(_gradient_sum, params)
 
     def score(
@@ -254,8 +259,7 @@ def _score_in_chunks(
     shares = layout.row_shares if layout is not None and hidden.shape[0] % layout.row_shares == 0 else 1
     devices = 1 if layout is None else layout.devices
     if chunk_tokens is None:
-        vocabulary = jax.eval_shape(model.unembed, params, hidden[0]).shape[-1]
-        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary) * devices
+        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(KEPT))

@@ -11,19 +11,16 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.logprobs import scaling_temperature
-
-LARGEST = float(np.finfo(np.float32).max)
-"""The largest number of float32: a larger one would be infinite on the device."""
 
 COLDEST = 1e-6
 """The lowest temperature that is not 0. Logits divided by a lower one are too large for float32 to tell them apart."""
 
 SMALLEST_SHARE = 1e-30
-"""The least that top-p may keep: less would be 0 on the device, and keep nothing."""
+"""The smallest `top_p`; a smaller one rounds to 0 on the device and keeps no token."""
 
 
 class LogitBias(NamedTuple):
@@ -95,10 +92,10 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
     Traceback (most recent call last):
     ValueError: top_p is 1.5; wanted a share of the mass in (0, 1], at least 1e-30
     """
-    if not (temperature == 0.0 or COLDEST <= temperature <= LARGEST):
+    if not (temperature == 0.0 or COLDEST <= temperature <= LARGEST_FLOAT32):
         raise ValueError(
             f"temperature is {temperature}; wanted 0 (greedy) or a finite number above 0, from {COLDEST} to "
-            f"{LARGEST:.1e}"
+            f"{LARGEST_FLOAT32:.1e}"
         )
     if not isinstance(top_k, SupportsIndex) or not 0 <= top_k < 2**31:
         raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep, an integer below 2^31")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.errors import UserCodeError, user_code
 from jaxft.harness.supervision import Supervisor, is_async
-from jaxft.policy.recorder import MAX_REWARD
 from jaxft.runs.json_text import json_bytes
 
 Evaluator = Callable[[Any], Any]
@@ -82,7 +82,7 @@ def usable(score: Score) -> float | None:
     (1.5, None, None)
     """
     parts = [] if score is None else list(score.values()) if isinstance(score, dict) else [score]
-    return sum(parts) if parts and abs(sum(parts)) <= MAX_REWARD else None
+    return sum(parts) if parts and abs(sum(parts)) <= LARGEST_FLOAT32 else None
 
 
 async def _scores(
@@ -150,7 +150,7 @@ def _score(value: Any, example_id: str) -> Score:
 
 def _float(value: Any, example_id: str) -> float:
     number = float(value)
-    if MAX_REWARD < abs(number) < math.inf:
+    if LARGEST_FLOAT32 < abs(number) < math.inf:
         raise ValueError(f"it gave {number:g} for example '{example_id}': wanted is a number that fits float32")
     return number
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
+from jaxft.core import LARGEST_FLOAT32
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -29,9 +31,6 @@ TRAINING, VALIDATION = 0, 1
 
 WORKFLOW = "<workflow>"
 """The target function that means the whole workflow: every call."""
-
-MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
-"""The largest float32: rewards beyond it could not be compared, as their squares and differences overflow."""
 
 # Episodes are asked from threads as well; each time for a few microseconds.
 _lock = threading.Lock()
@@ -194,7 +193,7 @@ class Episode:
         """
         if not self.calls:
             raise RuntimeError("reward_step rewards the latest answer, and the episode has none yet")
-        if isinstance(reward, bool) or not abs(reward) <= MAX_REWARD:
+        if isinstance(reward, bool) or not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(f"the reward of a step is {reward!r}; wanted a number that fits float32")
         index = self.calls[-1].index
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
@@ -209,7 +208,7 @@ class Episode:
         if len(answers) != len(scores) or not answers:
             raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; wanted one score for each")
         for score in scores:
-            if isinstance(score, bool) or not abs(score) <= MAX_REWARD:
+            if isinstance(score, bool) or not abs(score) <= LARGEST_FLOAT32:
                 raise ValueError(f"the score of a candidate is {score!r}; wanted a number that fits float32")
         known = {call.index: call for call in self.calls}
         taken = {call.index for decision in self.candidates for call in decision.calls}

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.arrays import check_token_ids
-from jaxft.core.sampling import LARGEST, check_sampling
+from jaxft.core.sampling import check_sampling
 from jaxft.policy.slots import MAX_BIASED_IDS, MAX_STOP_IDS
 
 
@@ -90,10 +91,10 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     if len(request.logit_bias) > MAX_BIASED_IDS:
         raise RequestError(f"logit_bias names {len(request.logit_bias)} tokens; at most {MAX_BIASED_IDS} are supported")
     for token, value in request.logit_bias:
-        if not (value == -math.inf or -LARGEST <= value <= LARGEST):
+        if not (value == -math.inf or -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32):
             raise RequestError(
                 f"logit_bias adds {value} to token {token}; wanted -inf, or a number that float32 holds, up to "
-                f"{LARGEST:.1e}"
+                f"{LARGEST_FLOAT32:.1e}"
             )
     if list(request.cuts) != sorted(set(request.cuts)) or not all(
         _is_integer(cut) and 0 < cut < length for cut in request.cuts

@@ -1,9 +1,11 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from jaxft.components.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.models.config import preset
 from jaxft.models.decoder import decoder
 
@@ -81,3 +83,11 @@ def test_the_cosine_ends_at_its_share():
     # One step of warm-up from half the rate, then 0.4 (1 + (1 - 0.5) (cos(pi t / 4) - 1) / 2).
     got = [float(schedule(step)) for step in range(7)]
     assert got == pytest.approx([0.2, 0.4, 0.3707107, 0.3, 0.2292893, 0.2, 0.2], rel=1e-5)
+
+
+def test_every_number_of_float32_is_a_learning_rate():
+    largest = float(np.finfo(np.float32).max)
+    assert largest == LARGEST_FLOAT32
+    assert OptimizerConfig(learning_rate=largest).learning_rate == largest
+    with pytest.raises(ValidationError):
+        OptimizerConfig(learning_rate=np.nextafter(largest, np.inf))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxft.core.advantages import estimate_advantages, group_advantages, step_advantages, weighted_sum
-from jaxft.core.arrays import check_token_ids
+from jaxft.core.arrays import check_token_ids, vocabulary_size
 from jaxft.core.checks import check_batch
 from jaxft.core.correction import sampler_agreement, sampler_correction
 from jaxft.core.kl import k1_penalty, kl_penalty
@@ -89,6 +89,10 @@ def test_a_batch_of_plain_lists_is_one_of_arrays(bigram):
         ("tokens", [[0.0] * 3] * 2, "float32"),
         ("completion_mask", [[0, 1, 1]] * 2, "int32"),
         ("advantages", ["good", "bad"], "str"),
+        ("advantages", [1.0, None], "advantages[1] is None"),
+        ("advantages", [None, None], "advantages[0] is None"),
+        ("advantages", [jnp.ones(()), None], "advantages[1] is None"),
+        ("tokens", [[0, 1, 1], [1, 2**70, 0]], f"tokens[1][1] is {2**70}"),
     ]:
         for call in (
             partial(check_batch, lists._replace(**{field: wrong})),
@@ -177,11 +181,22 @@ def test_counted_pairs_survive_microbatches(bigram):
         ((3, 8.5), r"ids\[1\] is 8.5;"),
         (np.array([1.0]), r"ids\[0\] is 1.0;"),
         (("3",), r"ids\[0\] is 3;"),
+        ([True], r"ids\[0\] is True;"),
+        ((5, True), r"ids\[1\] is True;"),
+        (np.array([[False]]), r"ids\[0, 0\] is False;"),
+        ([1, [2]], r"ids\[1\] is \[2\];"),
     ],
 )
 def test_what_is_no_token_id_is_refused(ids, message):
     with pytest.raises(ValueError, match=message):
         check_token_ids("ids", ids, 9)
+
+
+def test_the_size_of_the_vocabulary_costs_no_array(bigram):
+    """It is asked on the event loop, for models of every size."""
+    params = jax.eval_shape(bigram.init, jax.random.key(0))
+    with jax.transfer_guard("disallow_explicit"):
+        assert vocabulary_size(bigram, params) == 5
 
 
 def test_ids_of_every_integer_type_are_taken():

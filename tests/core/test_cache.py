@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.cache import block_lengths, blocks_for, compute_dtype, init_cache, reaches
+from jaxft.core.cache import block_lengths, blocks_for, compute_dtype, init_cache, keep_places, reaches
 from jaxft.core.generate import DecodeState, RowParams, decode_near, generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sampling import sampling_params
@@ -22,6 +22,21 @@ def test_blocks_cover_the_length_and_double(length):
         count = blocks_for(tokens, length)
         assert count == len(lengths) or sum(lengths[:count]) >= tokens
         assert count == min(2, len(lengths)) or sum(lengths[: count - 1]) < tokens
+
+
+@pytest.mark.parametrize(
+    ("init", "shapes"),
+    [
+        (lambda rows, places, dtype: {"kept": jnp.zeros((rows, places)), "length": jnp.zeros(rows)}, r"\[3\].*\[3\]"),
+        (lambda rows, places, dtype: jnp.zeros((rows, -(-places // 16) * 16, 4)), r"\[3, 16, 4\].*\[3, 16, 4\]"),
+        (lambda rows, places, dtype: jnp.zeros((rows, 2 * places)), r"\[3, 2\].*\[3, 4\]"),
+    ],
+    ids=["counter", "rounded up", "twice"],
+)
+def test_a_cache_with_an_array_that_has_no_axis_of_places_is_refused(bigram, init, shapes):
+    model = bigram._replace(init_cache=init)
+    with pytest.raises(ValueError, match=rf"init_cache .*{shapes}.* wanted"):
+        keep_places(model, init_cache(model, 3, 20, jnp.float32), jnp.array([1, 2, 3]))
 
 
 def state_at(tiny, positions):

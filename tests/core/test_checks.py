@@ -19,6 +19,15 @@ def test_what_stands_on_untrained_tokens_is_free():
     check_batch(Batch(*(None if x is None else jnp.array(x) for x in GOOD)))
 
 
+def test_whole_trajectories_are_taken():
+    for counts in ([[0, 2, 2], [0, 1, 0]], [[0, 3, 3], [0, 3, 0]]):
+        check_batch(GOOD._replace(trajectory_tokens=np.array(counts, np.float32)))
+    tokens, rows = 3 * 7 * 11, 3000
+    mask = np.ones((rows, tokens + 1), bool)
+    mask[:, 0] = False
+    check_batch(Batch(np.ones(mask.shape, int), mask, trajectory_tokens=np.full(mask.shape, tokens, np.float32)))
+
+
 TRUE = np.ones((2, 3), bool)
 
 
@@ -32,6 +41,7 @@ TRUE = np.ones((2, 3), bool)
         ({"temperatures": np.full((2, 3), np.nan)}, "batch.temperatures is not above 0"),
         ({"advantages": np.array([1.0, np.nan])}, r"batch.advantages is not finite .*\(row 1, token 1; 1 in all\)"),
         ({"trajectory_tokens": np.zeros((2, 3))}, r"batch.trajectory_tokens is not at least 1.*\(row 0, token 1;"),
+        ({"trajectory_tokens": np.full((2, 3), 4.0)}, r"batch.trajectory_tokens makes 0.75 traj.*of 3 trained tokens"),
         ({"ref_logprobs": np.full((2, 3), -np.inf)}, "batch.ref_logprobs is not finite"),
         ({"tokens": np.full((2, 3), 6)}, "batch.tokens is outside the vocabulary of 6"),
         ({"tokens": np.full((2, 3), -1)}, "batch.tokens is outside the vocabulary of 6"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.generate import DecodeState, RowParams, decode, generate
+from jaxft.core.generate import DecodeState, RowParams, decode, generate, prompt_ids
 from jaxft.core.sampling import sampling_params
 from jaxft.core.types import FinishReason, Model
 
@@ -70,9 +70,18 @@ def test_prompts_may_be_arrays_or_one_alone(tiny, rollout):
         ([], KEY, ("prompts is empty",)),
         (np.zeros((0, 3), int), KEY, ("prompts is empty",)),
         ([[1], []], KEY, ("prompts[1]",)),
-        ([[1.0, 2.0]], KEY, ("prompts[0]", "float64")),
-        (np.zeros((1, 2, 3), int), KEY, ("prompts[0]", "[2, 3]")),
-        ([[1, 2], [3, 48]], KEY, ("prompts[1]", "48", "0 to 47")),
+        ([[1.0, 2.0]], KEY, ("prompts[0][0]", "1.0")),
+        (np.zeros((1, 2, 3), int), KEY, ("prompts[0]", "(2, 3)")),
+        ([[[1, 2], [3, 4]]], KEY, ("prompts[0]", "(2, 2)")),
+        ([[5, True]], KEY, ("prompts[0][1] is True",)),
+        (np.array([[True]]), KEY, ("prompts[0][0] is True",)),
+        ([[1, [2]]], KEY, ("prompts[0][1] is [2]",)),
+        ([np.array([1]), 3], KEY, ("prompts[1] is 3",)),
+        ([3, jnp.array([1])], KEY, ("prompts[0] is 3",)),
+        ({"input_ids": [1]}, KEY, ("prompts is {'input_ids': [1]}",)),
+        (np.array(5), KEY, ("prompts is array(5)",)),
+        (b"text", KEY, ("prompts[0]", "token ids")),
+        ([[1, 2], [3, 48]], KEY, ("prompts[1][1]", "48", "0 to 47")),
         ([[-1]], KEY, ("prompts[0]", "-1")),
         (PROMPTS, 7, ("key is 7", "jax.random.key(")),
         (PROMPTS, jnp.array(7), ("key is an array", "jax.random.key(")),
@@ -84,6 +93,16 @@ def test_what_is_no_prompt_or_no_key_is_refused_with_a_sentence(tiny, prompts, k
     with pytest.raises(ValueError) as caught:
         as_users_call(*tiny, prompts, key, max_new_tokens=NEW)
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_prompts_on_a_device_are_read_once(monkeypatch):
+    """A look at each token would cut an array out of the prompts for each."""
+    prompts = [jnp.arange(40), jnp.arange(30)]
+    with monkeypatch.context() as patched:
+        patched.setattr(type(prompts[0]), "__iter__", lambda x: pytest.fail("walked on the device"))
+        patched.setattr(type(prompts[0]), "__getitem__", lambda x, place: pytest.fail("cut on the device"))
+        rows = [prompt_ids(given, 48) for given in (prompts, prompts[0], prompts[0].reshape(4, 10))]
+    assert [len(found) for found in rows] == [2, 1, 4]
 
 
 def test_generations_of_a_prompt_differ(rollout):

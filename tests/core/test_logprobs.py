@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft.core.logprobs import logits_logprobs, token_logprobs
+from jaxft.core.types import Model
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 4, 11
 score_logits = jax.jit(logits_logprobs)
@@ -243,3 +244,21 @@ def test_tokens_outside_the_vocabulary_are_refused(bigram, token):
     with pytest.raises(ValueError, match=rf"tokens\[1, 2\] is {token}; .* {VOCABULARY} tokens"):
         token_logprobs(bigram, PARAMS, tokens)
     assert score(bigram, PARAMS, tokens).logprobs.shape == TOKENS.shape  # under jit no id is known
+
+
+def test_scoring_outside_of_jit_makes_no_arrays_of_the_size_of_the_model():
+    """Sums of gradients are float32 and as large as the model; a forward pass has no use for them."""
+    wide = []
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        return params["embedding"][tokens], cache
+
+    def unembed(params, hidden):
+        wide.extend(x.shape for x in jax.live_arrays() if x.shape in {(71, 13), (13, 71)} and x.dtype == jnp.float32)
+        return hidden @ params["head"]
+
+    model = Model("wide", lambda key: {}, apply, unembed, lambda rows, length, dtype: {})
+    params = {"embedding": jnp.ones((71, 13), jnp.bfloat16), "head": jnp.ones((13, 71), jnp.bfloat16)}
+    for chunk_tokens in (None, 3):
+        token_logprobs(model, params, jnp.zeros((2, 4), jnp.int32), chunk_tokens=chunk_tokens)
+    assert not wide

@@ -1,6 +1,6 @@
 """The decoder: neither padding, order, packing nor the cache changes what a token's distribution is."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.mesh import AXES, devices_of, make_mesh
+from jaxft.core.mesh import AXES, devices_of
 from jaxft.core.precision import compute_in
 from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
 from jaxft.models.config import PRESETS, preset
@@ -221,11 +221,17 @@ def test_fused_attention_is_asked_for_what_attention_is_here(window):
     assert context.is_plain and not make_context(config, positions, None, positions).is_plain
 
 
-def device(platform, version, capability=""):
+@dataclass(frozen=True, eq=False)
+class Device:
     """As much of a device as tells what it can do; only those of CUDA and ROCm have a `compute_capability`."""
-    return SimpleNamespace(
-        platform=platform, client=SimpleNamespace(platform_version=version), compute_capability=capability
-    )
+
+    platform: str
+    client: SimpleNamespace
+    compute_capability: str
+
+
+def device(platform, version, capability=""):
+    return Device(platform, SimpleNamespace(platform_version=version), capability)
 
 
 H100, A100 = device("gpu", "PJRT C API\ncuda 12090", "9.0"), device("gpu", "PJRT C API\ncuda 12090", "8.0")
@@ -256,8 +262,9 @@ def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, devi
 
 def test_the_devices_of_the_mesh_decide_about_fused_attention():
     one = jax.devices()[:1]
-    layout = layout_of(SMALL, make_mesh(devices=one))
-    assert devices_of(layout) == devices_of(None) == one
+    mesh = Mesh(np.array([H100, A100]).reshape(2, 1, 1), AXES)
+    assert devices_of(layout_of(SMALL, mesh)) == [H100, A100]
+    assert devices_of(None) == one
     assert devices_of(layout_of(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
 
 
