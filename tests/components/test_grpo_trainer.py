@@ -21,6 +21,7 @@ from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.harness.validation import Validation
 from jaxft.policy.recorder import episode
+from jaxft.policy.requests import RequestError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.redaction import hiding
@@ -331,6 +332,28 @@ def test_samples_spell_no_secret_with_token_ids(train, tmp_path, tokenizer, reco
 def test_how_many_failures_are_too_many_can_be_set(train):
     with pytest.raises(TooManyFailures, match="1 of 4 episodes failed"):
         train(brittle, NotingAdapter(), max_failed_share=0.2)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_run_whose_episodes_are_all_dropped_says_why(train, record_call, turns):
+    async def too_long(example):
+        for _ in range(turns):
+            record_call([1, 2], [3, 4])
+        episode().is_dropped = True
+        raise RequestError("the prompt is too long")
+
+    with pytest.raises(NoLearningSignal, match=r"every episode was dropped: .*max_context_tokens.*truncate_left$"):
+        train(too_long, NotingAdapter(), epochs=1)
+    assert "epoch_00000: 4 episodes were dropped" in train.shown.getvalue()
+
+
+def test_a_run_whose_episodes_all_fail_does_not_say_that_they_asked_nobody(train, record_call):
+    async def breaks(example):
+        record_call([1, 2], [3, 4])
+        raise OSError("the tool is down")
+
+    with pytest.raises(NoLearningSignal, match="every episode failed or was dropped: 4 failed, 0 were dropped"):
+        train(breaks, NotingAdapter(), epochs=1, max_failed_share=1.0)
 
 
 def test_a_failed_job_ends_the_run(train):
