@@ -56,7 +56,8 @@ class Call:
         policy_version: of the parameters that sampled.
         functions: those of the agent that the call was made in, outermost first (`function`).
         prompt_cuts: where in the prompt those of earlier turns ended.
-        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long.
+        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long, or
+            as they were left out of the call that it goes on from; see `Prompt`.
     """
 
     index: int
