@@ -341,7 +341,10 @@ def note_outside_call() -> None:
 
 
 def outside_calls() -> int:
-    """Calls that this process has made outside of any episode: a thread that knows no episode knows no run either."""
+    """The number of language-model calls that this process made outside of any episode.
+
+    It is per process, because such a call cannot be assigned to a run.
+    """
     return _outside_calls
 
 

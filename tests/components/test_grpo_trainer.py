@@ -7,6 +7,7 @@ import pytest
 
 from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.components.grpo_trainer import GRPOTrainer, GRPOTrainerConfig
+from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdapterConfig
 from jaxft.harness.data_models import (
     FinetuneConfig,
     RewardFunctionConfig,
@@ -327,6 +328,22 @@ def test_samples_spell_no_secret_with_token_ids(train, tmp_path, tokenizer, reco
     assert secret not in "".join(row["episode"][0]["content"] for row in samples)
     tokens = [t.sequences[0].tokens for job in adapter.submitted for t in job.trajectories[0] if t.example_id == "a"]
     assert secret in tokenizer.decode(tokens[0])  # what is trained is not masked
+
+
+def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer, make_policy, record_call):
+    """As of a tool's message, which a builder leaves out of the conversation that it gives."""
+    secret = "sk-TEST-SENTINEL"
+
+    async def ask(example):
+        record_call(tokenizer.encode(f"the key is {secret}" if example["name"] == "a" else "no key"), [5, 6])
+        return None  # which is kept, and not trained
+
+    adapter = LocalTrainerAdapter(LocalTrainerAdapterConfig(llm="policy"), make_policy(), print, seed=0)
+    with hiding([secret]), pytest.raises(NoLearningSignal):
+        train(ask, adapter, epochs=1, save_episodes="all")
+    samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]
+    kept = {row["example_id"]: row["sequences"] for row in samples}
+    assert kept["a"] is None and tokenizer.decode(kept["b"][0]["tokens"]).startswith("no key")
 
 
 def test_how_many_failures_are_too_many_can_be_set(train):

@@ -159,19 +159,15 @@ def test_bytes_do_not_tell_how_many_tokens_a_text_has(words):
         words.prompt([user("x" * 1_500_000)], max_tokens=96)
 
 
-SECOND = "<|im_end|>\n<|im_start|>user\n"
-"""What the template writes before a second message."""
-
-
-@pytest.mark.parametrize("typed", ["", "<|endoftext|>", "é"])
-def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words, typed):
+def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words):
     tokenizer = words.tokenizer
     unwanted = set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "start|>"]))
     behind = len("<|im_end|>\n<|im_start|>assistant\n")
-    marked = len(typed.encode()) + 8 * (typed in tokenizer.added_tokens_encoder)
-    for cut in range(len(SECOND) + 2 * marked + 1):
-        rest = "w" * (2**20 - behind - cut)
-        prompt = words.prompt([user(f"y {typed}"), user(typed + rest)], max_tokens=96, truncate_left=True)
+    # In bytes before the w's: inside of the letter, at the typed token's marks and inside of it, at and in the
+    # template's token.
+    for cut in (1, 6, 10, 19, 21, 35, 37, 40):
+        typed = "<|endoftext|>é" + "w" * (2**20 - behind - cut)
+        prompt = words.prompt([user("y"), user(typed)], max_tokens=96, truncate_left=True)
         assert tokenizer.longest <= 2**20 and prompt.truncated_tokens > 0
         assert not unwanted & set(prompt.ids)
 
