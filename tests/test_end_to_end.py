@@ -172,7 +172,9 @@ def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
     folder, shown = first_run
-    told = "3 of 12 episodes failed and are left out; example 'of-200', generation 0: RequestError: the prompt has"
+    told = (
+        "3 of 12 episodes failed and are left out; example 'of-200', generation 0: PromptTooLongError: the prompt has"
+    )
     assert told in shown
     assert [(row["failed_episodes"], row["groups"]) for row in metrics_of(folder)] == [(3, 3), (3, 3)]
 

@@ -1,4 +1,4 @@
-"""The batches of updates whose loss or gradient was not finite, kept to find out why.
+"""The batches of updates whose loss, gradient or new parameters were not finite, kept to find out why.
 
     bad_batches/epoch_00007-1.npz     the arrays of the batch, for `numpy.load`
                 epoch_00007-1.json    the metrics of the update, and which episodes lie where in the arrays

@@ -31,7 +31,8 @@ class Row:
     Attributes:
         trajectory: its number among those of the job.
         signals: numbers per token (or one for all of them) by the name of the batch's field.
-        bootstrap_value: what the value head gives all of it, where a length limit ended the episode with it; else 0.
+        bootstrap_value: the value head's output after the last token if a length limit cut the episode there; otherwise
+            0.
     """
 
     sequence: TokenSequence

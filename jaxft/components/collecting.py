@@ -2,12 +2,19 @@
 
 import asyncio
 import difflib
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, EvalInputItem, FinetuneConfig, TrajectoryCollection
+from jaxft.harness.data_models import (
+    EpisodeItem,
+    EpisodeItemRole,
+    EvalInputItem,
+    FinetuneConfig,
+    Trajectory,
+)
 from jaxft.harness.errors import ConfigError, TrajectoryError, did_you_mean
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.interfaces import TrajectoryBuilder
@@ -99,10 +106,10 @@ class EpisodeCollector(TrajectoryBuilder):
         dropped = [outcome for outcome in outcomes if outcome.error is not None and outcome.episode.is_dropped]
         failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.episode.is_dropped]
         finished = [outcome for outcome in outcomes if outcome.error is None]
-        calls = [call for outcome in finished for call in outcome.episode.calls]
-        targeted = sum(map(self.is_target, calls))
-        if calls:
-            _check_targets(calls, targeted, self._targets())
+        calls = [call for outcome in outcomes for call in outcome.episode.calls]
+        # An episode that failed may not have come to the functions that training is aimed at.
+        if calls_to_train := [call for outcome in finished for call in outcome.episode.calls]:
+            _check_targets(calls_to_train, sum(map(self.is_target, calls_to_train)), self._targets())
         return finished, {
             "metrics": {
                 "episodes": len(outcomes),
@@ -111,7 +118,7 @@ class EpisodeCollector(TrajectoryBuilder):
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
                 "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned,
                 "calls": len(calls),
-                "untargeted_calls": len(calls) - targeted,
+                "untargeted_calls": sum(not self.is_target(call) for call in calls),
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
             "timings": {
@@ -143,13 +150,23 @@ class EpisodeCollector(TrajectoryBuilder):
 
 
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:
-    """Why not one call of a language model was recorded in a collection; None when some were, or nobody counted.
+    """Why a collection has no calls of a language model to train on; None when it has some, or nobody counted.
 
     >>> why_no_calls({"calls": 0, "outside_calls": 0})
     'no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it'
+    >>> why_no_calls({"episodes": 4, "failed_episodes": 4, "calls": 0})
+    'every episode failed or was dropped: 4 failed, 0 were dropped'
     >>> why_no_calls({"calls": 3}), why_no_calls({})
     (None, None)
     """
+    episodes, failed, dropped = (metrics.get(name, 0) for name in ("episodes", "failed_episodes", "dropped_episodes"))
+    if episodes and dropped == episodes:
+        return (
+            "every episode was dropped: its prompt was longer than max_context_tokens; raise it, or set long_prompts: "
+            "truncate_left"
+        )
+    if episodes and failed + dropped == episodes:
+        return f"every episode failed or was dropped: {failed:.0f} failed, {dropped:.0f} were dropped"
     if metrics.get("calls", 1):
         return None
     outside = metrics.get("outside_calls", 0)
@@ -161,13 +178,32 @@ def why_no_calls(metrics: Mapping[str, float]) -> str | None:
     return "no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it"
 
 
-def check_rewards(collection: TrajectoryCollection) -> None:
-    """Refuses, with a `TrajectoryError` that names the episode, rewards whose squares or differences would overflow."""
-    for trajectory in (each for group in collection.trajectories for each in group):
-        for reward in (trajectory.reward, *(trajectory.shaped_rewards or ())):
+def dropped_episodes(metrics: Mapping[str, float]) -> str | None:
+    """What there is to say of the episodes of a collection that were dropped; None when none was.
+
+    >>> dropped_episodes({"dropped_episodes": 2})
+    '2 episodes were dropped: a prompt left no room for an answer'
+    """
+    dropped = metrics.get("dropped_episodes", 0)
+    return f"{dropped:.0f} episodes were dropped: a prompt left no room for an answer" if dropped else None
+
+
+def check_rewards(trajectories: Iterable[Trajectory]) -> None:
+    """Refuses rewards whose squares, sums or differences would overflow; named ones that are not finite are left.
+
+    Asked by the trainer, before it adds rewards up, and by the rows of a job, which any trainer may submit.
+
+    Raises:
+        TrajectoryError: names the episode and the reward.
+    """
+    for trajectory in (trajectory for trajectory in trajectories if trajectory.scorable):
+        steps = {f"shaped_rewards[{step}]": reward for step, reward in enumerate(trajectory.shaped_rewards or ())}
+        given = (trajectory.named_rewards or {}).items()
+        named = {f"named_rewards['{name}']": reward for name, reward in given if math.isfinite(reward)}
+        for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
             if abs(reward) > LARGEST_FLOAT32:
                 name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
-                raise TrajectoryError(f"{name} has the reward {reward:g}; wanted one that fits float32")
+                raise TrajectoryError(f"{name} has the {which} {reward:g}; wanted one that fits float32")
 
 
 def episode_items(outcome: EpisodeOutcome) -> list[EpisodeItem]:

@@ -39,6 +39,10 @@ def with_usable_rewards(
 ) -> list[list[Trajectory]]:
     """The groups, with those trajectories not scorable that lack a named reward that is weighted, or a finite one.
 
+    A trajectory with a reward and an empty `named_rewards` was priced by its builder, as its evaluator gave nothing.
+    Its reward is its weighted sum, so that it lacks nothing; only where each reward is normalised by itself
+    (`normalize_then_sum`) there is no sum that the price could stand for.
+
     Args:
         unusable: `finetuning.reward_function.unusable`: `zero` gives them 0 for what they lack.
 
@@ -47,7 +51,6 @@ def with_usable_rewards(
     """
     names = list(loss.reward_weights or {})
     known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
-    # An empty dict is of an episode that got its reward from the builder, as its evaluator gave none.
     has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
     missing = [name for name in names if name not in known]
     if missing and has_scores:
@@ -57,7 +60,7 @@ def with_usable_rewards(
     def checked(trajectory: Trajectory) -> Trajectory:
         given = trajectory.named_rewards or {}
         lacking = [name for name in names if not math.isfinite(given.get(name, math.nan))]
-        if not lacking or not trajectory.scorable:
+        if not lacking or not trajectory.scorable or _is_priced(trajectory, loss):
             return trajectory
         if unusable == "error":
             raise TrajectoryError(
@@ -89,7 +92,8 @@ def gather_credit(groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm:
         weights = list(loss.reward_weights.values())
         if loss.several_rewards == "normalize_then_sum":
             named = table
-        rewards = np.asarray(weighted_sum(table, weights))
+        is_priced = np.array([_is_priced(trajectory, loss) for trajectory in trajectories])
+        rewards = np.where(is_priced, rewards, weighted_sum(table, weights))
     if loss.length_penalty_tokens is not None and loss.max_completion_tokens is not None:
         lengths = [
             sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
@@ -192,6 +196,11 @@ def _k1(row: Row) -> np.ndarray:
     mask = np.array(row.sequence.completion_mask)
     difference = np.asarray(row.signals["old_logprobs"], np.float64) - row.signals["ref_logprobs"]
     return np.where(mask, difference, 0.0)
+
+
+def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
+    """Whether the reward of a trajectory, which its builder set, stands for the sum of its named rewards."""
+    return trajectory.scorable and trajectory.named_rewards == {} and loss.several_rewards == "sum"
 
 
 def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from jaxft.components.collecting import why_no_calls
+from jaxft.components.collecting import dropped_episodes, why_no_calls
 from jaxft.components.logged_trainer import LoggedTrainer
 from jaxft.components.run_log import PAIRS_FILE, mean
 from jaxft.harness.data_models import (
@@ -148,6 +148,8 @@ class DPOTrainer(LoggedTrainer):
         if failed:
             first = collection.failures[0].splitlines()[0]
             self.log.console.message(f"{run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
+        if dropped := dropped_episodes(collection.metrics):
+            self.log.console.message(f"{run_id}: {dropped}")
         self.trajectory_builder.log_progress(run_id, collection.metrics)
         return collection
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxft.components.collecting import check_rewards, why_no_calls
+from jaxft.components.collecting import check_rewards, dropped_episodes, why_no_calls
 from jaxft.components.early_stop import EarlyStop, EarlyStopConfig
 from jaxft.components.logged_trainer import LoggedTrainer
 from jaxft.components.run_log import mean, reward_figures
@@ -104,7 +104,7 @@ class GRPOTrainer(LoggedTrainer):
         await self.trajectory_builder.start_run(run_id, self._choice_of_examples(epoch))
         collection = await self.trajectory_builder.finalize(run_id)
         self._check_failures(collection)
-        check_rewards(collection)
+        check_rewards(trajectory for group in collection.trajectories for trajectory in group)
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
         metrics = {**collection.metrics, **reward_figures(rewards)}
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
@@ -113,9 +113,8 @@ class GRPOTrainer(LoggedTrainer):
             self._message(
                 f"{run_id}: {unscorable:.0f} rewards were None, NaN or infinite; their episodes train nothing"
             )
-        dropped = metrics.get("dropped_episodes")
-        if dropped:
-            self._message(f"{run_id}: {dropped:.0f} episodes were dropped: a prompt left no room for an answer")
+        if dropped := dropped_episodes(metrics):
+            self._message(f"{run_id}: {dropped}")
         self._show_and_keep(epoch, collection)
         chosen = self.apply_curriculum_learning(collection, epoch)
         metrics |= self._curriculum_figures(collection, chosen)

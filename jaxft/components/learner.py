@@ -366,7 +366,7 @@ def count_rows(rows: list[Row]) -> dict[str, int]:
 def merge_metrics(
     history: list[dict[str, Any]], counts: list[dict[str, int]], averaged_over: dict[str, str]
 ) -> dict[str, float]:
-    """The metrics of a job from those of its updates: means are weighted by how many each of them is a mean of.
+    """The metrics of a job from those of its updates. Each mean is weighted by the number of items that it averages.
 
     Args:
         history: the metrics of each update.

@@ -126,7 +126,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         "raises an error, and an agent that does not catch it has failed. drop: likewise, but a training episode that "
         "ends so counts as dropped (dropped_episodes) and not as failed. truncate_left: the first tokens are left out, "
         "and what is left, which is trained as it was fed, leaves room for max_tokens, or for half of the context "
-        "where that is less (truncated_prompts counts such calls).",
+        "where that is less (truncated_prompts counts the calls whose prompt lacks its beginning).",
     )
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.progress import Progress
 from jaxft.components.run_log import RunLog
 from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal
@@ -39,6 +40,9 @@ class LoggedTrainer(Trainer):
             raise ConfigError(
                 [f"finetuning.num_epochs: is {num_epochs}, but {self.progress.epoch} epochs are trained already"]
             )
+        adapter = self.trainer_adapter
+        if isinstance(adapter, LocalTrainerAdapter):
+            self.log.decode[adapter.adapter_config.llm] = adapter.policy.tokenizer.decode
         self.log.start(num_epochs, self.progress.epoch)
 
     async def validate(self, num_epochs: int) -> float | None:

@@ -68,8 +68,8 @@ class LossConfig(ConfigModel):
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="A trajectory of several sequences counts once in the average, or each of its sequences does. "
-        "Ratios of importance_level 'sequence' stay those of sequences.",
+        description="trajectory: a trajectory counts once in the loss, however many sequences it has. sequence: each "
+        "sequence counts once. Ratios of importance_level 'sequence' stay those of sequences.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None, description="One ratio per token or row."
@@ -93,8 +93,8 @@ class LossConfig(ConfigModel):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Generalised advantage estimation's.")
     bootstrap: Literal["value", "none"] = Field(
         default="value",
-        description="The value behind an episode whose last answer was cut by a length limit: 'value' takes the value "
-        "head's, as the episode would have gone on; 'none' takes 0, as if it had ended there.",
+        description="Value after the last token of an episode that a length limit cut. value: the value head's output "
+        "there. none: 0, as if the episode had ended.",
     )
     value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value term.")
     value_clip: float | None = Field(default=0.2, gt=0.0, description="How far a value may move at no loss; null: any.")

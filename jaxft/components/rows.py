@@ -51,12 +51,12 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
 
     Raises:
         NothingToTrain: no row has a token to train.
-        TrajectoryError: greedy or malformed rows are among them.
+        TrajectoryError: greedy or malformed rows are among them, or rewards that do not fit float32.
     """
     groups = [sort_trajectories([group]) for group in collection.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group]
     refuse_pairs(trajectories)
-    check_rewards(collection)
+    check_rewards(trajectories)
     rows, foreign, recorded = [], 0, []
     for index, trajectory in enumerate(trajectories):
         for sequence in (trajectory.sequences or ()) if trajectory.scorable else ():

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
@@ -10,7 +10,7 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import MetricsLog
 from jaxft.runs.plots import plot_rewards
-from jaxft.runs.redaction import redacted_values
+from jaxft.runs.redaction import redacted_tokens, redacted_values
 
 REWARD_HISTORY_FILE = "reward_history.json"
 VALIDATION_HISTORY_FILE = "validation_history.json"
@@ -41,6 +41,7 @@ class RunLog:
         console: where it shows itself.
         metrics, timings: the figures of each epoch, by run id: those that another run would repeat, those of the clock.
         validations: a row per validation.
+        decode: the text of token ids, by the name of the language model that they are of, where it is known.
     """
 
     def __init__(self, directory: RunDirectory, console: Console) -> None:
@@ -48,6 +49,7 @@ class RunLog:
         self.metrics: dict[str, dict[str, Any]] = {}
         self.timings: dict[str, dict[str, Any]] = {}
         self.validations: list[dict[str, Any]] = []
+        self.decode: dict[str, Callable[[Sequence[int]], str]] = {}
         self._rewards: list[dict[str, Any]] = []
         self._directory = directory
         self._log: MetricsLog | None = None
@@ -119,14 +121,14 @@ class RunLog:
     def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:
         """Writes down episodes with their tokens, then what is said of failed ones: example, error and traceback."""
         for trajectory in trajectories:
-            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **_without_secret_ids(trajectory)})
+            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **self._without_secret_ids(trajectory)})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Keeps the pairs of a collection."""
         pairs = [pair for group in collection.trajectories for pair in group]
-        rows = [_without_secret_ids(pair) for pair in pairs]
+        rows = [self._without_secret_ids(pair) for pair in pairs]
         for row in rows:
             self._directory.append_jsonl(PAIRS_FILE, row)
         masked = sum(row["sequences"] is None for row in rows) - sum(pair.sequences is None for pair in pairs)
@@ -148,18 +150,23 @@ class RunLog:
         if self._rewards or self.validations:
             plot_rewards(self._directory, self._rewards, self.validations)
 
+    def _without_secret_ids(self, trajectory: Trajectory) -> dict[str, Any]:
+        """A trajectory for JSON; without token ids when its texts hold a secret, or when the ids spell one."""
+        row = trajectory.model_dump(mode="json")
+        holds_secret = redacted_values(row["episode"]) != row["episode"] or any(
+            redacted_tokens(sequence.tokens, decode) != sequence.tokens
+            for sequence in trajectory.sequences or ()
+            for llm, decode in self.decode.items()
+            if sequence.llm in (None, llm)
+        )
+        return row | {"sequences": None} if holds_secret else row
+
     def close(self) -> None:
         """Closes the files; a second call does nothing."""
         if self._log is not None:
             self._log.close()
             self.save()
             self._log = None
-
-
-def _without_secret_ids(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory for JSON; without token ids when its texts hold a secret, which the ids would spell."""
-    row = trajectory.model_dump(mode="json")
-    return row if redacted_values(row["episode"]) == row["episode"] else row | {"sequences": None}
 
 
 def mean(values: Sequence[float]) -> float:

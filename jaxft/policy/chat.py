@@ -6,6 +6,7 @@ what is marked is encoded as plain text.
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ from jaxft.policy.recorder import Call
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """The embedded tokenizer: a token per byte, and the control tokens of a chat."""
 
+MIN_BYTE_LIMIT = 2**20
+"""Bytes of a text that are tokenised whatever the context: it takes the event loop less than a second."""
+
 Message = Mapping[str, str]
 
 
@@ -27,11 +31,15 @@ class Prompt(NamedTuple):
         text: as rendered (control tokens of messages marked).
         ids: its tokens.
         cuts: where the prompts of the turns that it goes on from ended, less their last token (`Request.cuts`).
+        truncated_tokens: how many tokens of the conversation stand before `ids` but were left out, here or in the call
+            that it goes on from. Text that was left out before it was tokenised counts as many as the same number of
+            bytes of the text that was kept has on average.
     """
 
     text: str
     ids: tuple[int, ...]
     cuts: tuple[int, ...] = ()
+    truncated_tokens: int = 0
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
@@ -77,10 +85,6 @@ def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = 
     return tuple(sorted(set(stop_ids)))
 
 
-class PromptTooLongError(ValueError):
-    """A prompt has more bytes than the tokens of a context can stand for."""
-
-
 class ChatTemplate:
     """Turns messages into prompts for one tokenizer."""
 
@@ -91,7 +95,12 @@ class ChatTemplate:
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
 
     def prompt(
-        self, messages: Sequence[Message], earlier: Sequence[Call] = (), *, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        earlier: Sequence[Call] = (),
+        *,
+        max_tokens: int | None = None,
+        truncate_left: bool = False,
     ) -> Prompt:
         """The prompt that asks for the next answer, made of recorded ids as far as an earlier call reaches.
 
@@ -99,34 +108,62 @@ class ChatTemplate:
         renders it so, the ids of that call are taken as they were fed and sampled, and only the text behind them is
         tokenised. Otherwise (an agent that edits its history, a template that drops reasoning) all of it is.
 
+        Args:
+            messages: the conversation.
+            earlier: the calls that it may go on from.
+            max_tokens: of the context. Much more text than it could ever hold is not tokenised, as that holds up the
+                event loop; how many tokens the rest has is for the engine to judge. None: any text is.
+            truncate_left: of so much text the beginning is left out, instead of an error.
+
         Raises:
             ValueError: no messages, one without role or content, or a template that refuses them.
-            PromptTooLongError: so many bytes cannot be `max_tokens` tokens: tokenising them would only take time.
+            PromptTooLongError: there is too much text to be tokenised.
         """
         text = self._render(messages, add_generation_prompt=True)
+        max_bytes = None
         if max_tokens is not None:
-            self._check_bytes(text, max_tokens)
+            max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
         for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
-            ids = self._continue(call, messages, text)
-            if ids is not None:
+            rest = self._text_after(call, messages, text)
+            if rest is not None and (max_bytes is None or _num_bytes(rest) <= max_bytes):
                 last = len(call.prompt_ids) - 1
-                return Prompt(text, ids, (*call.prompt_cuts, last) if last > 0 else ())
-        return Prompt(text, self._encode(text))
+                cuts = (*call.prompt_cuts, last) if last > 0 else ()
+                return Prompt(text, call.context_ids + self._encode(rest), cuts, call.truncated_tokens)
+        count = _num_bytes(text)
+        if max_tokens is None or max_bytes is None or count <= max_bytes:
+            return Prompt(text, self._encode(text))
+        if not truncate_left:
+            from jaxft.policy.requests import PromptTooLongError
+
+            raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
+        kept = self._tail(text, max_bytes)
+        ids, kept_bytes = self._encode(kept), _num_bytes(kept)
+        return Prompt(text, ids, truncated_tokens=math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1)))
 
     @functools.cached_property
-    def _max_token_bytes(self) -> int:
-        """Bytes of the longest token: no text has fewer tokens than its bytes over these."""
+    def _longest_token_bytes(self) -> int:
         return max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
 
-    def _check_bytes(self, text: str, max_tokens: int) -> None:
-        count, most = len(text.encode(errors="replace")), max_tokens * self._max_token_bytes
-        if count > most:
-            raise PromptTooLongError(
-                f"the prompt has {count} bytes, but max_context_tokens is {max_tokens}, which stand for {most} bytes "
-                "at most; shorten the conversation or raise llms.<name>.max_context_tokens"
-            )
+    @functools.cached_property
+    def _controls_and_marked(self) -> re.Pattern[str]:
+        """Finds a control token, with its marks where it has any."""
+        tokens = [token for token in self.tokenizer.added_tokens_encoder if token.strip()]
+        forms = sorted([*map(self._mark, tokens), *tokens], key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, forms)) or "(?!)")
 
-    def _continue(self, call: Call, messages: Sequence[Message], text: str) -> tuple[int, ...] | None:
+    def _tail(self, text: str, max_bytes: int) -> str:
+        """The end of a rendered text, of at most so many bytes; it does not begin inside of a control token.
+
+        A part of one may be another one, and a marked one without its first mark would be a control token.
+        """
+        start = len(text) - len(text.encode(errors="replace")[-max_bytes:].decode(errors="ignore"))
+        for found in self._controls_and_marked.finditer(text):
+            if found.end() > start:
+                return text[start if found.start() >= start else found.end() :]
+        return text[start:]
+
+    def _text_after(self, call: Call, messages: Sequence[Message], text: str) -> str | None:
+        """What is to be tokenised behind the ids of a call; None when the conversation does not go on from it."""
         answered = [*call.messages, {"role": "assistant", "content": call.content}]
         if list(messages[: len(answered)]) != answered:
             return None
@@ -140,7 +177,7 @@ class ChatTemplate:
             if not rest.startswith(stop_text):
                 return None
             rest = rest[len(stop_text) :]
-        return call.context_ids + self._encode(rest)
+        return rest
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """A finished conversation as ids, with a mask that is True on the assistant's words and their end token.
@@ -197,6 +234,10 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def check_messages(messages: Sequence[Message]) -> None:

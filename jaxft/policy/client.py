@@ -3,14 +3,14 @@
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxft.core.sampling import check_sampling
-from jaxft.policy.chat import Message, Prompt, PromptTooLongError
+from jaxft.policy.chat import Message, Prompt
 from jaxft.policy.policy import Policy
 from jaxft.policy.recorder import Call, Episode, current_functions, find_episode, note_outside_call
-from jaxft.policy.requests import Completion, Request
+from jaxft.policy.requests import Completion, PromptTooLongError, Request
 from jaxft.policy.stop_strings import StopFinder, cut_at_stop
 
 INTERACTIVE = 2
@@ -86,7 +86,8 @@ class ChatClient:
             logit_bias: what is added to the logits of single tokens, by id; -inf forbids one.
 
         Raises:
-            ValueError: messages that the template refuses, a prompt longer than the context, impossible parameters.
+            PromptTooLongError: the prompt is longer than the context; an error of value, too.
+            ValueError: messages that the template refuses, or impossible parameters.
             CancelledError: the episode has ended already: it took longer than `eval.general.timeout_seconds`, or the
                 run ends.
         """
@@ -105,13 +106,15 @@ class ChatClient:
         template, engine = self.policy.template, self.policy.engine
         # Another model's calls are in other token ids.
         earlier = [] if episode is None else [call for call in tuple(episode.calls) if call.llm == self.name]
-        most = None if self.long_prompts == "truncate_left" else engine.max_context_tokens
+        truncate_left = self.long_prompts == "truncate_left"
         try:
-            prompt = template.prompt(messages, earlier, max_tokens=most)
+            prompt = template.prompt(
+                messages, earlier, max_tokens=engine.max_context_tokens, truncate_left=truncate_left
+            )
         except PromptTooLongError:
             self._drop(episode)
             raise
-        prompt, truncated_tokens = self._fitted(prompt, max_tokens, episode)
+        prompt = self._fitted(prompt, max_tokens, episode)
         if episode is not None:
             index, call_id = episode.begin_call(prompt.ids)
             key_ids = (*episode.key_ids, call_id)
@@ -135,8 +138,7 @@ class ChatClient:
         )
         content = cut_at_stop(template.answer_text(completion.token_ids), stops, include_stop=include_stop)
         if episode is not None:
-            call = self._call(index, messages, content, prompt, temperature, completion)
-            episode.record(replace(call, truncated_tokens=truncated_tokens))
+            episode.record(self._call(index, messages, content, prompt, temperature, completion))
         return Reply(
             content,
             completion.finish_reason,
@@ -188,20 +190,21 @@ class ChatClient:
         episode = find_episode()
         return asyncio.run(call) if episode is None else episode.wait_for(call)
 
-    def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> tuple[Prompt, int]:
-        """The prompt as it is fed, and how many of its first tokens were left out.
+    def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:
+        """The prompt as it is fed.
 
         A truncated prompt leaves room for `max_tokens`, but at least half of the context is prompt.
         """
         limit = self.policy.engine.max_context_tokens
         if len(prompt.ids) < limit:
-            return prompt, 0
+            return prompt
         if self.long_prompts != "truncate_left":  # the engine refuses it
             self._drop(episode)
-            return prompt, 0
+            return prompt
         room = limit // 2 if max_tokens is None else min(max(max_tokens, 1), limit // 2)
         first = len(prompt.ids) - (limit - room)
-        return Prompt(prompt.text, prompt.ids[first:]), first  # its beginning is another: no cut of earlier turns holds
+        # Its beginning is another: no cut of earlier turns holds.
+        return Prompt(prompt.text, prompt.ids[first:], truncated_tokens=prompt.truncated_tokens + first)
 
     def _drop(self, episode: Episode | None) -> None:
         """Marks an episode whose prompt is too long as dropped, if that is what is to become of it."""
@@ -232,4 +235,5 @@ class ChatClient:
             finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,
             functions=current_functions(),
+            truncated_tokens=prompt.truncated_tokens,
         )

@@ -120,8 +120,9 @@ class Engine:
         """Waits for the completion of a request; a cancelled wait frees the slot.
 
         Raises:
-            RequestError: the prompt leaves no room in the context, or has no tokens, or holds an id that is not of the
-                vocabulary; or parameters are impossible.
+            PromptTooLongError: the prompt leaves no room in the context.
+            RequestError: the prompt has no tokens, or holds an id that is not of the vocabulary; or parameters are
+                impossible.
             NonFiniteError: a log-probability of what was sampled is not finite.
             PolicyError: the policy is lost, its device has too little memory, or its device thread has ended.
             Exception: whatever else stopped the device work that the request was part of.

@@ -55,7 +55,8 @@ class Call:
         policy_version: of the parameters that sampled.
         functions: those of the agent that the call was made in, outermost first (`function`).
         prompt_cuts: where in the prompt those of earlier turns ended.
-        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long.
+        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long, or
+            as they were left out of the call that it goes on from; see `Prompt`.
     """
 
     index: int
@@ -339,7 +340,10 @@ def note_outside_call() -> None:
 
 
 def outside_calls() -> int:
-    """Calls that this process has made outside of any episode: a thread that knows no episode knows no run either."""
+    """The number of language-model calls that this process made outside of any episode.
+
+    It is per process, because such a call cannot be assigned to a run.
+    """
     return _outside_calls
 
 

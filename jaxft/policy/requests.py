@@ -15,6 +15,18 @@ class RequestError(ValueError):
     """A request that can never be served: too long for the context, or impossible parameters."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for an answer in the context."""
+
+    @classmethod
+    def of(cls, size: str, max_context_tokens: int) -> "PromptTooLongError":
+        """The error for a prompt of this size, such as "600 tokens"."""
+        return cls(
+            f"the prompt has {size}, but max_context_tokens is {max_context_tokens} with the answer included; shorten "
+            "the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
+        )
+
+
 class NonFiniteError(FloatingPointError):
     """The parameters gave a request a log-probability that is not finite: what was sampled with it means nothing."""
 
@@ -63,8 +75,9 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     """Raise unless the request can be served, and the device's arrays can hold every number of it.
 
     Raises:
-        RequestError: the prompt leaves no room in the context, or has no tokens, or holds one that is not of the
-            vocabulary; or a parameter is impossible.
+        PromptTooLongError: the prompt leaves no room in the context.
+        RequestError: the prompt has no tokens, or holds one that is not of the vocabulary; or a parameter is
+            impossible.
 
     >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
     >>> check_request(request, max_context_tokens=8, vocabulary=4)
@@ -75,10 +88,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     if length == 0:
         raise RequestError("the prompt has no tokens")
     if length >= max_context_tokens:
-        raise RequestError(
-            f"the prompt has {length} tokens, but max_context_tokens is {max_context_tokens} with the answer "
-            "included; shorten the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
-        )
+        raise PromptTooLongError.of(f"{length} tokens", max_context_tokens)
     if not _is_integer(request.max_tokens) or request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
     if not all(_is_integer(number) and 0 <= number < 2**32 for number in request.key_ids):

@@ -242,7 +242,11 @@ class Workspace:
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
 
     def _admission_shape(self, seat: tuple[int, Request, Plan]) -> tuple[int, int]:
-        """Blocks that hold the prompt, or what the slot's last request left, which is cleared; and how many key ids."""
+        """The number of cache blocks that an admission writes, and the number of the request's key ids.
+
+        The blocks are those of the prompt, or those that the slot's last request left, where these are more: they are
+        cleared.
+        """
         slot, request, _ = seat
         return max(blocks_for(len(request.prompt_ids) - 1, self.length), self._touched[slot]), len(request.key_ids)
 

@@ -98,6 +98,19 @@ def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
     assert gather_credit([empty], loss).rewards.tolist() == [0.0, 0.0]
 
 
+def test_a_price_that_the_builder_set_is_the_weighted_sum(make_group):
+    named = [{"right": 1.0}, {}, {"right": math.nan}]
+    group, loss = make_group(1.0, -3.0, 1.0, named_rewards=named), LossConfig(reward_weights={"right": 2.0})
+    (usable,) = with_usable_rewards([group], loss)
+    assert gather_credit([usable], loss).rewards.tolist() == pytest.approx([2.0, -3.0, math.nan], nan_ok=True)
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert gather_credit([zeros], loss).rewards.tolist() == [2.0, -3.0, 0.0]
+    with_usable_rewards([group[:2]], loss, "error")
+    apart = LossConfig(reward_weights={"right": 2.0}, several_rewards="normalize_then_sum")
+    (usable,) = with_usable_rewards([group], apart)
+    assert [trajectory.scorable for trajectory in usable] == [True, False, False]
+
+
 def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
     group = make_group(1.0)
     group[0].sequences.append(make_sequence(1, llm="opponent"))

@@ -169,8 +169,20 @@ def test_a_collection_that_fails_ends_the_run_unless_it_may(train):
 
 
 def test_no_pairs_are_no_learning_signal(train):
-    with pytest.raises(NoLearningSignal, match="no pairs were found: record at least two candidates"):
+    with pytest.raises(NoLearningSignal, match=r"no pairs were found: every episode failed .*: 10 failed, 0 were"):
         train(Listed([]), Noted(), max_failed_share=1.0)
+
+
+@pytest.mark.parametrize(("dropped", "why"), [(3, "record at least two candidates"), (10, "every episode was dropped")])
+def test_dropped_episodes_are_told(train, dropped, why):
+    class Dropping(Listed):
+        async def finalize(self, run_id: str, meta: dict | None = None) -> TrajectoryCollection:
+            figures = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
+            return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=figures)
+
+    with pytest.raises(NoLearningSignal, match=f"no pairs were found: {why}"):
+        train(Dropping(), Noted())
+    assert f"collection_00000: {dropped} episodes were dropped" in train.shown.getvalue()
 
 
 def test_a_failed_job_and_bad_updates_end_the_run(train):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.components.grpo_trainer import GRPOTrainer, GRPOTrainerConfig
+from jaxft.components.local_adapter import LocalTrainerAdapter, LocalTrainerAdapterConfig
 from jaxft.harness.data_models import (
     FinetuneConfig,
     RewardFunctionConfig,
@@ -21,6 +22,7 @@ from jaxft.harness.interfaces import TrainerAdapter
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.harness.validation import Validation
 from jaxft.policy.recorder import episode
+from jaxft.policy.requests import RequestError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.redaction import hiding
@@ -328,9 +330,47 @@ def test_samples_spell_no_secret_with_token_ids(train, tmp_path, tokenizer, reco
     assert secret in tokenizer.decode(tokens[0])  # what is trained is not masked
 
 
+def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer, make_policy, record_call):
+    """As of a tool's message, which a builder leaves out of the conversation that it gives."""
+    secret = "sk-TEST-SENTINEL"
+
+    async def ask(example):
+        record_call(tokenizer.encode(f"the key is {secret}" if example["name"] == "a" else "no key"), [5, 6])
+        return None  # which is kept, and not trained
+
+    adapter = LocalTrainerAdapter(LocalTrainerAdapterConfig(llm="policy"), make_policy(), print, seed=0)
+    with hiding([secret]), pytest.raises(NoLearningSignal):
+        train(ask, adapter, epochs=1, save_episodes="all")
+    samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]
+    kept = {row["example_id"]: row["sequences"] for row in samples}
+    assert kept["a"] is None and tokenizer.decode(kept["b"][0]["tokens"]).startswith("no key")
+
+
 def test_how_many_failures_are_too_many_can_be_set(train):
     with pytest.raises(TooManyFailures, match="1 of 4 episodes failed"):
         train(brittle, NotingAdapter(), max_failed_share=0.2)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_run_whose_episodes_are_all_dropped_says_why(train, record_call, turns):
+    async def too_long(example):
+        for _ in range(turns):
+            record_call([1, 2], [3, 4])
+        episode().is_dropped = True
+        raise RequestError("the prompt is too long")
+
+    with pytest.raises(NoLearningSignal, match=r"every episode was dropped: .*max_context_tokens.*truncate_left$"):
+        train(too_long, NotingAdapter(), epochs=1)
+    assert "epoch_00000: 4 episodes were dropped" in train.shown.getvalue()
+
+
+def test_a_run_whose_episodes_all_fail_does_not_say_that_they_asked_nobody(train, record_call):
+    async def breaks(example):
+        record_call([1, 2], [3, 4])
+        raise OSError("the tool is down")
+
+    with pytest.raises(NoLearningSignal, match="every episode failed or was dropped: 4 failed, 0 were dropped"):
+        train(breaks, NotingAdapter(), epochs=1, max_failed_share=1.0)
 
 
 def test_a_failed_job_ends_the_run(train):

@@ -151,6 +151,22 @@ def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, m
         train(adapter, make_collection("refused", changes={2: changes}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("reward", 1e200, r"generation 1 has the reward 1e\+200"),
+        ("named_rewards", {"right": 1e200}, r"generation 1 has the named_rewards\['right'\] 1e\+200"),
+        ("shaped_rewards", [0.0, -1e200], r"generation 1 has the shaped_rewards\[1\] -1e\+200"),
+    ],
+)
+def test_rewards_beyond_float32_are_refused(adapter, make_collection, field, value, message):
+    collection = make_collection("huge")
+    good, bad = collection.trajectories[0]
+    groups = [[good, bad.model_copy(update={field: value})]]
+    with pytest.raises(TrajectoryError, match=message):
+        train(adapter, collection.model_copy(update={"trajectories": groups}))
+
+
 def test_nothing_to_train_on_is_an_error_that_says_why(adapter, make_collection):
     with pytest.raises(NothingToTrain, match="job 'none' has no token to train on: 4 trajectories, 4 of them without"):
         train(adapter, make_collection("none", rewards=(None,) * 4))

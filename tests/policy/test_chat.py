@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxft.policy.chat import ChatTemplate, find_stop_ids, load_tokenizer
 from jaxft.policy.recorder import Call
+from jaxft.policy.requests import PromptTooLongError
 
 END = 1  # of the embedded tokenizer
 
@@ -39,6 +41,31 @@ def chatml(tmp_path_factory):
     made.save_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     return ChatTemplate(tokenizer, find_stop_ids(tokenizer))
+
+
+class Noting(PreTrainedTokenizerFast):
+    """Remembers how many bytes the longest text had that it was given."""
+
+    longest = 0
+
+    def __call__(self, text, *args, **options):
+        self.longest = max(self.longest, len(text.encode()))
+        return super().__call__(text, *args, **options)
+
+
+@pytest.fixture
+def words():
+    """A template like Qwen's on a tokenizer that knows two words: any other is one unknown token, whatever its length.
+
+    A part of one of its control tokens is another one.
+    """
+    vocabulary = {"<unk>": 0, "user": 1, "assistant": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<unk>"}
+    more = ["<|im_start|>", "start|>"]
+    tokenizer = Noting(tokenizer_object=backend, additional_special_tokens=more, chat_template=CHATML, **special)
+    return ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
 
 
 def user(content):
@@ -123,6 +150,36 @@ def test_the_longest_earlier_call_is_continued(template, tokenizer):
     second = answered(template, messages, tokenizer.encode("b"), content="", earlier=[first])
     prompt = template.prompt([*messages, assistant(""), user("z?")], [first, second])
     assert prompt.ids[: len(second.context_ids)] == second.context_ids
+
+
+def test_bytes_do_not_tell_how_many_tokens_a_text_has(words):
+    messages = [user(" ".join(["x" * 2000] * 30))]
+    assert len(words.prompt(messages, max_tokens=96).ids) < 40
+    with pytest.raises(PromptTooLongError, match=r"1500050 bytes, .* 1048576 .* is 96 .*llms\.<name>\.long_prompts"):
+        words.prompt([user("x" * 1_500_000)], max_tokens=96)
+
+
+def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words):
+    tokenizer = words.tokenizer
+    unwanted = set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "start|>"]))
+    behind = len("<|im_end|>\n<|im_start|>assistant\n")
+    # In bytes before the w's: inside of the letter, at the typed token's marks and inside of it, at and in the
+    # template's token.
+    for cut in (1, 6, 10, 19, 21, 35, 37, 40):
+        typed = "<|endoftext|>é" + "w" * (2**20 - behind - cut)
+        prompt = words.prompt([user("y"), user(typed)], max_tokens=96, truncate_left=True)
+        assert tokenizer.longest <= 2**20 and prompt.truncated_tokens > 0
+        assert not unwanted & set(prompt.ids)
+
+
+def test_a_continued_conversation_is_cut_like_any_other(words):
+    call = answered(words, [user("x")], [1, *words.stop_ids])
+    call = dataclasses.replace(call, truncated_tokens=7)
+    longer = [*call.messages, assistant(call.content)]
+    continued = words.prompt([*longer, user("x")], [call], max_tokens=96, truncate_left=True)
+    assert continued.ids[: len(call.context_ids)] == call.context_ids and continued.truncated_tokens == 7
+    cut = words.prompt([*longer, user("x" * 2**20)], [call], max_tokens=96, truncate_left=True)
+    assert cut.ids[: len(call.context_ids)] != call.context_ids and words.tokenizer.longest <= 2**20
 
 
 def edited_question(messages):

@@ -6,7 +6,7 @@ import pytest
 import jaxft
 from jaxft.policy.client import ChatClient
 from jaxft.policy.recorder import Episode, outside_calls, recording
-from jaxft.policy.requests import RequestError
+from jaxft.policy.requests import PromptTooLongError, RequestError
 from jaxft.policy.sequences import token_sequences
 
 QUESTION = [{"role": "user", "content": "x?"}]
@@ -147,9 +147,18 @@ def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
     stop = next(character for character in free.content if character.isprintable() and character.isascii())
     converse(client, episode, LONG, stop, include_stop=True)
     first, second = episode.calls
-    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids and second.truncated_tokens == 0
+    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
+    assert second.truncated_tokens == first.truncated_tokens == 123 - 56  # the same beginning is missing
     (sequence,) = token_sequences(episode.calls)
     assert tuple(sequence.tokens) == second.context_ids and sequence.completion_mask.index(True) == 56
+
+
+def test_what_is_cut_before_it_is_tokenised_is_counted(policy):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    chat(client, [{"role": "user", "content": "x " * 2**20}], episode=episode, max_tokens=5)
+    (call,) = episode.calls
+    assert policy.template.tokenizer.decode(call.prompt_ids) == " x" * 44 + " <|end|><|assistant|>"
+    assert call.truncated_tokens + len(call.prompt_ids) == pytest.approx(2**21 + 3, rel=1e-4)
 
 
 def test_prompts_that_fit_are_never_cut(policy):
@@ -162,10 +171,10 @@ def test_prompts_that_fit_are_never_cut(policy):
 def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
     for long_prompts, is_dropped in (("fail", False), ("drop", True)):
         episode = make_episode()
-        with pytest.raises(RequestError, match="the prompt has 123 tokens"):
+        with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
             chat(ChatClient(policy, "player", long_prompts), LONG, episode=episode)
         assert episode.is_dropped == is_dropped
-    with pytest.raises(RequestError, match="the prompt has 123 tokens"):
+    with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
         chat(ChatClient(policy, "player", "drop"), LONG)  # outside an episode there is nothing to drop
 
 
@@ -197,8 +206,8 @@ def test_another_models_calls_are_not_continued(policy):
         ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
         (
             {"messages": [{"role": "user", "content": "x " * 2_500_000}]},
-            ValueError,
-            r"500\d{4} bytes.* is 96, .* 1248 ",
+            PromptTooLongError,
+            r"500\d{4} bytes.* 1048576 .* is 96 .*long_prompts",
         ),
     ],
 )
