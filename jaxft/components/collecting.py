@@ -106,10 +106,11 @@ class EpisodeCollector(TrajectoryBuilder):
         dropped = [outcome for outcome in outcomes if outcome.error is not None and outcome.episode.is_dropped]
         failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.episode.is_dropped]
         finished = [outcome for outcome in outcomes if outcome.error is None]
-        calls = [call for outcome in outcomes for call in outcome.episode.calls]
-        # An episode that failed may not have come to the functions that training is aimed at.
-        if calls_to_train := [call for outcome in finished for call in outcome.episode.calls]:
-            _check_targets(calls_to_train, sum(map(self.is_target, calls_to_train)), self._targets())
+        # How many calls an episode makes before it fails may depend on the clock, and metrics do not.
+        calls = [call for outcome in finished for call in outcome.episode.calls]
+        targeted = sum(map(self.is_target, calls))
+        if calls:
+            _check_targets(calls, targeted, self._targets())
         return finished, {
             "metrics": {
                 "episodes": len(outcomes),
@@ -118,7 +119,7 @@ class EpisodeCollector(TrajectoryBuilder):
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
                 "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned,
                 "calls": len(calls),
-                "untargeted_calls": sum(not self.is_target(call) for call in calls),
+                "untargeted_calls": len(calls) - targeted,
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
             "timings": {

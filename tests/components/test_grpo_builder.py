@@ -71,7 +71,7 @@ def test_a_failing_generation_loses_no_other(make_items):
     assert "in brittle" in collection.failures[0]  # with its traceback
 
 
-def test_the_calls_of_failed_episodes_count_too(make_items, record_call):
+def test_the_calls_of_failed_episodes_are_not_counted(make_items, record_call):
     async def brittle(example):
         record_call([1, 2], [3, 4])
         if episode().generation:
@@ -79,7 +79,7 @@ def test_the_calls_of_failed_episodes_count_too(make_items, record_call):
         return ""
 
     metrics = collect(brittle, lambda item: 1.0, make_items("a")).metrics
-    assert (metrics["calls"], metrics["failed_episodes"], metrics["untargeted_calls"]) == (3, 2, 0)
+    assert (metrics["calls"], metrics["failed_episodes"], metrics["untargeted_calls"]) == (1, 2, 0)
 
 
 def test_rewards_that_are_none_are_kept_and_marked(make_items):
