@@ -180,7 +180,7 @@ def why_no_calls(metrics: Mapping[str, float]) -> str | None:
 
 
 def dropped_episodes(metrics: Mapping[str, float]) -> str | None:
-    """What there is to say of the episodes of a collection that were dropped; None when none was.
+    """A sentence on the episodes of a collection that were dropped; None when none was.
 
     >>> dropped_episodes({"dropped_episodes": 2})
     '2 episodes were dropped: a prompt left no room for an answer'
