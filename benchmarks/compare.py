@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxft.models.config import preset
+from jaxft.models.config import model_preset
 from jaxft.runs.environment import environment
 
 PEERS = Path(__file__).parent / "peers"
@@ -73,7 +73,7 @@ def answer_lengths(requests: int, median: int, longest: int, seed: int) -> list[
 
 def make_work(case: str, model: str, repeats: int, threads: int) -> dict[str, Any]:
     """What every side is told, less the side's own `variant` and `microbatch_rows`."""
-    config = preset(MODELS[model])
+    config = model_preset(MODELS[model])
     names = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
     shape = {name: dataclasses.asdict(config)[name] for name in (*names, "head_dim", "tie_word_embeddings")}
     sizes, answers = (WORK | TINY_WORK, TINY_ANSWERS) if model == "tiny" else (WORK, ANSWERS)

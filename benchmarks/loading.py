@@ -74,7 +74,7 @@ def measured(side: str, folder: Path, layers: int) -> dict[str, Any]:
     import jaxft
 
     if side == "make":
-        config = replace(jaxft.preset("qwen3-58m"), hidden_size=1024, intermediate_size=4096, num_layers=layers)
+        config = replace(jaxft.model_preset("qwen3-58m"), hidden_size=1024, intermediate_size=4096, num_layers=layers)
         config = replace(config, num_heads=16, num_kv_heads=16)
         model, params = jaxft.init_model(config, jax.random.key(0))
         jaxft.save_model(folder, model, params, max_shard_bytes=3e8)

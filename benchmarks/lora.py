@@ -25,10 +25,10 @@ import optax
 import jaxft
 from jaxft.bench.arguments import ALIASES
 from jaxft.core.cache import init_cache
-from jaxft.core.frozen import trainable
 from jaxft.core.generate import DecodeState, RowParams, decode
-from jaxft.core.mesh import device_bytes
+from jaxft.core.partition import trainable
 from jaxft.core.sampling import sampling_params
+from jaxft.core.sharding import device_bytes
 
 ROWS, WIDTH, PROMPT, STEPS = 64, 192, 64, 32
 MOST = {"gradients and optimiser": 0.1, "whole update": 0.4, "logits": 1e-5}
@@ -42,9 +42,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of the rollouts (default %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     arguments = parser.parse_args()
-    config = jaxft.preset(ALIASES.get(arguments.model, arguments.model))
+    config = jaxft.model_preset(ALIASES.get(arguments.model, arguments.model))
     plain, base = jaxft.init_model(config, jax.random.key(0))
-    model = jaxft.lora_decoder(config, jaxft.Lora(arguments.rank, 2.0 * arguments.rank))
+    model = jaxft.lora_decoder(config, jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank))
     adapter = jax.tree.map(lambda x: x + 0.01, jaxft.init_adapter(model, jax.random.key(1)))
     params = {"base": base, "adapter": adapter}
 
@@ -94,7 +94,7 @@ def logits_difference(plain: jaxft.Model, model: jaxft.Model, params: Any) -> fl
     def logits(model: jaxft.Model, params: Any) -> jax.Array:
         return jax.jit(lambda p: model.unembed(p, model.apply(p, tokens, positions)[0]))(params)
 
-    merged = jaxft.merge(model.lora, params)
+    merged = jaxft.merge_lora(model.lora, params)
     return float(jnp.abs(logits(plain, merged) - logits(model, params)).max())
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots", help="of the gradient")
     parser.add_argument("--lines", type=int, default=20, help="default %(default)s")
     arguments = parser.parse_args()
-    config = jaxft.preset(ALIASES.get(arguments.model, arguments.model))
+    config = jaxft.model_preset(ALIASES.get(arguments.model, arguments.model))
     model, params = decoder(config, arguments.remat), jaxft.init_model(config, jax.random.key(0))[1]
     if arguments.program == "decode":
         function, inputs, steps = decoding(model), decoding_inputs(model, params), STEPS

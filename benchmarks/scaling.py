@@ -33,8 +33,8 @@ import optax
 
 import jaxft
 from jaxft.core.update import TrainState, loss_and_gradients
-from jaxft.harness.cpu_devices import order_cpu_devices
-from jaxft.policy.requests import Request
+from jaxft.harness.devices import order_cpu_devices
+from jaxft.rollout.requests import Request
 from jaxft.runs.checkpoint import Checkpoints
 from jaxft.runs.directory import RunDirectory
 
@@ -159,7 +159,7 @@ def updates(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, An
     descend = optax.sgd(0.1)
     update = jaxft.make_update(model, jaxft.grpo_loss, descend, microbatch_rows=ROWS // 2)
     stepped, _ = update(jaxft.init_train_state(jax.tree.map(jnp.copy, params), descend, model), batch)
-    adapted = jaxft.lora_decoder(config(), jaxft.Lora(4, 8.0), layout=model.layout)
+    adapted = jaxft.lora_decoder(config(), jaxft.LoraSpec(4, 8.0), sharding=model.sharding)
     adapter = jax.tree.map(lambda leaf: leaf + 0.02, jaxft.init_adapter(adapted, jax.random.key(2)))
     with_adapters = {"base": jax.tree.map(jnp.copy, params), "adapter": adapter}
     _, _, of_adapters = jax.jit(partial(loss_and_gradients, adapted, jaxft.grpo_loss))(with_adapters, batch)
@@ -175,7 +175,7 @@ def files(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         jaxft.save_model(Path(folder) / "model", model, params)
         written = np.frombuffer((Path(folder) / "model" / "model.safetensors").read_bytes(), np.uint8)
-        mesh = None if model.layout is None else model.layout.mesh
+        mesh = None if model.sharding is None else model.sharding.mesh
         _, read = jaxft.load_model(Path(folder) / "model", mesh=mesh)
     same = jax.device_get(read)
     descend = optax.sgd(0.1)
@@ -220,23 +220,23 @@ def relative(found: Any, wanted: Any) -> float:
 def restored(mesh: Any, state: Any) -> float:
     """How far a state that was saved on a mesh, restored on one whose axes are the other way round, is from itself."""
     devices, (data, fsdp, tensor) = mesh.devices.flatten(), mesh.shape.values()
-    layout = jaxft.layout_of(config(), jaxft.make_mesh(fsdp, data * tensor, 1, devices=devices))
+    sharding = jaxft.sharding_for(config(), jaxft.make_mesh(fsdp, data * tensor, 1, devices=devices))
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
         checkpoints = Checkpoints(directory)
         checkpoints.save(1, {}, state)
         checkpoints.wait()
         newest = checkpoints.newest(print)
         assert newest is not None
-        again = checkpoints.arrays(newest, layout.place(jax.tree.map(jnp.zeros_like, state)))
+        again = checkpoints.arrays(newest, sharding.place(jax.tree.map(jnp.zeros_like, state)))
         checkpoints.close()
-    assert all(leaf.sharding.mesh == layout.mesh for leaf in jax.tree.leaves(again))
+    assert all(leaf.sharding.mesh == sharding.mesh for leaf in jax.tree.leaves(again))
     pairs = zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True)
     return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b)).max()) for a, b in pairs)
 
 
 def config() -> jaxft.DecoderConfig:
     """Small, with four heads and a vocabulary that divides."""
-    return replace(jaxft.preset("qwen3-50k"), num_kv_heads=4, vocab_size=264)
+    return replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=264)
 
 
 if __name__ == "__main__":

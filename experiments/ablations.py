@@ -41,7 +41,7 @@ def ends_with_digits(text: str, has_ended: bool) -> float:
 def k1_in_the_loss(model: Any, params: Any, batch: Any, denominators: Any) -> Any:
     """dapo with `beta (logprobs - ref_logprobs)` per token: the mistake."""
     loss, metrics = jaxft.grpo_loss(model, params, batch, denominators, loss="dapo")
-    scored = jaxft.score(model, params, batch)
+    scored = jaxft.score_batch(model, params, batch)
     k1 = token_mean(scored.logprobs - batch.ref_logprobs, batch.completion_mask, denominators)
     return loss + BETA * k1, metrics
 
@@ -49,7 +49,7 @@ def k1_in_the_loss(model: Any, params: Any, batch: Any, denominators: Any) -> An
 def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained: bool = True) -> dict[str, float]:
     """The last ten rollouts' mean reward, truncated share, and KL of the policy to its start per token, in nats."""
     tokenizer = jaxft.load_tokenizer()
-    model, params = jaxft.init_model(jaxft.preset("qwen3-50k"), jax.random.key(0))
+    model, params = jaxft.init_model(jaxft.model_preset("qwen3-50k"), jax.random.key(0))
     chats = [[{"role": "user", "content": f"number {i}?"}] for i in range(8)]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -85,7 +85,7 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
         history.append((rewards.mean(), 1 - ended.mean(), divergence))
         state, _ = update(state, batch._replace(ref_logprobs=ref_logprobs))
     mean = np.mean(history[-10:], axis=0)
-    return dict(zip(("reward", "truncated_share", "kl"), map(float, mean), strict=True))
+    return dict(zip(("reward", "truncated_fraction", "kl"), map(float, mean), strict=True))
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     (FOLDER / "result.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"{'':<26} {'reward':>7} {'truncated':>10} {'KL to start':>12}")
     for name, result in results.items():
-        print(f"{name:<26} {result['reward']:>7.3f} {result['truncated_share']:>10.3f} {result['kl']:>12.3f}")
+        print(f"{name:<26} {result['reward']:>7.3f} {result['truncated_fraction']:>10.3f} {result['kl']:>12.3f}")
 
 
 if __name__ == "__main__":

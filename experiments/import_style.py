@@ -27,7 +27,7 @@ def main() -> float:
     """Trains and returns the mean reward of the last rollout."""
     tokenizer = jaxft.load_tokenizer()  # or jaxft.load_tokenizer("path-or-hub-id")
     model, params = jaxft.init_model(
-        jaxft.preset("qwen3-50k"), jax.random.key(0)
+        jaxft.model_preset("qwen3-50k"), jax.random.key(0)
     )  # or jaxft.load_model("path-or-hub-id")
     questions = [[{"role": "user", "content": f"number {i}?"}] for i in range(8)]
     chats = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in questions]

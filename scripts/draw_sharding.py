@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import jaxft
-from jaxft.core.mesh import AXES, ROW_AXES
+from jaxft.core.sharding import AXES, ROW_AXES
 
 ARRAYS = (
     ("q, k, v, gate, up: kernel", "layers/self_attn/q_proj/kernel", ("hidden", "heads or width")),
@@ -31,15 +31,17 @@ SIZE = 8
 def main() -> None:
     """Three rows of boxes: parameters as trained, as used and sampled with, and what is computed with them."""
     mesh = jaxft.make_mesh(2, 2, 2)
-    layout = jaxft.layout_of(jaxft.preset("qwen3-1m", vocab_size=264), mesh)
-    figure = Figure(figsize=(12, 9.2), dpi=110, layout="constrained")
+    sharding = jaxft.sharding_for(jaxft.model_preset("qwen3-1m", vocab_size=264), mesh)
+    figure = Figure(figsize=(12, 9.2), dpi=110, sharding="constrained")
     FigureCanvasAgg(figure)
     boxes = figure.subplots(3, 4)
     for column, (name, path, sides) in enumerate(ARRAYS):
-        draw(boxes[0, column], f"{name}\nstored", layout.sharding(path, (SIZE, SIZE)), sides)
-        draw(boxes[1, column], f"{name}\nused, and sampled with", layout.gathered().sharding(path, (SIZE, SIZE)), sides)
+        draw(boxes[0, column], f"{name}\nstored", sharding.leaf_sharding(path, (SIZE, SIZE)), sides)
+        draw(
+            boxes[1, column], f"{name}\nused, and sampled with", sharding.gathered().sharding(path, (SIZE, SIZE)), sides
+        )
     for column, (name, axes, sides) in enumerate(CUTS):
-        draw(boxes[2, column], name, layout.cut((SIZE, SIZE), *axes), sides)
+        draw(boxes[2, column], name, sharding.cut((SIZE, SIZE), *axes), sides)
     figure.suptitle("Mesh data 2 x fsdp 2 x tensor 2: the devices (0 to 7) that hold each part", fontsize=13)
     out = Path(__file__).parents[1] / "docs" / "scaling" / "sharding.png"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-SHIPPED = Path(__file__).parent.parent / "jaxft" / "policy" / "assets" / "char_tokenizer"
+SHIPPED = Path(__file__).parent.parent / "jaxft" / "rollout" / "assets" / "char_tokenizer"
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")

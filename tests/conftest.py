@@ -2,13 +2,17 @@
 
 import pytest
 
+from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
+from jaxft.rollout.recorder import Call, current_functions, episode
+from jaxft.rollout.sequences import TokenSequence
+
 SLOTS, CONTEXT = 8, 96
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     """The embedded tokenizer."""
-    from jaxft.policy.chat import load_tokenizer
+    from jaxft.rollout.chat import load_tokenizer
 
     return load_tokenizer()
 
@@ -18,11 +22,11 @@ def make_policy(tokenizer):
     """Makes a policy of random weights; always the same weights. Closes all of them at the end."""
     import jax
 
-    from jaxft.models.config import preset
+    from jaxft.models.config import model_preset
     from jaxft.models.hf import init_model
-    from jaxft.policy.policy import Policy
+    from jaxft.rollout.policy import Policy
 
-    model, params = init_model(preset("qwen3-50k"), jax.random.key(1, impl="threefry2x32"))
+    model, params = init_model(model_preset("qwen3-50k"), jax.random.key(1, impl="threefry2x32"))
     made = []
 
     def make(**options):
@@ -40,3 +44,81 @@ def make_policy(tokenizer):
 def policy(make_policy):
     """A policy that nobody updates."""
     return make_policy()
+
+
+@pytest.fixture(scope="session")
+def make_items():
+    """Examples `a`, `b`, ... of a dataset."""
+
+    def make(names):
+        return [EvalInputItem(id=name, full_dataset_entry={"name": name}) for name in names]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def record_call():
+    """Records a call in the current episode, as a language model would."""
+
+    def record(prompt_ids, token_ids, messages=(), content="said", llm="policy"):
+        current = episode()
+        index, _ = current.begin_call(tuple(prompt_ids))
+        logprobs = (-1.0,) * len(token_ids)
+        current.record(
+            Call(
+                index=index,
+                llm=llm,
+                messages=tuple(messages) or ({"role": "user", "content": "asked"},),
+                content=content,
+                prompt_text="",
+                prompt_ids=tuple(prompt_ids),
+                token_ids=tuple(token_ids),
+                sampler_logprobs=logprobs,
+                behavior_logprobs=logprobs,
+                temperature=1.0,
+                finish_reason="stop",
+                policy_version=0,
+                functions=current_functions(),
+            )
+        )
+
+    return record
+
+
+@pytest.fixture(scope="session")
+def make_sequence():
+    """A row of a two-token prompt and four sampled tokens, told from others by `number`."""
+
+    def make(number=0, **changes):
+        fields = {
+            "tokens": [3, 10 + number, 20, 21 + number, 22, 1],
+            "completion_mask": [False, False, True, True, True, True],
+            "sampler_logprobs": [0.0, 0.0, -5.0, -5.0, -5.0, -5.0],
+            "behavior_logprobs": [0.0, 0.0, -5.0, -5.0, -5.0, -5.0],
+            "temperatures": [1.0] * 6,
+            "policy_versions": [-1, -1, 0, 0, 0, 0],
+        }
+        return TokenSequence(**(fields | changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_collection(make_sequence):
+    """A collection of two examples with two generations each, one row each; `changes` go by the place of the row."""
+
+    def make(run_id, rewards=(1.0, 0.0, 1.0, 0.0), changes=None, sequences=None):
+        trajectories = [
+            Trajectory(
+                episode=[],
+                reward=0.0 if reward is None else reward,
+                scorable=reward is not None,
+                example_id=f"example-{place // 2}",
+                generation=place % 2,
+                sequences=[make_sequence(place, **(changes or {}).get(place, {}))] if sequences is None else sequences,
+            )
+            for place, reward in enumerate(rewards)
+        ]
+        return TrajectoryCollection(trajectories=[trajectories[:2], trajectories[2:]], run_id=run_id)
+
+    return make

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 COMPONENTS = """
 from jaxft.harness.data_models import *
-from jaxft.harness.interfaces import *
+from jaxft.harness.contracts import *
 from jaxft.harness.registry import *
 
 class AgentConfig(WorkflowConfig, name="cli_agent"):

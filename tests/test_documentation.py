@@ -39,7 +39,7 @@ TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
 TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
 GAMES = f"{TINY} --eval_games 4"
 PAIRS = f"{SHORT} --warm_start_steps 20 --eval_games 4 --set eval.general.dataset.count=8"
-PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.minibatches=1"
+PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.num_minibatches=1"
 ADDED = {
     "jaxft finetune --config_file run.yml": f"--overwrite {RUN}",
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
@@ -117,7 +117,7 @@ def model_folder(tmp_path_factory):
     import jaxft
 
     folder = tmp_path_factory.mktemp("models") / "model"
-    config = replace(jaxft.preset("qwen3-50k"), num_heads=4, num_kv_heads=4)
+    config = replace(jaxft.model_preset("qwen3-50k"), num_heads=4, num_kv_heads=4)
     model, params = jaxft.init_model(config, jax.random.key(0))
     jaxft.save_model(folder, model, params, jaxft.load_tokenizer())
     return folder

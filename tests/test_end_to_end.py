@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jaxft
-from jaxft.harness.errors import TooManyFailures, TrajectoryError
+from jaxft.errors import TooManyFailures, TrajectoryError
 from jaxft.runs.console import Console
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def test_sampler_and_trainer_agree_in_every_epoch(first_run):
     assert [row["policy_version"] for row in rows] == [1, 2]
     for row in rows:
         assert 0 < row["sampler_logprob_diff_max"] <= MAX_DIFFERENCE
-        assert row["stale_token_share"] == 0.0 and row["applied_updates"] == 1.0
+        assert row["stale_token_fraction"] == 0.0 and row["applied_updates"] == 1.0
         assert row["sequences_per_trajectory"] == 2.0 and row["episodes"] == 12
 
 
@@ -184,7 +184,7 @@ def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
 )
 def test_prompts_longer_than_the_context_may_be_dropped_or_truncated(tmp_path, long_prompts, counts, groups):
     folder = tmp_path / "run"
-    changes = {"finetuning__num_epochs": 1, "trainers__loop__max_failed_share": 0.1}
+    changes = {"finetuning__num_epochs": 1, "trainers__loop__max_failed_fraction": 0.1}
     shown = train(run_config(folder, llms__policy__long_prompts=long_prompts, **changes))
     (row,) = metrics_of(folder)
     assert (row["failed_episodes"], row["dropped_episodes"], row["truncated_prompts"]) == counts

@@ -9,8 +9,9 @@ import pytest
 
 import jaxft
 from jaxft.cli import main
-from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
+from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 
 
 class BrittleConfig(jaxft.WorkflowConfig, name="brittle_agent"):
@@ -125,7 +126,7 @@ def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
     error = capsys.readouterr().err
     assert error.startswith(
         "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8), "
-        f"stored_prompts (now 8) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
+        f"prefix_cache_rows (now 8) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
         "allocating "
     )
     assert error.count("\n") == 1
@@ -154,7 +155,7 @@ async def other_agent(config: OtherConfig, builder: Any) -> Any:
     async def in_task(example: dict) -> tuple[int, ...]:
         return (await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)).token_ids
 
-    async def in_thread(example: dict) -> tuple[int, ...]:
+    async def run_in_thread(example: dict) -> tuple[int, ...]:
         """A thread that takes no context along, as one of an executor does."""
         function = ask if config.how == "lost" else jaxft.in_episode(ask)
         return await asyncio.get_running_loop().run_in_executor(None, function, example)
@@ -167,7 +168,14 @@ async def other_agent(config: OtherConfig, builder: Any) -> Any:
             raise TextOfItsOwn
         return await in_task(example)
 
-    ways = {"sync": ask, "async": in_task, "lost": in_thread, "carried": in_thread, "silent": silent, "raise": raising}
+    ways = {
+        "sync": ask,
+        "async": in_task,
+        "lost": run_in_thread,
+        "carried": run_in_thread,
+        "silent": silent,
+        "raise": raising,
+    }
     yield ways[config.how]
 
 

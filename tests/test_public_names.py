@@ -1,29 +1,23 @@
-"""What `import jaxft` offers: every name is there, and type checkers see what it is."""
+"""What `import jaxft` offers: every name of the stub is there, and nothing heavy is imported before it is used."""
 
-from pathlib import Path
+import subprocess
+import sys
 
 import jaxft
 
-STUB = Path(jaxft.__file__).with_suffix(".pyi")
-
-
-def stub_text() -> str:
-    """The stub that the table of names stands for; `python tests/test_public_names.py` writes it."""
-    lines = ['"""The public names for type checkers, which cannot follow names that are imported when first used."""\n']
-    for module, names in sorted(jaxft._HOMES.items()):
-        lines.append(f"from {module} import (")
-        lines += [f"    {name} as {name}," for name in sorted(names)]
-        lines.append(")")
-    return "\n".join([*lines, "", "__version__: str", ""])
-
-
-def test_type_checkers_see_the_same_names():
-    assert STUB.read_text() == stub_text()
-
 
 def test_every_name_is_there():
-    assert all(getattr(jaxft, name) is not None for name in jaxft.__all__)
+    assert jaxft.__all__ and all(getattr(jaxft, name) is not None for name in jaxft.__all__)
 
 
-if __name__ == "__main__":
-    STUB.write_text(stub_text())
+def test_the_help_of_the_command_line_imports_neither_jax_nor_transformers():
+    program = (
+        "import sys, contextlib, io, jaxft.cli\n"
+        "for verb in ([], ['finetune'], ['eval'], ['resume'], ['export'], ['doctor']):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:\n"
+        "        jaxft.cli.main([*verb, '--help'])\n"
+        "    assert 'usage: jaxft' in shown.getvalue()\n"
+        "print(*sorted({'jax', 'transformers', 'flax', 'optax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

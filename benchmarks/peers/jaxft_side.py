@@ -29,7 +29,7 @@ from protocol import (
 
 import jaxft
 from jaxft.bench.plain import sample_batches
-from jaxft.policy.requests import Request
+from jaxft.rollout.requests import Request
 
 MICROBATCH_ROWS = 8
 """Rows of a forward and backward pass; `compare.py --microbatch_rows` sets it."""

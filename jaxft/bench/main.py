@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxft.bench.arguments import add_arguments, jobs_of
-from jaxft.harness.compile_cache import use_compile_cache
+from jaxft.harness.devices import use_compile_cache
 
 
 def bench(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
-from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_near
+from jaxft.core.cache import compute_dtype, init_cache, num_blocks_for, reaches
+from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_blocks
 from jaxft.core.sampling import sampling_params
 from jaxft.core.types import Cache, Model, Params
 
@@ -23,9 +23,9 @@ def prefilled(model: Model, params: Params, prompts: Int[Any, "P L"], cache_leng
     """The cache of prompts of one length; `params` in their decoding layout."""
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
-    near = blocks_for(prompts.shape[1], cache_length)
-    _, written = model.apply(params, prompts, positions, cache=cache[:near])
-    return (*written, *cache[near:])
+    num_blocks = num_blocks_for(prompts.shape[1], cache_length)
+    _, written = model.apply(params, prompts, positions, cache=cache[:num_blocks])
+    return (*written, *cache[num_blocks:])
 
 
 @partial(jax.jit, static_argnums=1)
@@ -38,7 +38,7 @@ def shared(cache: Cache, generations: int) -> Cache:
 def _decoded(
     model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
 ) -> tuple[DecodeState, Emitted]:
-    return decode_near(model, params, state, rows, max_steps, near_blocks)
+    return decode_blocks(model, params, state, rows, max_steps, near_blocks)
 
 
 def decoded(

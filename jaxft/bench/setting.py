@@ -17,11 +17,11 @@ from jaxft.bench.results import CaseResult
 from jaxft.bench.shapes import Shapes
 from jaxft.core.precision import compute_in
 from jaxft.core.types import Batch, Model, Params
-from jaxft.models.config import DecoderConfig, preset
+from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.hf import init_model
-from jaxft.policy.chat import load_tokenizer
-from jaxft.policy.policy import Policy
-from jaxft.policy.requests import Completion, Request
+from jaxft.rollout.chat import load_tokenizer
+from jaxft.rollout.policy import Policy
+from jaxft.rollout.requests import Completion, Request
 
 FIRST_ID = 1
 """Prompts are drawn from here to the end of the vocabulary."""
@@ -85,7 +85,7 @@ class Setting:
 def make_setting(job: Job, repeats: int) -> Setting:
     """The setting of a job on a model."""
     assert job.model is not None
-    config = preset(ALIASES.get(job.model, job.model))
+    config = model_preset(ALIASES.get(job.model, job.model))
     model, params = init_model(config, jax.random.key(0))
     if job.dtype != "float32":
         model = compute_in(model, jnp.dtype(job.dtype))

@@ -45,7 +45,7 @@ def reaches(length: int) -> dict[int, int]:
     return {count: sum(lengths[:count]) for count in range(fewest, len(lengths) + 1)}
 
 
-def blocks_for(tokens: int, length: int) -> int:
+def num_blocks_for(tokens: int, length: int) -> int:
     """How many blocks of a cache for `length` tokens hold the first `tokens` of a row; all of them if it has more.
 
     >>> blocks_for(128, 600), blocks_for(129, 600), blocks_for(9999, 600)

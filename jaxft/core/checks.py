@@ -1,13 +1,193 @@
-"""What shapes cannot tell: values that make a batch meaningless. Runs on the host, before an update.
+"""Checks at the door of the core: arrays of the right shape and type, batches without contradictions."""
 
-Under `jit` values are not known, so `make_update` cannot ask; a loop that assembles batches by hand calls this once per
-batch, or while it is being written. Letters: `B` rows, `T` tokens.
-"""
+from functools import partial
+from types import ModuleType
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from jaxft.core.arrays import as_batch
-from jaxft.core.types import Batch
+from jaxft.core.types import Batch, Model, Params
+
+
+def namespace(*arrays: Any) -> ModuleType:
+    """`jax.numpy` if one of the arrays is JAX's, traced ones included; otherwise `numpy`.
+
+    >>> namespace([1.0], np.ones(2)).__name__, namespace([1.0], jnp.ones(2)).__name__
+    ('numpy', 'jax.numpy')
+    """
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def as_floats(xp: ModuleType, *arrays: Any) -> list[Any]:
+    """The arrays in one floating type: float64 for `numpy`; for `jax.numpy` float32, or float64 where one has it.
+
+    >>> [x.dtype.name for x in as_floats(np, [1, 2], np.float32(3))]
+    ['float64', 'float64']
+    >>> [x.dtype.name for x in as_floats(jnp, jnp.array([1, 2]), jnp.ones(2, jnp.bfloat16))]
+    ['float32', 'float32']
+    """
+    if xp is np:
+        return [np.asarray(x, np.float64) for x in arrays]
+    wide = [jnp.asarray(x) for x in arrays]
+    return [x.astype(jnp.result_type(jnp.float32, *wide)) for x in wide]
+
+
+def check_shapes(axes: str, **arrays: Any) -> None:
+    """Nothing, if the arrays that are not None have one shape, with as many axes as `axes` names.
+
+    Raises:
+        ValueError: names the first array that does not fit, its shape, and what was wanted.
+
+    >>> check_shapes("B T", logprobs=np.ones((2, 3)), old_logprobs=None, completion_mask=np.ones((2, 1)))
+    Traceback (most recent call last):
+    ValueError: completion_mask has shape (2, 1); wanted that of logprobs, (2, 3)
+    """
+    (first, wanted), *others = [(name, np.shape(x)) for name, x in arrays.items() if x is not None]
+    if len(wanted) != len(axes.split()):
+        raise ValueError(f"{first} has shape {wanted}; wanted [{axes}]")
+    for name, shape in others:
+        if shape != wanted:
+            raise ValueError(f"{name} has shape {shape}; wanted that of {first}, {wanted}")
+
+
+def as_array(name: str, x: Any) -> Any:
+    """Nested lists of numbers as a JAX array; anything else as it is.
+
+    Raises:
+        ValueError: the lists hold something else than numbers and bools (the message names the first and its place),
+            or have different lengths.
+
+    >>> as_array("tokens", [[1, 2], [3, 4]]).shape
+    (2, 2)
+    >>> as_array("tokens", [[1, 2], [3]])
+    Traceback (most recent call last):
+    ValueError: tokens has rows of different lengths; wanted equal ones: pad them on the right
+    """
+    if not isinstance(x, list | tuple):
+        return x
+    leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
+    for path, leaf in leaves:
+        if not _is_numeric(leaf):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"{name}{place} is {leaf!r}, of type {type(leaf).__name__}; wanted a number")
+    try:
+        return jnp.asarray(namespace(*(leaf for _, leaf in leaves)).asarray(x))
+    except ValueError as error:
+        raise ValueError(f"{name} has rows of different lengths; wanted equal ones: pad them on the right") from error
+
+
+def _is_numeric(leaf: Any) -> bool:
+    if isinstance(leaf, bool | float):
+        return True
+    if isinstance(leaf, int):
+        return -(2**63) <= leaf < 2**63
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.isdtype(
+        leaf.dtype, ("bool", "integral", "real floating")
+    )
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """Raise unless a mask holds bools.
+
+    Raises:
+        ValueError: names the mask and the type that it holds.
+
+    >>> check_mask("completion_mask", np.array([[0, 1]]))
+    Traceback (most recent call last):
+    ValueError: completion_mask holds int64; wanted bools, such as np.array([[False, True]])
+    """
+    if mask.dtype != bool:
+        raise ValueError(f"{name} holds {mask.dtype}; wanted bools, such as np.array([[False, True]])")
+
+
+def as_batch(batch: Batch) -> Batch:
+    """The batch with arrays in the place of nested lists.
+
+    Raises:
+        ValueError: a field has another shape than the tokens, tokens are no whole numbers, or the mask holds no bools.
+
+    >>> as_batch(Batch([[5, 6]], [[False, True]])).tokens.shape
+    (1, 2)
+    """
+    batch = Batch(**{name: as_array(f"batch.{name}", x) for name, x in batch._asdict().items()})
+    check_batch_shapes(batch)
+    check_mask("batch.completion_mask", batch.completion_mask)
+    if not jnp.issubdtype(batch.tokens.dtype, jnp.integer):
+        raise ValueError(f"batch.tokens holds {batch.tokens.dtype}; wanted whole numbers, the ids of tokens")
+    return batch
+
+
+def check_batch_shapes(batch: Batch) -> None:
+    """Nothing, if every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
+
+    Raises:
+        ValueError: names the field.
+
+    >>> check_batch_shapes(Batch(np.ones((2, 3), int), np.ones((2, 3), bool), advantages=np.ones(3)))
+    Traceback (most recent call last):
+    ValueError: batch.advantages has shape (3,); wanted that of tokens, (2, 3)
+    """
+    wanted = np.shape(batch.tokens)
+    if len(wanted) != 2:
+        raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
+    for name, x in batch._asdict().items():
+        is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
+        if x is not None and np.shape(x) != wanted and not is_per_row:
+            raise ValueError(f"batch.{name} has shape {np.shape(x)}; wanted that of tokens, {wanted}")
+
+
+def vocabulary_size(model: Model, params: Params) -> int:
+    """The number of tokens that the model gives logits for. Nothing is computed.
+
+    >>> import jaxft
+    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4) * params["scale"])
+    >>> vocabulary_size(model, {"scale": jnp.ones(())})
+    4
+    """
+    start = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(partial(_logits, model), params, start).shape[-1]
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: Model, params: Params, start: Int[Array, "1 1"]) -> Float[Array, "1 1 V"]:
+    """Logits after a token. It is traced once per model, for its shape, and never run."""
+    return model.unembed(params, model.apply(params, start, start)[0])
+
+
+def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
+    """Raise unless all ids are integers below `vocabulary`, and not negative. Bools are none.
+
+    Raises:
+        ValueError: names the first id that is not, its place, and the size of the vocabulary.
+
+    >>> check_token_ids("tokens", [[3, 0], [4, 1]], vocabulary=4)
+    Traceback (most recent call last):
+    ValueError: tokens[1, 0] is 4; wanted an id of the vocabulary, which has 4 tokens: 0 to 3
+    """
+    # Numpy makes [True, 5] integers, so lists are asked for bools before they are arrays.
+    are_integers = not any(isinstance(x, bool) for x in jax.tree.leaves(ids))
+    try:
+        table = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        are_integers = False
+    if are_integers and table.dtype.kind in "iu":
+        is_id = (table >= 0) & (table < vocabulary)
+    else:  # floats, bools, or integers that no array can hold: each is asked by itself
+        table = np.asarray(ids, object)
+        known = [
+            isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < vocabulary for x in table.flat
+        ]
+        is_id = np.array(known, bool).reshape(table.shape)
+    if not is_id.all():
+        place = tuple(np.argwhere(~is_id)[0].tolist())
+        raise ValueError(
+            f"{name}[{', '.join(map(str, place))}] is {table[place]}; wanted an id of the vocabulary, which has "
+            f"{vocabulary} tokens: 0 to {vocabulary - 1}"
+        )
+
 
 NEAR_WHOLE = 1e-3
 """How far a number of trajectories, a sum of rounded shares, may lie from a whole one."""

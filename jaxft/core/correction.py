@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.arrays import check_shapes
-from jaxft.core.kl import MAX_LOG_RATIO
+from jaxft.core.checks import check_shapes
+from jaxft.core.losses import MAX_LOG_RATIO
 from jaxft.core.reductions import aggregate, row_sums, token_mean
 from jaxft.core.types import Denominators
 
@@ -24,7 +24,7 @@ class Correction(NamedTuple):
     """Weights of the policy term, detached, and the share of trained tokens whose ratio was out of bounds."""
 
     weights: Float[Array, "B T"]
-    out_of_bounds_share: Float[Array, ""]
+    out_of_bounds_fraction: Float[Array, ""]
 
 
 def sampler_correction(
@@ -99,7 +99,7 @@ def sampler_agreement(
 
     `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`. With `max_mean_diff`, rows
     whose mean `|d|` is larger (they were sampled by another policy, or recorded wrongly) have the share
-    `sampler_disagreement_share`; a row of which nothing finite can be said is one of them.
+    `sampler_disagreement_fraction`; a row of which nothing finite can be said is one of them.
 
     Raises:
         ValueError: shapes that differ.
@@ -125,8 +125,8 @@ def sampler_agreement(
         is_near = row_sums(jnp.abs(difference), segment_ids) / lengths <= max_mean_diff
         is_far = (~is_near).astype(difference.dtype)
         of_rows = denominators._replace(trajectories=denominators.rows)  # foreign is a sequence, not its trajectory
-        figures["sampler_disagreement_share"] = aggregate(
-            is_far, completion_mask, of_rows, "row_mean", segment_ids=segment_ids
+        figures["sampler_disagreement_fraction"] = aggregate(
+            is_far, completion_mask, of_rows, "seq_mean_token_mean", segment_ids=segment_ids
         )
     return figures | {
         "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.arrays import check_token_ids, vocabulary_size
-from jaxft.core.cache import blocks_for, compute_dtype, init_cache, reaches
+from jaxft.core.cache import compute_dtype, init_cache, num_blocks_for, reaches
+from jaxft.core.checks import check_token_ids, vocabulary_size
 from jaxft.core.sampling import SamplingParams, sample, sampling_params
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
 
@@ -88,7 +88,7 @@ def decode(
     return state, emitted
 
 
-def decode_near(
+def decode_blocks(
     model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
 ) -> tuple[DecodeState, Emitted]:
     """`decode` that reads and writes the first blocks of the cache only; no active row may grow beyond their places.
@@ -103,9 +103,9 @@ def decode_near(
     >>> decode_near(model, params, state, rows, max_steps=2, near_blocks=2)[1].counts.tolist()  # 128 of 300 places
     [2]
     """
-    near = state._replace(cache=state.cache[:near_blocks])
-    near, emitted = decode(model, params, near, rows, max_steps)
-    return near._replace(cache=(*near.cache, *state.cache[near_blocks:])), emitted
+    num_blocks = state._replace(cache=state.cache[:near_blocks])
+    num_blocks, emitted = decode(model, params, num_blocks, rows, max_steps)
+    return num_blocks._replace(cache=(*num_blocks.cache, *state.cache[near_blocks:])), emitted
 
 
 def nothing_emitted(rows: int, width: int) -> Emitted:
@@ -168,10 +168,10 @@ def _prefill(
     """
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
-    near = blocks_for(prompts.shape[1], cache_length)
-    _, written = model.apply(params, prompts, positions, cache=cache[:near])
+    num_blocks = num_blocks_for(prompts.shape[1], cache_length)
+    _, written = model.apply(params, prompts, positions, cache=cache[:num_blocks])
     last = lengths - 1
-    return (*written, *cache[near:]), jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
+    return (*written, *cache[num_blocks:]), jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
 
 
 def generate(
@@ -341,9 +341,9 @@ def _continue(
     until: Int[Array, ""],
 ) -> tuple[Int[Array, ""], DecodeState, Emitted]:
     """Decodes while the first blocks of the cache have room."""
-    near = state._replace(cache=state.cache[:near_blocks])
-    step, near, emitted = _decode_until(model, params, step, near, rows, emitted, until)
-    return step, near._replace(cache=(*near.cache, *state.cache[near_blocks:])), emitted
+    num_blocks = state._replace(cache=state.cache[:near_blocks])
+    step, num_blocks, emitted = _decode_until(model, params, step, num_blocks, rows, emitted, until)
+    return step, num_blocks._replace(cache=(*num_blocks.cache, *state.cache[near_blocks:])), emitted
 
 
 @partial(jax.jit, static_argnums=2)

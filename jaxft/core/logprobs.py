@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.arrays import check_shapes, check_token_ids, vocabulary_size
+from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
 """Logits held at once when no chunk size is given: 512 MiB of float32."""
 
-SUMMED_IN_A_ROW = 512
+SUM_BLOCK = 512
 """Sums over the vocabulary are made of sums over this many: of 150,000 terms in a row float32 loses three digits."""
 
-LOWEST = -1e30
+MIN_LOGPROB = -1e30
 """Stands for a log-probability of -inf, which times its probability is 0 and not NaN."""
 
-KEPT = "statistics of the softmax"
+SAVED_NAMES = "statistics of the softmax"
 """What is not computed again in the backward pass."""
 
 
@@ -75,7 +75,7 @@ def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
     # Compared and not gathered: the transpose of a gather is a scatter into a table of zeros.
     is_chosen = (jnp.arange(logits.shape[-1]) == tokens[:, None]).astype(probs.dtype)
     d_chosen = jnp.sum((is_chosen - probs) * d_logits, axis=-1)
-    d_entropy = -jnp.sum(probs * (jnp.maximum(logprobs, LOWEST) + entropy[:, None]) * d_logits, axis=-1)
+    d_entropy = -jnp.sum(probs * (jnp.maximum(logprobs, MIN_LOGPROB) + entropy[:, None]) * d_logits, axis=-1)
     return (chosen, entropy), (d_chosen / temperature, d_entropy / temperature)
 
 
@@ -89,7 +89,7 @@ def _softmax_statistics(
     chosen = (jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - shift) / temperature - log_mass
     # Two terms that are not negative: logsumexp(z) - sum(p z) is the same number, but loses digits of large logits.
     entropy = log_mass - moment / mass
-    entropy, shift, log_mass = (checkpoint_name(x, KEPT) for x in (entropy, shift, log_mass))
+    entropy, shift, log_mass = (checkpoint_name(x, SAVED_NAMES) for x in (entropy, shift, log_mass))
     return chosen, entropy, shift, log_mass
 
 
@@ -98,15 +98,15 @@ def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "
 
     def terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
         weights = jnp.exp(x)
-        return weights, weights * jnp.maximum(x, LOWEST)
+        return weights, weights * jnp.maximum(x, MIN_LOGPROB)
 
     def add(a: Any, b: Any) -> Any:
         return a[0] + b[0], a[1] + b[1]
 
-    blocks = x.shape[-1] // SUMMED_IN_A_ROW
-    split, zero = blocks * SUMMED_IN_A_ROW, jnp.zeros((), x.dtype)
+    blocks = x.shape[-1] // SUM_BLOCK
+    split, zero = blocks * SUM_BLOCK, jnp.zeros((), x.dtype)
     of_blocks = jax.lax.reduce(
-        terms(x[:, :split].reshape(len(x), blocks, SUMMED_IN_A_ROW)), (zero, zero), add, dimensions=(2,)
+        terms(x[:, :split].reshape(len(x), blocks, SUM_BLOCK)), (zero, zero), add, dimensions=(2,)
     )  # [N blocks] each
     mass, moment = (of_block.sum(axis=-1) for of_block in of_blocks)
     mass_of_rest, moment_of_rest = (rest.sum(axis=-1) for rest in terms(x[:, split:]))
@@ -255,14 +255,14 @@ def _score_in_chunks(
         logprobs, entropy = logits_logprobs(model.unembed(head, hidden), tokens, temperature)
         return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
-    total, layout = tokens.size, model.layout
-    shares = layout.row_shares if layout is not None and hidden.shape[0] % layout.row_shares == 0 else 1
-    devices = 1 if layout is None else layout.devices
+    total, sharding = tokens.size, model.sharding
+    shares = sharding.row_shards if sharding is not None and hidden.shape[0] % sharding.row_shards == 0 else 1
+    devices = 1 if sharding is None else sharding.devices
     if chunk_tokens is None:
         chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
-    rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
     chunks, of_share = max(1, -(-total // chunk_tokens)), total // shares
     width = -(-of_share // chunks)  # even ones, or the last would be mostly padding
     width = -(-width * shares // devices) * devices // shares  # each device of a share gets as many

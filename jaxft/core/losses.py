@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.arrays import as_array, check_mask, check_shapes
-from jaxft.core.kl import MAX_LOG_RATIO, k3, kl_penalty
-from jaxft.core.reductions import aggregate, count_trained, row_sums, token_mean
+from jaxft.core.checks import as_array, check_mask, check_shapes
+from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
 from jaxft.core.types import Denominators
 
-Surrogate = Literal["clip", "cap", "score"]
-Aggregation = Literal["row_mean", "token_mean", "budget"]
+Surrogate = Literal["clip", "cap", "reinforce"]
+Aggregation = Literal["seq_mean_token_mean", "token_mean", "constant"]
 Metrics = dict[str, Float[Array, ""]]
 
 
@@ -32,14 +31,14 @@ class Preset(NamedTuple):
 
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("clip", "row_mean", 0.2, 0.2),  # arXiv 2402.03300
+    "grpo": Preset("clip", "seq_mean_token_mean", 0.2, 0.2),  # arXiv 2402.03300
     "dapo": Preset("clip", "token_mean", 0.2, 0.28),  # arXiv 2503.14476
     "bnpo": Preset("clip", "token_mean", 0.2, 0.28),  # dapo under TRL's other name for it
-    "dr_grpo": Preset("clip", "budget", 0.2, 0.2),  # arXiv 2503.20783
-    "gspo": Preset("clip", "row_mean", 3e-4, 4e-4, "sequence"),  # arXiv 2507.18071
+    "dr_grpo": Preset("clip", "constant", 0.2, 0.2),  # arXiv 2503.20783
+    "gspo": Preset("clip", "seq_mean_token_mean", 3e-4, 4e-4, "sequence"),  # arXiv 2507.18071
     "cispo": Preset("cap", "token_mean", 0.0, 5.0),  # arXiv 2506.13585; clip_high is the cap itself
     "ppo": Preset("clip", "token_mean", 0.2, 0.2),  # arXiv 1707.06347; its value term is `value_loss`
-    "reinforce": Preset("score", "token_mean", 0.0, 0.0),  # no ratio: one update per rollout
+    "reinforce": Preset("reinforce", "token_mean", 0.0, 0.0),  # no ratio: one update per rollout
 }
 
 
@@ -103,7 +102,7 @@ def policy_loss(
     >>> loss, metrics = policy_loss(lp, old, jnp.array([1.0, -1.0]), mask)
     >>> print(f"{loss:.2f}")  # rows: -(1.2 + 1) / 2 and +1, so (-1.1 + 1) / 2
     -0.05
-    >>> print(f"{metrics['clip_high_share']:.4f}")  # one of three trained tokens
+    >>> print(f"{metrics['clip_high_fraction']:.4f}")  # one of three trained tokens
     0.3333
     """
     if loss not in PRESETS:
@@ -133,7 +132,7 @@ def policy_loss(
 
     mask = completion_mask
     per_token_advantages = advantages if advantages.ndim == 2 else advantages[:, None]
-    denominators = count_trained(mask, segment_ids, trajectory_tokens) if denominators is None else denominators
+    denominators = count_tokens(mask, segment_ids, trajectory_tokens) if denominators is None else denominators
     old_logprobs = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)  # [B T]
     importance = of_whole_row = log_ratio
@@ -168,17 +167,17 @@ def policy_loss(
         undetached_ratio = jnp.exp(jnp.clip(of_whole_row, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, undetached_ratio))
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
-        metrics["kl_clamped_share"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
+        metrics["kl_clamped_fraction"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
     outside_low, outside_high = _clip_bites(preset.surrogate, ratio, per_token_advantages, clip_low, clip_high)
     metrics |= {
-        "clip_low_share": token_mean(outside_low, mask, denominators),
-        "clip_high_share": token_mean(outside_high, mask, denominators),
-        "log_ratio_clamped_share": token_mean(jnp.abs(importance) > MAX_LOG_RATIO, mask, denominators),
+        "clip_low_fraction": token_mean(outside_low, mask, denominators),
+        "clip_high_fraction": token_mean(outside_high, mask, denominators),
+        "log_ratio_clamped_fraction": token_mean(jnp.abs(importance) > MAX_LOG_RATIO, mask, denominators),
         "log_ratio_abs_max": jnp.max(jnp.abs(log_ratio), initial=0.0),
         "approx_kl": token_mean(jnp.expm1(jnp.clip(-log_ratio, max=MAX_LOG_RATIO)) + log_ratio, mask, denominators),
     }
     if delta is not None:
-        metrics["delta_share"] = token_mean((ratio > delta) & (per_token_advantages < 0), mask, denominators)
+        metrics["delta_fraction"] = token_mean((ratio > delta) & (per_token_advantages < 0), mask, denominators)
     return value, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -212,19 +211,19 @@ def value_loss(
     """`0.5 max((V - Ret)^2, (clip(V, V_old - value_clip, V_old + value_clip) - Ret)^2)`, mean over all trained tokens.
 
     PPO's clipped value loss (arXiv 1707.06347 in the form of its reference implementation); unclipped when `value_clip`
-    is None. `value_clip_share` counts where the clip took the gradient away.
+    is None. `value_clip_fraction` counts where the clip took the gradient away.
 
     Raises:
         ValueError: shapes that differ.
 
     >>> one = jnp.ones((1, 1))
     >>> loss, metrics = value_loss(2.0 * one, 0.0 * one, 3.0 * one, one > 0)  # clipped to 0.2: (0.2 - 3)^2 / 2
-    >>> print(f"{loss:.2f} {metrics['value_clip_share']}")
+    >>> print(f"{loss:.2f} {metrics['value_clip_fraction']}")
     3.92 1.0
     """
     check_shapes("B T", values=values, old_values=old_values, returns=returns, completion_mask=completion_mask)
     mask = completion_mask
-    denominators = count_trained(mask) if denominators is None else denominators
+    denominators = count_tokens(mask) if denominators is None else denominators
     error = jnp.where(mask, values - returns, 0.0) ** 2
     metrics = {}
     worse = error
@@ -233,7 +232,7 @@ def value_loss(
         worse = jnp.maximum(error, held)
         # Within the clip the two errors are one number, up to a rounding that must not be counted.
         is_outside = jnp.abs(values - old_values) > value_clip
-        metrics["value_clip_share"] = token_mean(is_outside & (held > error), mask, denominators)
+        metrics["value_clip_fraction"] = token_mean(is_outside & (held > error), mask, denominators)
     value = 0.5 * token_mean(worse, mask, denominators)
     return value, jax.tree.map(jax.lax.stop_gradient, metrics | {"value_loss": value})
 
@@ -278,9 +277,9 @@ def _check_knobs(
         raise ValueError(f"beta is {beta}; wanted at least 0")
     zero = jnp.zeros((1, 1))
     kl_penalty(kl, zero, zero, zero)  # an unknown kind is refused before it matters
-    if surrogate == "score" and importance_level == "sequence":
+    if surrogate == "reinforce" and importance_level == "sequence":
         raise ValueError("importance_level is 'sequence', but 'reinforce' has no ratio; leave it None")
-    if surrogate == "score" and has_old:
+    if surrogate == "reinforce" and has_old:
         raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
 
 
@@ -314,3 +313,139 @@ def _check_inputs(
     if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
         wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"
         raise ValueError(f"advantages have shape {advantages.shape}; wanted {wanted}")
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
+
+KL_IN_LOSS = ("k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl")
+
+
+def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`e^x - 1 - x`, never negative: the low-variance KL estimate for `x = log q - log p`, tokens drawn from p.
+
+    (J. Schulman, "Approximating KL divergence", 2020.) Above the clamp it is constant: `e^20 - 1 - x` would fall with x
+    and its gradient push away from the reference.
+
+    >>> print(f"{k3(jnp.log(2.0)):.4f}")  # 2 - 1 - log 2
+    0.3069
+    """
+    x = jnp.minimum(log_ratio, MAX_LOG_RATIO)
+    return jnp.expm1(x) - x
+
+
+def kl_penalty(
+    kind: str, rho: Float[Array, "B T"], log_ratio: Float[Array, "B T"], importance_ratio: Float[Array, "B #T"]
+) -> Float[Array, "B T"]:
+    """A term per token that pulls the policy to the reference; `rho = ref_logprobs - logprobs`, 0 where masked.
+
+    * `k3_ratio` (default): `exp(logprobs - old) k3`, differentiated through both: the gradient of KL(policy || ref).
+    * `k2`: `rho^2 / 2`, weighted by the detached ratio: the same gradient.
+    * `k3`: weighted by the detached ratio: the gradient of KL(ref || policy), the other direction.
+    * `k3_unweighted`: weight 1, as GRPO is often written; biased after a batch's first update.
+    * `k3_trl`: `k3_ratio` with the loss's own ratio, a row's at sequence level: TRL's number.
+
+    Raises:
+        ValueError: an unknown kind, `k1`, whose expectation has no gradient, or shapes that differ.
+
+    >>> rho = jnp.log(jnp.array([[2.0]]))
+    >>> print(kl_penalty("k2", rho, jnp.zeros((1, 1)), jnp.ones((1, 1))).round(4))  # (log 2)^2 / 2
+    [[0.2402]]
+    """
+    if kind == "k1":
+        raise ValueError(
+            "kl='k1' in the loss has gradient 0 in expectation: it would hold nothing; "
+            "use 'k3_ratio', or k1 in the reward"
+        )
+    if kind not in KL_IN_LOSS:
+        raise ValueError(f"kl is {kind!r}; wanted one of {', '.join(KL_IN_LOSS)}")
+    check_shapes("B T", rho=rho, log_ratio=log_ratio)
+    if importance_ratio.shape not in (rho.shape, (len(rho), 1)):
+        raise ValueError(f"importance_ratio has shape {importance_ratio.shape}; wanted {rho.shape} or {(len(rho), 1)}")
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if kind == "k3_ratio":
+        return ratio * k3(rho)
+    if kind == "k2":
+        return jax.lax.stop_gradient(ratio) * 0.5 * rho**2
+    if kind == "k3":
+        return jax.lax.stop_gradient(ratio) * k3(rho)
+    if kind == "k3_unweighted":
+        return k3(rho)
+    return importance_ratio * k3(rho)
+
+
+def k1_penalty(
+    logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"], completion_mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """`logprobs - ref_logprobs` on trained tokens, detached: what `beta` times of is taken off their rewards.
+
+    Its mean is KL(policy || ref) of the whole sequence, and as a part of the reward it has that gradient: subtract it
+    per token from `token_rewards`, or summed over a trajectory from its reward, before any baseline.
+
+    Raises:
+        ValueError: shapes that differ.
+
+    >>> lp, ref = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
+    >>> print(k1_penalty(lp, ref, jnp.array([[True, True]])).round(4))  # log 2, 0
+    [[0.6931 0.    ]]
+    """
+    check_shapes("B T", logprobs=logprobs, ref_logprobs=ref_logprobs, completion_mask=completion_mask)
+    return jax.lax.stop_gradient(jnp.where(completion_mask, logprobs - ref_logprobs, 0.0))
+
+
+class PreferenceLoss(NamedTuple):
+    """Loss of each pair, and by how much the policy prefers the chosen answer more than the reference does."""
+
+    losses: Float[Array, "P"]
+    margins: Float[Array, "P"]
+
+
+def preference_loss(
+    chosen_logprobs: Float[Array, "P"],
+    rejected_logprobs: Float[Array, "P"],
+    ref_chosen_logprobs: Float[Array, "P"],
+    ref_rejected_logprobs: Float[Array, "P"],
+    *,
+    beta: float = 0.1,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> PreferenceLoss:
+    """The loss of each pair, from the summed log-probabilities of its answers, in nats.
+
+    With the margin `h = (chosen - ref_chosen) - (rejected - ref_rejected)`:
+
+    * `sigmoid`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)` (DPO, arXiv 2305.18290 eq. 7; with
+      `e = label_smoothing` the conservative form of labels that are wrong that often).
+    * `ipo`: `(h - 1 / (2 beta))^2` (arXiv 2310.12036 eq. 17).
+
+    Raises:
+        ValueError: an unknown kind, `beta` not above 0, `label_smoothing` outside [0, 0.5) or given with ipo, or shapes
+            that differ.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.array([1.0])
+    >>> print(preference_loss(one, one, one, one).losses.round(4))  # no preference yet: log 2
+    [0.6931]
+    >>> print(preference_loss(5 * one, one, one, one, kind="ipo", beta=0.25).losses)  # (4 - 2)^2
+    [4.]
+    """
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}; a preference loss needs it above 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}; wanted at least 0 and below 0.5")
+    check_shapes(
+        "P",
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        ref_chosen_logprobs=ref_chosen_logprobs,
+        ref_rejected_logprobs=ref_rejected_logprobs,
+    )
+    margins = (chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)
+    if kind == "sigmoid":
+        agree, disagree = jax.nn.log_sigmoid(beta * margins), jax.nn.log_sigmoid(-beta * margins)
+        return PreferenceLoss(-(1 - label_smoothing) * agree - label_smoothing * disagree, margins)
+    if kind == "ipo":
+        if label_smoothing:
+            raise ValueError("label_smoothing is for kind='sigmoid'; ipo has none")
+        return PreferenceLoss((margins - 1 / (2 * beta)) ** 2, margins)
+    raise ValueError(f"kind is {kind!r}; wanted sigmoid or ipo")

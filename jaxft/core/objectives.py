@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxft.core.arrays import as_batch
+from jaxft.core.checks import as_batch
 from jaxft.core.correction import Correction, sampler_agreement, sampler_correction
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.losses import Metrics, policy_loss, value_loss
-from jaxft.core.preference import preference_loss
+from jaxft.core.losses import Metrics, policy_loss, preference_loss, value_loss
 from jaxft.core.reductions import aggregate, row_sums, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
 
@@ -61,7 +60,7 @@ def grpo_loss(
     >>> print(loss, f"{metrics['entropy']:.4f}")  # -A, as the ratio is 1; log 2
     -2.0 0.6931
     """
-    scored = score(model, params, batch, entropy_gradient=entropy_coef != 0)
+    scored = score_batch(model, params, batch, entropy_gradient=entropy_coef != 0)
     loss_fn = partial(
         policy_loss,
         loss=loss,
@@ -119,7 +118,9 @@ def ppo_loss(
     """
     if batch.old_values is None or batch.returns is None:
         raise ValueError("batch.old_values or batch.returns is None; ppo_loss needs both, see gae")
-    scored = score(model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0)
+    scored = score_batch(
+        model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0
+    )
     loss_fn = partial(policy_loss, loss="ppo", clip_low=clip_low, clip_high=clip_high, delta=delta, beta=beta, kl=kl)
     correct = _correction(correction, correction_low, correction_high)
     value, metrics = _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct, max_sampler_diff)
@@ -157,7 +158,7 @@ def dpo_loss(
 
     Args:
         batch: with `ref_logprobs`, computed once with the reference (`score_in_microbatches`).
-        denominators: of the whole batch, by `count_trained`.
+        denominators: of the whole batch, by `count_tokens`.
         length_normalized: an answer's log-probability is the mean over its tokens and not their sum.
 
     Raises:
@@ -169,8 +170,8 @@ def dpo_loss(
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1], [0, 0]]), jnp.array([[False, True]] * 2))
-    >>> batch = batch._replace(ref_logprobs=score(model, params, batch).logprobs)
-    >>> loss, _ = dpo_loss(model, params, batch, jaxft.count_trained(batch.completion_mask))
+    >>> batch = batch._replace(ref_logprobs=score_batch(model, params, batch).logprobs)
+    >>> loss, _ = dpo_loss(model, params, batch, jaxft.count_tokens(batch.completion_mask))
     >>> print(f"{loss:.4f}")  # the policy is its reference: log 2
     0.6931
     """
@@ -182,9 +183,9 @@ def dpo_loss(
     if batch.segment_ids is not None:
         raise ValueError("batch.segment_ids is given; pairs are rows of their own, not packed")
     if denominators.pairs is None:
-        raise ValueError("denominators.pairs is None; count the whole batch with count_trained")
+        raise ValueError("denominators.pairs is None; count the whole batch with count_tokens")
     pairs = jnp.maximum(denominators.pairs, 1.0)
-    scored, mask = score(model, params, batch), batch.completion_mask
+    scored, mask = score_batch(model, params, batch), batch.completion_mask
     tokens = jnp.maximum(mask.sum(axis=1), 1)
     lengths = tokens if length_normalized else jnp.ones_like(tokens)
 
@@ -231,7 +232,7 @@ def sft_loss(
     >>> print(f"{loss:.4f}")  # log 2
     0.6931
     """
-    scored = score(model, params, batch)
+    scored = score_batch(model, params, batch)
     value = aggregate(-scored.logprobs, batch.completion_mask, denominators, "token_mean")
     return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
 
@@ -258,7 +259,7 @@ def _policy_terms(
         if batch.behavior_logprobs is None:
             raise ValueError("batch.behavior_logprobs is None; a correction needs them recorded while sampling")
         weights, share = correct(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
-        figures = {"correction_share": share, "correction_weight_mean": token_mean(weights, mask, denominators)}
+        figures = {"correction_fraction": share, "correction_weight_mean": token_mean(weights, mask, denominators)}
     value, metrics = loss_fn(
         scored.logprobs,
         batch.old_logprobs,
@@ -286,7 +287,7 @@ def _policy_terms(
     return value, metrics
 
 
-def score(
+def score_batch(
     model: Model,
     params: Params,
     batch: Batch,
@@ -303,7 +304,7 @@ def score(
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
-    >>> print(score(model, params, Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))).logprobs.round(4))
+    >>> print(score_batch(model, params, Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))).logprobs.round(4))
     [[ 0.     -0.6931]]
     """
     batch = as_batch(batch)
@@ -323,7 +324,7 @@ def score(
 def score_in_microbatches(
     model: Model, params: Params, batch: Batch, microbatch_rows: int, value_head: Params | None = None
 ) -> Scored:
-    """`score` without gradients, `microbatch_rows` rows at a time; the rows must divide.
+    """`score_batch` without gradients, `microbatch_rows` rows at a time; the rows must divide.
 
     Raises:
         ValueError: the number of rows is not a multiple of `microbatch_rows`, or a field of the batch has another shape
@@ -343,5 +344,5 @@ def score_in_microbatches(
     if rows % microbatch_rows:
         raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")
     parts = jax.tree.map(lambda x: x.reshape(rows // microbatch_rows, microbatch_rows, *x.shape[1:]), batch)
-    scored = jax.lax.map(lambda part: score(model, params, part, value_head=value_head), parts)
+    scored = jax.lax.map(lambda part: score_batch(model, params, part, value_head=value_head), parts)
     return jax.tree.map(lambda x: x.reshape(rows, -1), scored)

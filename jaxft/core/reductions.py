@@ -27,7 +27,7 @@ def row_sums(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None = Non
     return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=len(ids))[ids])(x, ids)
 
 
-def count_trained(
+def count_tokens(
     completion_mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
@@ -37,10 +37,10 @@ def count_trained(
     Counts of parts of a batch add up to those of the whole. A part that holds some rows of a trajectory counts their
     share of its tokens; without `trajectory_tokens` every row is a trajectory.
 
-    >>> print(*count_trained(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
+    >>> print(*count_tokens(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
     3.0 4.0 1.0 3.0
     >>> rows = jnp.array([[True, True], [True, False]])  # of one trajectory
-    >>> print(*count_trained(rows, trajectory_tokens=jnp.full((2, 2), 3.0)))
+    >>> print(*count_tokens(rows, trajectory_tokens=jnp.full((2, 2), 3.0)))
     2.0 3.0 1.0 1.0
     """
     trained = completion_mask.any(axis=1)
@@ -81,31 +81,31 @@ def aggregate(
 ) -> Float[Array, ""]:
     """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
 
-    `row_mean`: mean over trajectories of the trajectory's mean over trained tokens; `token_mean`: mean over all trained
-    tokens; `budget`: sum over `trajectories x max_completion_tokens`. A row is a trajectory where `trajectory_tokens`
-    is None.
+    `seq_mean_token_mean`: mean over trajectories of the trajectory's mean over trained tokens; `token_mean`: mean over
+    all trained tokens; `constant`: sum over `trajectories x max_completion_tokens`. A row is a trajectory where
+    `trajectory_tokens` is None.
 
     Raises:
-        ValueError: `budget` without a `max_completion_tokens` of at least 1, an unknown name, or trajectories that were
-            not counted.
+        ValueError: `constant` without a `max_completion_tokens` of at least 1, an unknown name, or trajectories that
+            were not counted.
 
     >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
-    >>> print(*[aggregate(x, mask, count_trained(mask), name) for name in ("row_mean", "token_mean")])
+    >>> print(*[aggregate(x, mask, count_tokens(mask), name) for name in ("seq_mean_token_mean", "token_mean")])
     4.5 4.0
     """
     if aggregation == "token_mean":
         return token_mean(per_token, completion_mask, denominators)
     if trajectory_tokens is not None and denominators.trajectories is None:
-        raise ValueError("denominators.trajectories is None; count the whole batch with count_trained")
+        raise ValueError("denominators.trajectories is None; count the whole batch with count_tokens")
     # Parts of a batch count fractions of trajectories, which add up to a whole number but for rounding.
     trajectories = denominators.rows if denominators.trajectories is None else jnp.round(denominators.trajectories)
     masked = jnp.where(completion_mask, per_token, 0.0)
-    if aggregation == "row_mean":
+    if aggregation == "seq_mean_token_mean":
         lengths = trajectory_tokens
         if lengths is None:
             lengths = row_sums(completion_mask.astype(masked.dtype), segment_ids)
         return jnp.sum(masked / jnp.maximum(lengths, 1)) / jnp.maximum(trajectories, 1.0)
-    if aggregation == "budget":
+    if aggregation == "constant":
         if max_completion_tokens is None:
             raise ValueError(
                 "max_completion_tokens is None; this loss divides by it: give the token budget of one trajectory"
@@ -115,7 +115,7 @@ def aggregate(
                 f"max_completion_tokens is {max_completion_tokens}; wanted at least 1, the loss divides by it"
             )
         return masked.sum() / (jnp.maximum(trajectories, 1.0) * max_completion_tokens)
-    raise ValueError(f"aggregation is {aggregation!r}; wanted row_mean, token_mean or budget")
+    raise ValueError(f"aggregation is {aggregation!r}; wanted seq_mean_token_mean, token_mean or budget")
 
 
 def token_mean(
@@ -124,7 +124,7 @@ def token_mean(
     """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none.
 
     >>> mask = jnp.array([[True, True, False]])
-    >>> print(token_mean(jnp.array([[1.0, 2.0, 9.0]]), mask, count_trained(mask)))
+    >>> print(token_mean(jnp.array([[1.0, 2.0, 9.0]]), mask, count_tokens(mask)))
     1.5
     """
     return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)

@@ -19,7 +19,7 @@ from jaxft.core.logprobs import scaling_temperature
 COLDEST = 1e-6
 """The lowest temperature that is not 0. Logits divided by a lower one are too large for float32 to tell them apart."""
 
-SMALLEST_SHARE = 1e-30
+SMALLEST_FRACTION = 1e-30
 """The smallest `top_p`; a smaller one rounds to 0 on the device and keeps no token."""
 
 
@@ -99,8 +99,8 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
         )
     if not isinstance(top_k, SupportsIndex) or not 0 <= top_k < 2**31:
         raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep, an integer below 2^31")
-    if not SMALLEST_SHARE <= top_p <= 1.0:
-        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1], at least {SMALLEST_SHARE}")
+    if not SMALLEST_FRACTION <= top_p <= 1.0:
+        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1], at least {SMALLEST_FRACTION}")
     if not 0.0 <= min_p < 1.0:
         raise ValueError(f"min_p is {min_p}; wanted a share of the largest probability in [0, 1)")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.mesh import Layout
+from jaxft.core.sharding import Sharding
 
 Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
@@ -44,7 +44,7 @@ class Model(NamedTuple):
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
         layout: where everything lies on a mesh of devices; None on a single one.
         lora: numbers of the adapters, when parameters are `{"base": ..., "adapter": ...}` and only the latter are
-            trained (`jaxft.core.frozen`); None when everything is.
+            trained (`jaxft.core.partition`); None when everything is.
     """
 
     config: Hashable
@@ -53,7 +53,7 @@ class Model(NamedTuple):
     unembed: Callable[[Params, Array], Array]
     init_cache: Callable[..., Any]
     decode_layout: Callable[[Params], Params] = same_params
-    layout: Layout | None = None
+    sharding: Sharding | None = None
     lora: Hashable = None
 
 

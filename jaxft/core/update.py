@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxft.core.arrays import as_batch
-from jaxft.core.frozen import join, split, trainable
+from jaxft.core.checks import as_batch
 from jaxft.core.losses import Metrics
-from jaxft.core.mesh import held
-from jaxft.core.reductions import count_trained
+from jaxft.core.partition import combine, partition, trainable
+from jaxft.core.reductions import count_tokens
+from jaxft.core.sharding import constrain
 from jaxft.core.types import Batch, Denominators, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
@@ -51,7 +51,7 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     """
     moved = params if model is None else trainable(model, params)
     state = TrainState(params, optimizer.init(moved), jnp.zeros((), jnp.int32))
-    return state if model is None or model.layout is None else model.layout.place(state)
+    return state if model is None or model.sharding is None else model.sharding.place(state)
 
 
 def make_update(
@@ -98,7 +98,7 @@ def make_update(
     if microbatch_rows is not None and microbatch_rows < 1:
         raise ValueError(f"microbatch_rows is {microbatch_rows}; wanted at least 1, or None for one pass")
 
-    layout = model.layout
+    sharding = model.sharding
 
     def finish(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         loss, metrics, grads = sums
@@ -112,10 +112,10 @@ def make_update(
             if max_grad_norm is not None:
                 scale = jnp.minimum(1.0, max_grad_norm / jnp.where(has_signal & jnp.isfinite(norm), norm, 1.0))
                 grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-            params, frozen = split(model, state.params)
+            params, frozen = partition(model, state.params)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             updates, opt_state = optimizer.update(grads, state.opt_state, params)
-            return TrainState(join(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
+            return TrainState(combine(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
 
         # The step is computed twice, to be judged and then to be taken: the old parameters are needed until all new
         # ones are judged, so that new ones that were kept would take the memory of the parameters once more.
@@ -124,7 +124,7 @@ def make_update(
         is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
         is_applied = is_finite & has_signal & ~is_refused
         proposed = step(state, grads)
-        state = held(layout, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
+        state = constrain(sharding, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
         metrics |= {
             "loss": loss,
             "grad_norm": norm,
@@ -147,8 +147,8 @@ class Update:
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
-        self._rows, self._layout = microbatch_rows, model.layout
-        self._count = jax.jit(count_trained)
+        self._rows, self._sharding = microbatch_rows, model.sharding
+        self._count = jax.jit(count_tokens)
         self._begin = jax.jit(partial(no_sums, model), static_argnums=1)
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
@@ -184,27 +184,27 @@ class Update:
         if not given:
             raise ValueError("the sequence of microbatches is empty; wanted at least one batch")
         parts = [part for each in given for part in split_rows(each, self._rows)]
-        if self._layout is not None:
+        if self._sharding is not None:
             for part in parts:
-                self._layout.check_rows(part.tokens.shape[0], "rows of a microbatch")
+                self._sharding.check_rows(part.tokens.shape[0], "rows of a microbatch")
         return parts
 
     def _placed(self, parts: list[Batch]) -> list[Batch]:
-        return parts if self._layout is None else [self._layout.place_rows(part) for part in parts]
+        return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
         """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone. On a mesh
         that of each device."""
         parts, largest = self._placed(self.microbatches(batch)), 0
-        state = state if self._layout is None else self._layout.place(state)
+        state = state if self._sharding is None else self._sharding.place(state)
         if len(parts) == 1:
             analysis: Any = self._whole.lower(state, parts[0]).compile().memory_analysis()
             return analysis.temp_size_in_bytes
         for part in parts:
-            counts = jax.eval_shape(count_trained, part.completion_mask, part.segment_ids, part.trajectory_tokens)
+            counts = jax.eval_shape(count_tokens, part.completion_mask, part.segment_ids, part.trajectory_tokens)
             reports = self._reported(state.params, part, counts)
             sums = jax.eval_shape(lambda params, reports=reports: self._no_sums(params, reports), state.params)
-            sums = sums if self._layout is None else self._layout.place(sums)
+            sums = sums if self._sharding is None else self._sharding.place(sums)
             compiled: Any = self._add.lower(state.params, sums, part, counts).compile().memory_analysis()
             largest = max(largest, compiled.temp_size_in_bytes + compiled.output_size_in_bytes)
         return largest
@@ -259,17 +259,17 @@ def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
             lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trainable(model, params)
         ),
     )
-    return held(model.layout, zeros)
+    return constrain(model.sharding, zeros)
 
 
 def value_and_gradients(
     model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators
 ) -> tuple[tuple[Float[Array, ""], Metrics], Params]:
     """Loss, metrics and the gradients of all that is trained."""
-    moved, frozen = split(model, params)
+    moved, frozen = partition(model, params)
 
     def loss(moved: Params) -> tuple[Float[Array, ""], Metrics]:
-        return loss_fn(model, join(moved, frozen), part, denominators)
+        return loss_fn(model, combine(moved, frozen), part, denominators)
 
     return jax.value_and_grad(loss, has_aux=True)(moved)
 
@@ -284,7 +284,7 @@ def add_microbatch(
         for name, x in metrics.items()
     }
     grads = jax.tree.map(lambda total, g: total + g, sums.grads, grads)
-    return held(model.layout, Sums(sums.loss + loss, joined, grads))
+    return constrain(model.sharding, Sums(sums.loss + loss, joined, grads))
 
 
 def loss_and_gradients(
@@ -305,11 +305,11 @@ def loss_and_gradients(
     0.6931 [ 0.5 -0.5]
     """
     batch = as_batch(batch)
-    denominators = count_trained(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
+    denominators = count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
     rows = batch.tokens.shape[0]
     if microbatch_rows is None or microbatch_rows >= rows:
         (loss, metrics), grads = value_and_gradients(model, loss_fn, params, batch, denominators)
-        return loss, metrics, held(model.layout, grads)
+        return loss, metrics, constrain(model.sharding, grads)
 
     parts = -(-rows // microbatch_rows)
 

@@ -12,15 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxft.files import DiskFull
+from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.datasets import digest_of
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
-from jaxft.runs.disk import DiskFull
 from jaxft.runs.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
-    from jaxft.harness.interfaces import Trainer
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from jaxft.errors import ConfigError
+from jaxft.harness.config import Config, resolved_yaml
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.redaction import redacted
+from jaxft.runs.directory import RESUMES_FILE
 
 TRAINED = ("result.json", "model")
 """Files that exist only after training."""
@@ -36,11 +44,11 @@ class Checkpointing:
         say: shows a sentence.
     """
 
-    def __init__(self, directory: RunDirectory, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: RunDirectory, config: CheckpointConfig, log: Callable[[str], None]) -> None:
         self.notes: dict[str, Any] = {}
         self.found: Checkpoint | None = None
         self.when_restored: Callable[[], None] = lambda: None
-        self.say = say
+        self.log = log
         self._directory, self._config = directory, config
         self._checkpoints: Checkpoints | None = None
         self._dataset_sha256: str | None = None
@@ -61,11 +69,11 @@ class Checkpointing:
         Raises:
             RestoreError: steps are there, but none verifies, or what was trained has no checkpoint.
         """
-        self.found = await asyncio.to_thread(self._open().newest, self.say)
+        self.found = await asyncio.to_thread(self._open().newest, self.log)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
             self._seconds_before = self.found.seconds
-            self.say(f"going on from checkpoint {self.found.step}")
+            self.log(f"going on from checkpoint {self.found.step}")
             return
         # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
         if any(map(self._directory.holds, TRAINED)) or self._directory.log_sizes(lines=True).get(METRICS_FILE, 0) > 1:
@@ -73,7 +81,7 @@ class Checkpointing:
                 f"'{self._directory.path}' holds what was trained, but no finished checkpoint to go on from: put "
                 "checkpoints/ back, or start anew with --overwrite"
             )
-        self.say("no checkpoint was finished: the run starts from its beginning")
+        self.log("no checkpoint was finished: the run starts from its beginning")
         self._open().set_aside(after=-1)
         self._directory.cut_logs({})
 
@@ -93,7 +101,7 @@ class Checkpointing:
                 "--overwrite or another output_dir"
             )
 
-    async def restore(self, trainer: "Trainer") -> None:
+    async def restore(self, trainer: Trainer) -> None:
         """Puts a trainer, with its parts, into the state that was found; once, and not for a run from its beginning.
 
         Raises:
@@ -109,7 +117,7 @@ class Checkpointing:
             )
         await adapter.restore_state(state["adapter"], lambda like: checkpoints.arrays(found, like))
         for warning in self._directory.cut_logs(state["logs"]):
-            self.say(f"warning: {warning}")
+            self.log(f"warning: {warning}")
         builder.restore_state(state["builder"])
         if builder.evaluation is not None:
             builder.evaluation.num_validations = state["num_validations"]
@@ -117,12 +125,12 @@ class Checkpointing:
         trainer.restore_state(state["trainer"])
         for part, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
             if not saved:
-                self.say(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
+                self.log(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
         checkpoints.set_aside(after=found.step)
         self._begun_step, self._is_restored = found.step, True
         self.when_restored()
 
-    async def boundary(self, trainer: "Trainer", step: int, *, score: float | None = None, is_last: bool) -> None:
+    async def boundary(self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool) -> None:
         """Remembers the state between two epochs, and saves it when it is due.
 
         Raises:
@@ -150,7 +158,7 @@ class Checkpointing:
         if is_last or (self.saved_step is None and self._begun_step != step):
             await self.wait()
 
-    async def save_boundary(self, trainer: "Trainer") -> int | None:
+    async def save_boundary(self, trainer: Trainer) -> int | None:
         """Saves the latest boundary unless it is saved; its step, or None when the parameters have changed since."""
         if self._boundary is None:
             return None
@@ -180,7 +188,7 @@ class Checkpointing:
         except (CheckpointError, DiskFull) as error:
             if self._config.when_unwritable == "stop":
                 raise
-            self.say(f"warning: {error}; the run goes on without this checkpoint")
+            self.log(f"warning: {error}; the run goes on without this checkpoint")
 
     @property
     def saved_step(self) -> int | None:
@@ -214,7 +222,7 @@ class Checkpointing:
         return self._checkpoints
 
 
-def _parts(trainer: "Trainer") -> tuple[Any, Any]:
+def _parts(trainer: Trainer) -> tuple[Any, Any]:
     assert trainer.trajectory_builder is not None and trainer.trainer_adapter is not None
     return trainer.trajectory_builder, trainer.trainer_adapter
 
@@ -227,3 +235,101 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"the state of the run has no form in JSON ({error}): give finite plain values"
         ) from error
+
+
+IMMUTABLE = (
+    "finetuning.seed",
+    "finetuning.trainer",
+    "finetuning.trajectory_builder",
+    "finetuning.trainer_adapter",
+    "llms.*._type",
+    "llms.*.path",
+    "llms.*.preset",
+    "llms.*.tokenizer",
+    "llms.*.dtype",
+    "llms.*.lora",
+    "llms.*.lora.*",
+    "trainers.*._type",
+    "trajectory_builders.*._type",
+    "trainer_adapters.*._type",
+    "trainer_adapters.*.llm",
+    "trainer_adapters.*.optimizer.name",
+)
+"""What a run is: with another model, optimiser or seed it would be another run."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""Values before and now, by dotted path."""
+
+
+def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Where two trees of plain values differ; None stands for what is not there.
+
+    >>> changes_of({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": [1]})
+    {'a.y': (2, 3), 'b': (None, [1])}
+    """
+    changes: Changes = {}
+    for name in [*before, *(name for name in now if name not in before)]:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= {f"{name}.{path}": values for path, values in changes_of(old, new).items()}
+        elif old != new:
+            changes[name] = (old, new)
+    return changes
+
+
+def check_changes(directory: RunDirectory, config: Config, config_file: str) -> Changes:
+    """What was changed since the run was begun.
+
+    Raises:
+        ConfigError: something that must not be, or a secret that the run did not keep is missing.
+    """
+    recorded = directory.path / config_file
+    try:
+        before = parse_yaml(recorded.read_text("utf-8"), str(recorded))
+    except OSError as error:
+        raise ConfigError([f"{recorded}: cannot be read ({error.strerror}): without it a run cannot go on"]) from None
+    now = parse_yaml(resolved_yaml(config), "the configuration")
+    changes = changes_of(before, now)
+    changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
+    faults = [
+        f"{path}: was {_shown(old)} and is {_shown(new)}: a run goes on with what it was begun with"
+        for path, (old, new) in changes.items()
+        if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
+    ]
+    if faults:
+        raise ConfigError(faults, f"the resumed run '{directory.path}'")
+    return changes
+
+
+def masked_paths(config: Config) -> list[str]:
+    """Where a configuration holds secrets, alone or in a longer text, which a run does not keep."""
+
+    def search(value: Any, path: str) -> list[str]:
+        if isinstance(value, Mapping):
+            return [found for name, inner in value.items() for found in search(inner, f"{path}.{name}".strip("."))]
+        if isinstance(value, list):
+            return [found for index, inner in enumerate(value) for found in search(inner, f"{path}.{index}")]
+        is_secret = isinstance(value, str) and value and (not value.strip("*") or redacted(value) != value)
+        return [path] if is_secret else []
+
+    return search(config.model_dump(mode="json"), "")
+
+
+def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, now: Mapping[str, Any]) -> list[str]:
+    """Writes down that the run goes on, from which checkpoint and with what, and gives what in its surroundings is not
+    as it was, in words; `now` is its `environment`."""
+    try:
+        before = directory.read_json("environment.json").get("versions", {})
+    except (OSError, ValueError):
+        before = {}
+    row = {"checkpoint": checkpoint, "changes": {path: list(values) for path, values in changes.items()}, **now}
+    directory.append_jsonl(RESUMES_FILE, row)
+    return [
+        f"{name} was {before[name]} when the run was begun and is {version}: figures may differ in the last digits"
+        for name, version in now["versions"].items()
+        if name in before and before[name] != version
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)

@@ -5,15 +5,16 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import pkgutil
 import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxft.errors import ConfigError
 from jaxft.harness.config import Config, load_config
-from jaxft.harness.errors import ConfigError
-from jaxft.harness.layers import literal
+from jaxft.harness.config_merge import literal
 from jaxft.harness.session import (
     CAME_BACK,
     CONFIG_FILE,
@@ -166,7 +167,7 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
     from jaxft.models.hf import load_model, save_model
     from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
     from jaxft.models.peft import load_merged
-    from jaxft.policy.chat import load_tokenizer
+    from jaxft.rollout.chat import load_tokenizer
 
     model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
     is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
@@ -199,8 +200,7 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
         CheckFailed: something does not work.
         ConfigError: an installed package of components cannot be imported.
     """
-    from jaxft.harness.registry import KINDS, registry
-    from jaxft.harness.user_modules import ENTRY_POINTS, import_installed
+    from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
 
     show = Console().message
     about = environment()
@@ -241,12 +241,12 @@ def _show_devices(show: Any) -> None:
 
 def _show_sharding(show: Any, config: Config | None) -> None:
     """The rules of all families, and what becomes of them with the models of a configuration."""
-    from jaxft.models.sharding import rules_table
+    from jaxft.models.decoder import rules_table
 
     show(f"\n{rules_table()}\n")
     for name, llm in ({} if config is None else config.llms).items():
         try:
-            table = llm.sharding_table()
+            table = None if llm.sharding_table is None else pkgutil.resolve_name(llm.sharding_table)(llm)
         except ValueError as error:
             raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
         if table is not None:

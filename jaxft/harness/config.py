@@ -28,13 +28,21 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 # These two register the dataset loaders that every configuration may choose.
 import jaxft.harness.datasets
 import jaxft.harness.table_datasets  # noqa: F401
-from jaxft.harness import schema
+from jaxft.errors import ConfigError, did_you_mean
+from jaxft.harness import config_help
+from jaxft.harness.config_merge import ConfigErrors, expanded, layers_of, literal, located, override, read_layers
+from jaxft.harness.config_types import (
+    REFERENCE_SECTIONS,
+    ConfigModel,
+    InputPath,
+    OutputPath,
+    config_error,
+    jsonpath_of,
+    kind_of,
+)
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
-from jaxft.harness.errors import ConfigError, did_you_mean
-from jaxft.harness.fields import REFERENCE_SECTIONS, ConfigModel, InputPath, OutputPath, fault, kind_of
-from jaxft.harness.json_path import jsonpath_of
-from jaxft.harness.layers import Faults, expanded, layers_of, literal, located, override, read_layers
+from jaxft.harness.evaluators import weighted_sum_faults
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -44,13 +52,14 @@ from jaxft.harness.registry import (
     TrainerConfig,
     TrajectoryBuilderConfig,
     WorkflowConfig,
+    import_installed,
+    import_module,
+    locate_module,
     registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.harness.user_modules import import_installed, import_module, locate_module
-from jaxft.harness.weighted_sum import weighted_sum_faults
+from jaxft.redaction import redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
-from jaxft.runs.redaction import redacted
 
 
 def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
@@ -58,15 +67,15 @@ def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
         if isinstance(value, base):
             return value
         if not isinstance(value, Mapping):
-            raise fault(f"must be a mapping with '_type' (holds {kind_of(value)})")
+            raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
         type_name = value.get("_type")
         if not isinstance(type_name, str):
             names = ", ".join(registry.names(base)) or "none"
-            raise fault(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
+            raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
         try:
             config_type = registry.find(base, type_name).config_type
         except ConfigError as error:
-            raise fault(str(error)) from None
+            raise config_error(str(error)) from None
         fields = {name: field for name, field in value.items() if name != "_type"}
         return config_type.model_validate(fields, context=info.context)
 
@@ -88,7 +97,7 @@ def _json_path(text: str) -> str:
     try:
         jsonpath_of(text)
     except JSONPathError as error:
-        raise fault(f"is no JSON path: {' '.join(str(error).split())}") from None
+        raise config_error(f"is no JSON path: {' '.join(str(error).split())}") from None
     return text
 
 
@@ -137,7 +146,7 @@ class ValidationConfig(ConfigModel):
     @model_validator(mode="after")
     def _has_examples(self) -> "ValidationConfig":
         if self.dataset is None and self.config_file is None:
-            raise fault("needs a 'dataset', or a 'config_file' with one")
+            raise config_error("needs a 'dataset', or a 'config_file' with one")
         return self
 
 
@@ -152,7 +161,7 @@ class EvalConfig(ConfigModel):
     @classmethod
     def _sums_add_up_scores(cls, evaluators: dict[str, AnyEvaluator]) -> dict[str, AnyEvaluator]:
         faults = [
-            InitErrorDetails(type=fault(message), loc=(name, "weights"), input=None)
+            InitErrorDetails(type=config_error(message), loc=(name, "weights"), input=None)
             for name, message in weighted_sum_faults(evaluators)
         ]
         if faults:
@@ -195,7 +204,7 @@ def load_config(
     Raises:
         ConfigError: with all faults, each with its path.
     """
-    mapping, faults = read_layers(Path(path)), Faults()
+    mapping, faults = read_layers(Path(path)), ConfigErrors()
     general = _section(mapping, "eval", "general")
     if validation_dataset is not None:
         validation = _section(mapping, "eval", "validation")
@@ -216,7 +225,7 @@ def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
     return mapping
 
 
-def _dataset(path: Path, before: Any, section: str, faults: Faults) -> dict[str, Any]:
+def _dataset(path: Path, before: Any, section: str, faults: ConfigErrors) -> dict[str, Any]:
     try:
         named = dataset_for_file(path)
     except ValueError as error:
@@ -231,7 +240,7 @@ def config_from_mapping(
     mapping: Mapping[str, Any], *, base_dir: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
     """The same from a mapping made by a program; its paths are relative to `base_dir`."""
-    return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", Faults())
+    return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", ConfigErrors())
 
 
 def validation_config(config: Config) -> Config:
@@ -244,7 +253,7 @@ def validation_config(config: Config) -> Config:
     if section is None or section.config_file is None:
         return config
     path = section.config_file
-    other = _config(read_layers(path), (), str(path), Faults(), is_validation=True)
+    other = _config(read_layers(path), (), str(path), ConfigErrors(), is_validation=True)
     if other.finetuning.reward_function is None and reward is not None and reward.name not in other.eval.evaluators:
         hint = did_you_mean(reward.name, other.eval.evaluators, what="there")
         raise ConfigError([f"eval.evaluators: has no '{reward.name}', which gives the reward{hint}"], str(path))
@@ -282,14 +291,14 @@ def secrets_of(config: Config) -> set[str]:
 def help_text() -> str:
     """Every knob of the tree and of the registered components, made from the fields' descriptions."""
     import_installed()
-    return schema.describe(Config)
+    return config_help.describe(Config)
 
 
 def _config(
     mapping: dict[str, Any],
     overrides: Sequence[tuple[str, str]],
     source: str,
-    faults: Faults,
+    faults: ConfigErrors,
     *,
     is_validation: bool = False,
 ) -> Config:
@@ -312,7 +321,7 @@ def _config(
     return config
 
 
-def _import_modules(names: Any, faults: Faults) -> bool:
+def _import_modules(names: Any, faults: ConfigErrors) -> bool:
     """Whether all modules could be imported; an ill-formed list is left to the validation."""
     for index, name in enumerate(names if isinstance(names, list) else []):
         try:
@@ -338,7 +347,9 @@ def _message(details: ErrorDetails, values: dict[str, Any]) -> str:
     """A fault in words. The value itself is never among them: it may be a secret."""
     *parents, last = details["loc"] or ("",)
     if details["type"] == "extra_forbidden":
-        return "no such field" + did_you_mean(str(last), schema.fields_at(Config, parents, values), what="fields here")
+        return "no such field" + did_you_mean(
+            str(last), config_help.fields_at(Config, parents, values), what="fields here"
+        )
     if details["type"] == "missing":
         return "is required, but not there"
     if details["type"] == "fault":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from jaxft.harness.fields import (
+from jaxft.harness.config_types import (
     ConfigModel,
     EvaluatorRef,
     LLMRef,
@@ -19,10 +19,10 @@ from jaxft.harness.fields import (
     TrainerAdapterRef,
     TrainerRef,
     TrajectoryBuilderRef,
-    fault,
+    config_error,
 )
-from jaxft.policy.recorder import WORKFLOW
-from jaxft.policy.sequences import TokenSequence
+from jaxft.rollout.recorder import WORKFLOW
+from jaxft.rollout.sequences import TokenSequence
 
 
 class DataModel(BaseModel):
@@ -302,7 +302,7 @@ class FinetuneConfig(ConfigModel):
     @classmethod
     def _names_something(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names or not all(names):
-            raise fault(f"must name at least one function, and no empty one; '{WORKFLOW}' is the whole workflow")
+            raise config_error(f"must name at least one function, and no empty one; '{WORKFLOW}' is the whole workflow")
         return names
 
     @model_validator(mode="after")
@@ -310,5 +310,5 @@ class FinetuneConfig(ConfigModel):
         parts = ("trainer", "trajectory_builder", "trainer_adapter", "reward_function")
         missing = [name for name in parts if dict(self)[name] is None]
         if self.enabled and missing:
-            raise fault(f"enabled, but nothing is chosen for {', '.join(missing)}")
+            raise config_error(f"enabled, but nothing is chosen for {', '.join(missing)}")
         return self

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from jaxft.errors import DatasetError
+from jaxft.harness.config_types import ConfigModel, InputPath
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.errors import DatasetError
-from jaxft.harness.fields import ConfigModel, InputPath
 from jaxft.harness.registry import DatasetConfig, register_dataset_loader
 
 

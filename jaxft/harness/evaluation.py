@@ -14,15 +14,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from jaxft.errors import ConfigError, PolicyError, UserCodeError, user_code
+from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
-from jaxft.harness.errors import ConfigError, UserCodeError, user_code
-from jaxft.harness.group import Group
-from jaxft.harness.json_path import at_json_path
-from jaxft.harness.judging import Evaluator, Judge, Judgement, Score, judge, usable
+from jaxft.harness.evaluators import (
+    SECTION,
+    BoundEvaluator,
+    Evaluator,
+    GroupBarrier,
+    Score,
+    Scores,
+    WeightedSum,
+    run_evaluators,
+    to_scalar,
+    weighted_sum_faults,
+)
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.harness.weighted_sum import SECTION, WeightedSum, weighted_sum_faults
-from jaxft.policy.faults import PolicyError
-from jaxft.policy.recorder import VALIDATION, Episode, outside_calls, recording
+from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
 
 Workflow = Callable[[dict[str, Any]], Any]
 """From a row to an output. An async one runs on the event loop; a plain function, which may block, in a thread."""
@@ -60,7 +68,7 @@ class EpisodeOutcome:
         """Which attempt at the example it was."""
         return self.episode.generation
 
-    def judged(self, judgement: Judgement, seconds: float) -> "EpisodeOutcome":
+    def judged(self, judgement: Scores, seconds: float) -> "EpisodeOutcome":
         """The outcome with what evaluators said, which took them so long."""
         return replace(
             self,
@@ -85,7 +93,7 @@ class Evaluation:
     def __init__(
         self,
         workflow: Workflow,
-        evaluators: Mapping[str, Evaluator | Judge | WeightedSum],
+        evaluators: Mapping[str, Evaluator | BoundEvaluator | WeightedSum],
         reward_name: str | None,
         max_concurrency: int,
         seed: int,
@@ -94,13 +102,13 @@ class Evaluation:
         result_json_path: str | None = None,
         counted_with: "Evaluation | None" = None,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
-        say: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        log: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
     ) -> None:
         """Checks the evaluators and the reward's name.
 
         Args:
             workflow: called with a copy of the example's row.
-            evaluators: by name; a function judges one episode and may take for ever, a `Judge` says otherwise.
+            evaluators: by name; a function judges one episode and may take for ever, a `BoundEvaluator` says otherwise.
             reward_name: one of the evaluators, or None.
             max_concurrency: episodes that run at once, over all runs of this object, and groups judged at once.
             seed: the run's.
@@ -123,7 +131,7 @@ class Evaluation:
         if faults:
             raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
         judges = {
-            name: each if isinstance(each, Judge) else Judge(each)
+            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(each)
             for name, each in evaluators.items()
             if not isinstance(each, WeightedSum)
         }
@@ -141,8 +149,8 @@ class Evaluation:
         self._show_progress = show_progress
         self.num_validations = 0
         self.num_outside_calls = 0
-        self.supervisor = Supervisor(say)
-        self._say = say
+        self.supervisor = Supervisor(log)
+        self._log = log
 
     def start(
         self,
@@ -211,7 +219,7 @@ class Evaluation:
         judgings: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
         for item in items:
-            group = Group(num_generations, self._judge_together) if self._group_judges else None
+            group = GroupBarrier(num_generations, self._judge_together) if self._group_judges else None
             record = partial(Episode, self._seed, stream, rollout_index, item.id, temperature=temperature)
             own = [record(generation=generation) for generation in range(num_generations)]
             tasks = [
@@ -244,7 +252,7 @@ class Evaluation:
             if running or not count:
                 return
             self.num_outside_calls += count
-            self._say(
+            self._log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
                 "that an agent started: they are not trained, and cannot be repeated; hand such a thread "
                 "jaxft.in_episode(function) in the place of function"
@@ -254,7 +262,7 @@ class Evaluation:
             task.add_done_callback(leave)
 
     async def _run_episode(
-        self, item: EvalInputItem, episode: Episode, group: Group[EpisodeOutcome] | None
+        self, item: EvalInputItem, episode: Episode, group: GroupBarrier[EpisodeOutcome] | None
     ) -> EpisodeOutcome:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
@@ -276,7 +284,7 @@ class Evaluation:
                     self._workflow,
                     copy.deepcopy(item.full_dataset_entry),
                     name=named(episode),
-                    in_thread=not is_async(self._workflow),
+                    run_in_thread=not is_async(self._workflow),
                     seconds=self._timeout_seconds,
                     late="the workflow gave no output",
                 )
@@ -296,10 +304,12 @@ class Evaluation:
         async with self._judging_slots:
             return await self._judged(self._group_judges, group)
 
-    async def _judged(self, judges: Mapping[str, Judge], outcomes: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+    async def _judged(
+        self, judges: Mapping[str, BoundEvaluator], outcomes: list[EpisodeOutcome]
+    ) -> list[EpisodeOutcome]:
         started = time.perf_counter()
         with recording(None):  # a judge that is a language model is asked outside of the episode
-            judgements = await judge(judges, [outcome.item for outcome in outcomes], self.supervisor)
+            judgements = await run_evaluators(judges, [outcome.item for outcome in outcomes], self.supervisor)
         seconds = (time.perf_counter() - started) / len(outcomes)
         return [outcome.judged(judgement, seconds) for outcome, judgement in zip(outcomes, judgements, strict=True)]
 
@@ -307,7 +317,7 @@ class Evaluation:
         """The outcome with the weighted sums of its scores, and with its reward."""
         scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in self._sums.items()}
         score = None if self.reward_name is None else scores[self.reward_name]
-        reward = usable(score)
+        reward = to_scalar(score)
         named_rewards = score if isinstance(score, dict) and reward is not None else None
         return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
 
@@ -347,7 +357,7 @@ def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
 
 def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
     given = outcome.scores.get(name)
-    score = usable(given)
+    score = to_scalar(given)
     not_usable = None if score is not None or outcome.error is not None else f"not usable: {given}"
     return EvalOutputItem(
         id=outcome.item.id,
@@ -364,3 +374,39 @@ async def _cancel(episodes: Sequence[asyncio.Task[Any]], judgings: Sequence[asyn
         task.cancel()
     # The judgings are cancelled by their groups: once, or it would reach into how an evaluator cleans up.
     await asyncio.gather(*episodes, *judgings, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation set, ready to run.
+
+    Attributes:
+        evaluation: the workflow and what judges it; its calls draw from the validation stream.
+        examples: the held-out ones.
+        interval: epochs between two passes.
+        temperature: of all calls; None: each keeps its own.
+        num_generations: episodes per example.
+    """
+
+    evaluation: Evaluation
+    examples: list[EvalInputItem]
+    interval: int = 5
+    temperature: float | None = 0.0
+    num_generations: int = 1
+
+    def is_due(self, epoch: int, num_epochs: int) -> bool:
+        """Whether there is a pass after so many epochs: before the first, every `interval`, and after the last.
+
+        >>> async def nothing(example): ...
+        >>> validation = Validation(Evaluation(nothing, {}, None, 1, 0), [], interval=3)
+        >>> [epoch for epoch in range(8) if validation.is_due(epoch, 7)]
+        [0, 3, 6, 7]
+        """
+        return epoch % self.interval == 0 or epoch == num_epochs
+
+    async def run(self) -> EvaluationRunOutput:
+        """One pass."""
+        outcomes = await self.evaluation.validate(
+            self.examples, temperature=self.temperature, num_generations=self.num_generations
+        )
+        return self.evaluation.summarize(outcomes)

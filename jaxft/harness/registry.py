@@ -11,15 +11,21 @@
 In a configuration `_type: my_evaluator` chooses it.
 """
 
+import functools
+import importlib
+import importlib.metadata
 import inspect
+import pkgutil
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, model_serializer
 
+from jaxft.errors import ConfigError, UserCodeError, did_you_mean, user_code
+from jaxft.harness.config_types import ConfigModel, ConfigText
 from jaxft.harness.data_models import RewardFunctionConfig
-from jaxft.harness.errors import ConfigError, did_you_mean
-from jaxft.harness.fields import ConfigModel
 
 
 class ComponentConfig(ConfigModel):
@@ -43,17 +49,16 @@ class ComponentConfig(ConfigModel):
 
 
 class LLMConfig(ComponentConfig):
-    """A language model."""
+    """A language model.
+
+    Attributes:
+        sharding_table: the `module:function` that tells, given the configuration, which parameters lie where on a mesh
+            of devices: as text, None without a mesh, or a ValueError where they cannot lie so. None where this process
+            holds no parameters.
+    """
 
     component_kind = "llm"
-
-    def sharding_table(self) -> str | None:
-        """Which of its parameters lie where on a mesh of devices, as text; None for those that this process has not.
-
-        Raises:
-            ValueError: they cannot lie so.
-        """
-        return None
+    sharding_table: ClassVar[str | None] = None
 
 
 class WorkflowConfig(ComponentConfig):
@@ -129,17 +134,27 @@ F = TypeVar("F", bound=Factory)
 
 
 class Component(NamedTuple):
-    """A registered factory and where it was written."""
+    """A registered factory and where it was written.
+
+    Attributes:
+        config_type: the class of its configuration.
+        factory: the function, or `module:function` for one whose module is imported when the component is first made.
+        place: function, file and line, for messages.
+    """
 
     config_type: type[ComponentConfig]
-    factory: Factory
-    file: str
-    qualname: str
-    line: int
+    factory: Factory | str
+    place: str
+
+    def load(self) -> Factory:
+        """The factory; imports its module if it was registered by name."""
+        return pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
 
     @property
-    def place(self) -> str:
-        return f"{self.qualname} ({self.file}:{self.line})"
+    def package(self) -> str:
+        """The top-level name of the module that holds the factory."""
+        module = self.factory if isinstance(self.factory, str) else self.factory.__module__
+        return module.partition(".")[0]
 
 
 class Registry:
@@ -148,8 +163,8 @@ class Registry:
     def __init__(self) -> None:
         self._components: dict[tuple[str, str], Component] = {}
 
-    def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory) -> None:
-        """Registers a factory for a config class of the kind `base`.
+    def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory | str) -> None:
+        """Registers a factory, or the `module:function` where it is found, for a config class of the kind `base`.
 
         The same function of the same line may come again (a module that is reloaded, or imported under a second name);
         the newer one then counts.
@@ -164,12 +179,8 @@ class Registry:
             raise TypeError(
                 f"{config_type.__name__} has no name: write class {config_type.__name__}({base.__name__}, name='...')"
             )
-        if not inspect.isasyncgenfunction(factory):
-            raise TypeError(
-                f"{factory} is no factory: write it as `async def factory(config, builder)` with one `yield`"
-            )
-        code = factory.__code__
-        new = Component(config_type, factory, code.co_filename, factory.__qualname__, code.co_firstlineno)
+        place = factory if isinstance(factory, str) else _place_of(factory)
+        new = Component(config_type, factory, place)
         key = (base.component_kind, config_type.type_name)
         old = self._components.get(key)
         if old is not None and old.place != new.place:
@@ -193,11 +204,18 @@ class Registry:
 
     def packages(self) -> set[str]:
         """The top-level names of the modules that registered components."""
-        return {component.factory.__module__.partition(".")[0] for component in self._components.values()}
+        return {component.package for component in self._components.values()}
 
     def names(self, base: type[ComponentConfig]) -> list[str]:
         """The registered names of a kind, sorted."""
         return sorted(name for kind, name in self._components if kind == base.component_kind)
+
+
+def _place_of(factory: Factory) -> str:
+    if not inspect.isasyncgenfunction(factory):
+        raise TypeError(f"{factory} is no factory: write it as `async def factory(config, builder)` with one `yield`")
+    code = factory.__code__
+    return f"{factory.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 registry = Registry()
@@ -222,3 +240,68 @@ register_dataset_loader = _decorator(DatasetConfig)
 register_trajectory_builder = _decorator(TrajectoryBuilderConfig)
 register_trainer_adapter = _decorator(TrainerAdapterConfig)
 register_trainer = _decorator(TrainerConfig)
+
+
+ENTRY_POINTS = "jaxft.components"
+
+
+@functools.cache
+def import_installed() -> None:
+    """Imports what installed packages offer in the entry-point group `jaxft.components`, once per process.
+
+    Raises:
+        ConfigError: one of them cannot be imported.
+    """
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        try:
+            with user_code():
+                entry.load()
+        except UserCodeError as failure:
+            raise ConfigError(
+                [f"entry point '{entry.name}' ({entry.value}) cannot be imported:{_why(failure)}"]
+            ) from failure.error
+
+
+def locate_module(name: Any) -> Any:
+    """Where an entry of `imports:` is: the path of a module that stands next to the YAML file, or in the working
+    directory; else the name as it is, for an installed module or one inside a package. What is no text stays."""
+    if not isinstance(name, str):
+        return name
+    folders = [name.folder] if isinstance(name, ConfigText) else []
+    for folder in (*folders, Path.cwd()):
+        for path in (folder / f"{name}.py", folder / name):
+            if path.is_file() or (path / "__init__.py").is_file():
+                return str(path)
+    return str(name)
+
+
+def import_module(name: str) -> None:
+    """Imports an entry of `imports:`; the folders it was looked for in stay on `sys.path`, for its own imports.
+
+    Raises:
+        ConfigError: there is no such module, it raised (the message ends with the traceback's last frames), or another
+            module has its name already.
+    """
+    location = locate_module(name)
+    path = Path(location)
+    is_path = location != path.name
+    folders = [name.folder] if isinstance(name, ConfigText) else []
+    for folder in (Path.cwd(), *folders, *([path.parent] if is_path else [])):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    try:
+        with user_code():
+            module = importlib.import_module(path.stem if is_path else location)
+    except UserCodeError as failure:
+        raise ConfigError([f"the module '{name}' cannot be imported:{_why(failure)}"]) from failure.error
+    file = path / "__init__.py" if path.is_dir() else path
+    if is_path and Path(module.__file__ or "").resolve() != file.resolve():
+        raise ConfigError([f"the module '{name}' is {module.__file__}, not {file}: rename one of them"])
+
+
+def _why(failure: UserCodeError) -> str:
+    """The end of the traceback; of a file that is no Python, where it is not: no code of it has run."""
+    error = failure.error
+    if isinstance(error, SyntaxError):
+        return f" {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    return f"\n{failure.tail}"

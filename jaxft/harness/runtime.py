@@ -27,21 +27,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jaxft.harness.compile_cache import use_compile_cache
+from jaxft.errors import ConfigError, JaxftError, PolicyError
+from jaxft.files import DiskFull
 from jaxft.harness.config import Config, load_config
-from jaxft.harness.cpu_devices import order_cpu_devices
+from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
-from jaxft.harness.errors import ConfigError, JaxftError
-from jaxft.harness.layers import literal
+from jaxft.harness.devices import order_cpu_devices, use_compile_cache
 from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
-from jaxft.harness.shutdown import Shutdown, Stopped
-from jaxft.policy.faults import PolicyError
+from jaxft.harness.signals import Shutdown, Stopped
+from jaxft.redaction import ErrorWithSecrets
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.directory import CheckpointError, RunDirectoryError
-from jaxft.runs.disk import DiskFull
 from jaxft.runs.environment import masked_command, version
-from jaxft.runs.redaction import ErrorWithSecrets
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxft.harness.checkpointing import Checkpointing
+from jaxft.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures, one_line
+from jaxft.files import DiskFull, disk_errors
+from jaxft.harness.checkpointing import Checkpointing, check_changes, masked_paths, record
+from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
+from jaxft.harness.contracts import Trainer, TrainerAdapter
 from jaxft.harness.data_models import EvalInputItem, EvaluationRunOutput, TrainingJobStatus, TrainingStatusEnum
-from jaxft.harness.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures, one_line
-from jaxft.harness.interfaces import Trainer, TrainerAdapter
-from jaxft.harness.resuming import check_changes, masked_paths, record
-from jaxft.harness.shutdown import Shutdown, Stopped, current_shutdown
-from jaxft.harness.workflow import ComponentBuilder
+from jaxft.harness.signals import Shutdown, Stopped, current_shutdown
+from jaxft.redaction import hiding, redactor, without_secrets
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import LOG_FILE, RunDirectory, is_run
-from jaxft.runs.disk import DiskFull, disk_errors
 from jaxft.runs.environment import environment, script, secrets_of_environment
-from jaxft.runs.redaction import hiding, redactor, without_secrets
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
@@ -85,7 +84,7 @@ class Session:
         trainer = await self.trainer()
         try:
             await trainer.initialize(self.config.finetuning)
-            trainer.checkpointing = self.checkpointing
+            trainer.save_checkpoint = self.checkpointing.boundary
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
             self.console.status("preparing")
@@ -223,7 +222,7 @@ class Session:
         }
         result = {**figures, **{name: value for name, value in own.items() if name not in figures}}
         path = self.directory.write_json(RESULT_FILE, result)
-        self.directory.settle()
+        self.directory.commit()
         shown = {name: value for name, value in result.items() if name != "versions"}
         width = max(len(name) for name in shown)
         table = [f"{name:<{width}}  {_shown(value)}" for name, value in shown.items()]
@@ -326,10 +325,10 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
     def go_on() -> None:
         builder.console.keep(directory.file(LOG_FILE))
         for path, (old, new) in changes.items():
-            checkpointing.say(f"changed: {path}: {old!r} -> {new!r}")
+            checkpointing.log(f"changed: {path}: {old!r} -> {new!r}")
         step = None if checkpointing.found is None else checkpointing.found.step
         for warning in record(directory, step, changes, _environment(config, builder.devices, directory.path)):
-            checkpointing.say(f"warning: {warning}")
+            checkpointing.log(f"warning: {warning}")
         directory.remove([RESULT_FILE, MODEL_FOLDER])
         directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
         directory.write_text(CONFIG_FILE, resolved)

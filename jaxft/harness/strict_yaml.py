@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from jaxft.harness.errors import ConfigError
+from jaxft.errors import ConfigError
 
 MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 10_000

@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 import jaxft
-from jaxft.harness.errors import UserCodeError, user_code
+from jaxft.errors import UserCodeError, user_code
 from jaxft.harness.registry import registry
-from jaxft.harness.shutdown import current_shutdown
-from jaxft.policy.recorder import Episode, episode_of, find_episode
+from jaxft.harness.signals import current_shutdown
+from jaxft.rollout.recorder import Episode, episode_of, find_episode
 
 GRACE_SECONDS = 5.0
 """Cancelled code may clean up for so long before it is abandoned."""
@@ -69,14 +69,14 @@ class Supervisor:
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         grace_seconds: float = GRACE_SECONDS,
         blocked_seconds: float = BLOCKED_SECONDS,
     ) -> None:
-        """`say` shows a sentence; it is called from any thread."""
+        """`log` shows a sentence; it is called from any thread."""
         self.num_abandoned = 0
-        self._say = say
+        self._log = log
         self._grace_seconds = grace_seconds
         self._blocked_seconds = blocked_seconds
         self._names: dict[asyncio.Task[Any], str] = {}
@@ -91,7 +91,7 @@ class Supervisor:
         argument: Any,
         *,
         name: str,
-        in_thread: bool,
+        run_in_thread: bool,
         seconds: float | None,
         late: str,
     ) -> Any:
@@ -101,7 +101,7 @@ class Supervisor:
             function: user code.
             argument: what it is given.
             name: of this call, for messages.
-            in_thread: whether the function runs in a thread of its own, and not on the event loop.
+            run_in_thread: whether the function runs in a thread of its own, and not on the event loop.
             seconds: how long it may take; None for ever.
             late: how the message begins when it takes longer.
 
@@ -109,7 +109,7 @@ class Supervisor:
             UserCodeError: it raised something.
             TimeoutError: it took longer.
         """
-        task = asyncio.create_task(self._call(function, argument, name, in_thread), name=name)
+        task = asyncio.create_task(self._call(function, argument, name, run_in_thread), name=name)
         started = time.monotonic()
         self._names[task] = name
         self._watch()
@@ -133,12 +133,12 @@ class Supervisor:
         return given
 
     async def _call(
-        self, function: Callable[[Any], Any], argument: Any, name: str, in_thread: bool
+        self, function: Callable[[Any], Any], argument: Any, name: str, run_in_thread: bool
     ) -> tuple[Any, float]:
         """The function's result, and the `time.monotonic` at which it was there."""
         try:
             with user_code(), _own_cancellation():
-                given = await self._in_thread(function, argument, name) if in_thread else function(argument)
+                given = await self._in_thread(function, argument, name) if run_in_thread else function(argument)
                 given = await given if inspect.isawaitable(given) else given
         except KeyboardInterrupt as error:
             if current_shutdown() is None:
@@ -207,7 +207,7 @@ class Supervisor:
     def _count_abandoned(self, name: str, where: str | None) -> None:
         self.num_abandoned += 1
         place = "" if where is None else f", at {where}"
-        self._say(
+        self._log(
             f"{name} did not end when it was cancelled{place}: it is abandoned, and no call of it is answered any more "
             f"({self.num_abandoned} abandoned so far)"
         )
@@ -261,7 +261,7 @@ class Supervisor:
         if name in self._told:
             return
         self._told.add(name)
-        self._say(
+        self._log(
             f"{name} has blocked the event loop for {self._blocked_seconds:g} s, at {where}; all other episodes and "
             "all deadlines wait for it: await there, or let it run in a thread, as a workflow that is a plain function "
             "(def) and asks with llm.chat_sync does, and a plain evaluator that has timeout_seconds"

@@ -12,16 +12,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from jaxft.errors import DatasetError, one_line
+from jaxft.harness.config_types import config_error
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.datasets import FileDatasetConfig, Row, decoded_lines, file_bytes, file_items
-from jaxft.harness.errors import DatasetError, one_line
-from jaxft.harness.fields import fault
 from jaxft.harness.registry import register_dataset_loader
 
 
 def _delimiter(text: str) -> str:
     if len(text) != 1 or text in '"\r\n\0':
-        raise fault('must be one character, and no quote or line break (a tab is "\\t", in double quotes)')
+        raise config_error('must be one character, and no quote or line break (a tab is "\\t", in double quotes)')
     return text
 
 

@@ -12,9 +12,38 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.models.sums import row_sum
+from jaxft.models.config import DecoderConfig, RopeScaling
+from jaxft.models.layers import invariant_sum
 
-HIDDEN = -1e30
+
+def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
+    """Cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    if config.rope_scaling is not None:
+        frequencies = stretch_frequencies(frequencies, config.rope_scaling)
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScaling) -> Float[np.ndarray, "P"]:
+    """Llama 3.1's rotary frequencies (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return frequencies * (blend + (1.0 - blend) / scaling.factor)
+
+
+def rotate(
+    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
+) -> Float[Array, "B T N h"]:
+    """Turns each pair (i, i + h/2) of a head's components by its angle."""
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+MASK_VALUE = -1e30
 """Score of a key that may not be seen: finite, so that a row that sees nothing gives numbers and not NaN."""
 
 
@@ -95,11 +124,11 @@ def attend(
         products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
         # The products are scaled, which are float32, and not the queries, which bfloat16 would round once more.
         products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
-        scores.append(jnp.where(seen[:, None, None], products, HIDDEN))
+        scores.append(jnp.where(seen[:, None, None], products, MASK_VALUE))
         first += block.keys.shape[-1]
     largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
     weights = [jnp.exp(s - largest) for s in scores]
-    mass = reduce(jnp.add, [row_sum(w, decoding=length == 1) for w in weights])  # [B K G T 1]
+    mass = reduce(jnp.add, [invariant_sum(w, decoding=length == 1) for w in weights])  # [B K G T 1]
     parts = [
         jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
         for w, block in zip(weights, blocks, strict=True)

@@ -82,14 +82,14 @@ class DecoderConfig:
     def architecture(self) -> "DecoderConfig":
         """The config without `source_json`: equal for models that can hold each other's parameters.
 
-        >>> preset("qwen3-50k") == replace(preset("qwen3-50k"), source_json="{}").architecture
+        >>> model_preset("qwen3-50k") == replace(model_preset("qwen3-50k"), source_json="{}").architecture
         True
         """
         return replace(self, source_json="")
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraSpec:
     """Low-rank adapters (arXiv 2106.09685): some kernels `W` are used as `W + scale A B`, of which `A B` is trained.
 
     Attributes:
@@ -158,13 +158,13 @@ PRESETS: Mapping[str, DecoderConfig] = {
 """Shapes by name, for `init_model`. The vocabulary of the two smallest is that of the embedded character tokenizer."""
 
 
-def preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
+def model_preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
     """The config of a named shape, with the vocabulary of a tokenizer in place of its own when given.
 
     Raises:
         ValueError: no preset has this name; lists those there are.
 
-    >>> preset("qwen3-1m", vocab_size=300).vocab_size
+    >>> model_preset("qwen3-1m", vocab_size=300).vocab_size
     300
     """
     if name not in PRESETS:

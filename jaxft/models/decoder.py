@@ -6,7 +6,9 @@ Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), 
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -14,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.mesh import Layout, devices_of, gather, path_text
+from jaxft.core.sharding import Rules, Sharding, devices_of, gather_params, path_text
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -26,12 +29,13 @@ from jaxft.models.attention import (
     flash_attention,
     joined,
     parted,
+    rotary,
+    rotate,
     write_token,
     write_tokens,
 )
-from jaxft.models.config import DecoderConfig, Lora
+from jaxft.models.config import DecoderConfig, Family, LoraSpec
 from jaxft.models.layers import Linear, RMSNorm, adapter_of, look_up
-from jaxft.models.rotary import rotary, rotate
 
 
 class Context(NamedTuple):
@@ -41,24 +45,24 @@ class Context(NamedTuple):
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
-    layout: Layout | None
+    sharding: Sharding | None
     is_plain: bool  # each row is one sequence without a cache: what it sees is before it, and within the window
 
 
-def by_rows(layout: Layout | None, tree: Any) -> Any:
+def by_rows(sharding: Sharding | None, tree: Any) -> Any:
     """On a mesh, arrays whose rows are divided and nothing else."""
-    return tree if layout is None else layout.hold_rows(tree)
+    return tree if sharding is None else sharding.constrain_rows(tree)
 
 
-def by_heads(layout: Layout | None, tree: Any) -> Any:
+def by_heads(sharding: Sharding | None, tree: Any) -> Any:
     """On a mesh, activations `[B T N ...]` whose rows and heads (or width) are divided."""
-    return tree if layout is None else layout.hold_heads(tree)
+    return tree if sharding is None else sharding.constrain_heads(tree)
 
 
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: Lora | None) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: LoraSpec | None) -> None:
         hidden = config.hidden_size
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -84,9 +88,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
-        q, k, v = by_heads(context.layout, (q, k, v))
+        q, k, v = by_heads(context.sharding, (q, k, v))
 
-        if context.is_plain and can_use_flash(q.dtype, self.head_dim, devices_of(context.layout)):
+        if context.is_plain and can_use_flash(q.dtype, self.head_dim, devices_of(context.sharding)):
             mixed = flash_attention(q, k, v, self.window, "cudnn")
             return self.o_proj(mixed.reshape(rows, length, -1)), None
 
@@ -100,14 +104,14 @@ class Attention(nnx.Module):
             whole = write_tokens(joined(cache), now, context.positions[:, 0])
             attended = attend(q, [whole], context.visible)
             cache = parted(whole, [block.values.shape[2] for block in cache])
-        attended = by_heads(context.layout, attended)
+        attended = by_heads(context.sharding, attended)
         return self.o_proj(attended.reshape(rows, length, -1)), cache
 
 
 class FeedForward(nnx.Module):
     """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: Lora | None) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: LoraSpec | None) -> None:
         hidden, width = config.hidden_size, config.intermediate_size
 
         def linear(name: str, inputs: int, outputs: int) -> Linear:
@@ -117,15 +121,15 @@ class FeedForward(nnx.Module):
         self.up_proj = linear("up_proj", hidden, width)
         self.down_proj = linear("down_proj", width, hidden)
 
-    def __call__(self, x: Float[Array, "B T D"], layout: Layout | None) -> Float[Array, "B T D"]:
-        return self.down_proj(by_heads(layout, jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)))
+    def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
+        return self.down_proj(by_heads(sharding, jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Block(nnx.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: Lora | None = None
+        self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: LoraSpec | None = None
     ) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, rngs, is_transposed, lora)
@@ -135,10 +139,10 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
     ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
-        attended, cache = self.self_attn(by_rows(context.layout, self.input_layernorm(x)), context, cache)
-        x = by_rows(context.layout, x + attended)
-        normed = by_rows(context.layout, self.post_attention_layernorm(x))
-        return by_rows(context.layout, x + self.mlp(normed, context.layout)), cache
+        attended, cache = self.self_attn(by_rows(context.sharding, self.input_layernorm(x)), context, cache)
+        x = by_rows(context.sharding, x + attended)
+        normed = by_rows(context.sharding, self.post_attention_layernorm(x))
+        return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), cache
 
 
 class Ends(nnx.Module):
@@ -178,7 +182,7 @@ SAVEABLE = {
 
 
 def decoder(
-    config: DecoderConfig, remat: Remat = "dots", layout: Layout | None = None, lora: Lora | None = None
+    config: DecoderConfig, remat: Remat = "dots", sharding: Sharding | None = None, lora: LoraSpec | None = None
 ) -> Model:
     """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
 
@@ -187,14 +191,14 @@ def decoder(
 
     Args:
         remat: what the backward pass computes again.
-        layout: of `jaxft.models.sharding`, to compute on a mesh; None for one device.
+        layout: of `jaxft.models.decoder`, to compute on a mesh; None for one device.
         lora: some kernels of `layers` have `lora_a` and `lora_b` beside them.
     """
-    return _decoder(config, remat, layout, lora)  # with defaults filled in, or it would be cached as another
+    return _decoder(config, remat, sharding, lora)  # with defaults filled in, or it would be cached as another
 
 
 @cache
-def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: Lora | None) -> Model:
+def _decoder(config: DecoderConfig, remat: Remat, sharding: Sharding | None, lora: LoraSpec | None) -> Model:
     init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
     init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, lora=lora))
     _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
@@ -203,7 +207,7 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
         ends_key, layers_key = jax.random.split(key)
         layers = jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))
         params = {"ends": init_ends(ends_key), "layers": layers}
-        return params if layout is None else layout.hold(params)
+        return params if sharding is None else sharding.constrain(params)
 
     def apply(
         params: Params,
@@ -213,8 +217,8 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         ends = bind_ends(used(params["ends"]))
-        x = by_rows(layout, look_up(ends.embedding[...], by_rows(layout, tokens)))  # [B T D]
-        context = make_context(config, by_rows(layout, positions), cache, segment_ids, layout)
+        x = by_rows(sharding, look_up(ends.embedding[...], by_rows(sharding, tokens)))  # [B T D]
+        context = make_context(config, by_rows(sharding, positions), cache, segment_ids, sharding)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
             return bind_block(used(layer))(x, context, None)[0], None
@@ -237,13 +241,15 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         name = "embedding" if config.tie_word_embeddings else "lm_head"
         head = {name: params["ends"][name]}
-        if layout is None:
+        if sharding is None:
             return _project_to_vocabulary(hidden, head[name])
         if "transposed_layers" in params:  # few rows: each device makes its share of the logits, and gets its own rows
-            logits = layout.hold_cache(_project_to_vocabulary(hidden, used(head)[name]))
-            return layout.hold_spread(logits)
-        whole = gather(layout, layout.whole(), head)[name]  # many: logits never leave the device of their token
-        return _project_to_vocabulary(layout.hold_spread(hidden), whole)
+            logits = sharding.constrain_cache(_project_to_vocabulary(hidden, used(head)[name]))
+            return sharding.constrain_spread(logits)
+        whole = gather_params(sharding, sharding.whole(), head)[
+            name
+        ]  # many: logits never leave the device of their token
+        return _project_to_vocabulary(sharding.constrain_spread(hidden), whole)
 
     def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
         shape = rows, config.num_kv_heads
@@ -263,12 +269,12 @@ def _decoder(config: DecoderConfig, remat: Remat, layout: Layout | None, lora: L
         return used({"ends": params["ends"], "transposed_layers": transposed})
 
     def used(params: Any) -> Any:
-        return params if layout is None else gather(layout, layout.gathered(), params)
+        return params if sharding is None else gather_params(sharding, sharding.gathered(), params)
 
     def kept(cache: Any) -> Any:
-        return cache if layout is None else layout.hold_cache(cache)
+        return cache if sharding is None else sharding.constrain_cache(cache)
 
-    return Model(config, init, apply, unembed, init_cache, decode_layout, layout)
+    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding)
 
 
 def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
@@ -288,7 +294,7 @@ def make_context(
     positions: Int[Array, "B T"],
     cache: Cache | None,
     segment_ids: Int[Array, "B T"] | None,
-    layout: Layout | None = None,
+    sharding: Sharding | None = None,
 ) -> Context:
     """Rotations, and who sees whom: earlier places of the same segment, within the window.
 
@@ -313,4 +319,85 @@ def make_context(
     if segment_ids is not None:
         visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
     visible = jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1]))
-    return Context(cos, sin, positions, visible, layout, is_plain=cache is None and segment_ids is None)
+    return Context(cos, sin, positions, visible, sharding, is_plain=cache is None and segment_ids is None)
+
+
+DECODER_RULES: Rules = (
+    ("embedding", ("tensor", "fsdp")),  # [V D]
+    ("lm_head", ("tensor", "fsdp")),  # [V D]
+    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # to decode with: [out in]
+    ("transposed_layers/*/gate_proj/kernel", ("tensor", "fsdp")),
+    ("transposed_layers/*/up_proj/kernel", ("tensor", "fsdp")),
+    ("transposed_layers/*/kernel", ("fsdp", "tensor")),
+    ("[qkv]_proj/kernel", ("fsdp", "tensor")),  # [in out], stacked or of one layer
+    ("gate_proj/kernel", ("fsdp", "tensor")),
+    ("up_proj/kernel", ("fsdp", "tensor")),
+    ("o_proj/kernel", ("tensor", "fsdp")),
+    ("down_proj/kernel", ("tensor", "fsdp")),
+    ("[qkv]_proj/bias", ("tensor",)),
+    ("gate_proj/bias", ("tensor",)),
+    ("up_proj/bias", ("tensor",)),
+)
+"""Heads and the feed-forward's width along `tensor`, the other side of every kernel along `fsdp`, norms whole."""
+
+NO_AXIS = "-"
+
+RULES: Mapping[Family, Rules] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), DECODER_RULES)
+
+
+def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
+    """How a decoder lies on a mesh. A dimension that does not divide is whole on every device, which a warning says.
+
+    Args:
+        strict: raise instead of warning.
+
+    Raises:
+        ValueError: heads do not divide over `tensor`; or, if `strict`, any dimension over its axis.
+    """
+    tensor = mesh.shape["tensor"]
+    for name in ("num_heads", "num_kv_heads"):
+        heads = getattr(config, name)
+        if heads % tensor:
+            raise ValueError(
+                f"{name} is {heads}, which does not divide over the {tensor} devices of mesh axis 'tensor'; wanted a "
+                f"divisor of {heads} there"
+            )
+    sharding = Sharding(mesh, RULES[config.family])
+    lines = sharding.uneven(jax.eval_shape(decoder(config).init, jax.random.key(0)))
+    if lines and strict:
+        raise ValueError("\n".join(lines))
+    if lines:
+        warnings.warn("every device holds the whole of what does not divide: " + "; ".join(lines), stacklevel=2)
+    return sharding
+
+
+def rules_table() -> str:
+    """The rules of every family as text: the mesh axes of the last dimensions of each parameter.
+
+    >>> print(rules_table().splitlines()[1])
+    embedding                                tensor     fsdp
+    """
+    by_rules: dict[Rules, list[str]] = {}
+    for family, rules in RULES.items():
+        by_rules.setdefault(rules, []).append(family)
+    lines = []
+    for rules, families in by_rules.items():
+        lines.append(", ".join(families))
+        lines += [f"{path:<40} {'  '.join(f'{axis or NO_AXIS:<9}' for axis in axes)}".rstrip() for path, axes in rules]
+        lines.append(f"{'all else':<40} {NO_AXIS}")
+    return "\n".join(lines)
+
+
+def parameters_table(shapes: Params, sharding: Sharding) -> str:
+    """Every parameter (or shape) of a tree with its partition and the MiB of it on each device."""
+    sizes = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
+    lines = [f"mesh: {sizes}", f"{'parameter':<52} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = path_text(path)
+        of_leaf = sharding.leaf_sharding(name, leaf.shape)
+        cut = ", ".join(axis or NO_AXIS for axis in of_leaf.spec) or NO_AXIS
+        held = math.prod(of_leaf.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        lines.append(f"{name:<52} {leaf.shape!s:<22} {cut:<26} {held / 2**20:>12.3f}")
+        total += held
+    return "\n".join([*lines, f"{'in all':<102} {total / 2**20:>12.3f}"])

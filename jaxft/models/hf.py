@@ -16,10 +16,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxft.core.mesh import check_one_process, held
+from jaxft.core.sharding import check_one_process, constrain
 from jaxft.core.types import Model, Params
-from jaxft.models.config import DecoderConfig, preset
-from jaxft.models.decoder import decoder
+from jaxft.models.config import DecoderConfig, model_preset
+from jaxft.models.decoder import decoder, sharding_for
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, load_config, source_files
 from jaxft.models.hf_files import (
     DTYPES,
@@ -37,7 +37,6 @@ from jaxft.models.hf_files import (
     write_json,
     write_tensors,
 )
-from jaxft.models.sharding import layout_of
 
 
 class Tensor(NamedTuple):
@@ -78,7 +77,7 @@ def init_model(
     """A decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
 
     Args:
-        mesh: of `make_mesh`, to have every device hold its share; see `layout_of`. None for one device.
+        mesh: of `make_mesh`, to have every device hold its share; see `sharding_for`. None for one device.
         strict: a dimension that does not divide over the mesh is an error, and not a warning.
 
     Raises:
@@ -86,14 +85,14 @@ def init_model(
             `mesh`, or there are several processes.
     """
     check_one_process()
-    config = preset(config) if isinstance(config, str) else config
-    model = decoder(config, layout=None if mesh is None else layout_of(config, mesh, strict=strict))
+    config = model_preset(config) if isinstance(config, str) else config
+    model = decoder(config, sharding=None if mesh is None else sharding_for(config, mesh, strict=strict))
     return model, _init(model, _weights_dtype(dtype), key)
 
 
 @partial(jax.jit, static_argnames=("model", "dtype"))
 def _init(model: Model, dtype: Any, key: Any) -> Params:
-    return held(model.layout, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key)))
+    return constrain(model.sharding, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key)))
 
 
 def load_model(
@@ -106,7 +105,7 @@ def load_model(
     Where `save_model` left a manifest, the files it lists are checked first.
 
     Args:
-        mesh: of `make_mesh`, to have every device hold its share; see `layout_of`. None for one device.
+        mesh: of `make_mesh`, to have every device hold its share; see `sharding_for`. None for one device.
         strict: a dimension that does not divide over the mesh is an error, and not a warning.
 
     Raises:
@@ -119,16 +118,16 @@ def load_model(
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
     config = load_config(folder / CONFIG)
-    layout = None if mesh is None else layout_of(config, mesh, strict=strict)
-    model = decoder(config, layout=layout)
+    sharding = None if mesh is None else sharding_for(config, mesh, strict=strict)
+    model = decoder(config, sharding=sharding)
     stored = stored_tensors(folder)
     shapes = _parameter_shapes(model)
     _check_stored(folder, stored, shapes)
     one_device = SingleDeviceSharding(jnp.zeros(()).device)
     flat = {}
     for tensor, shape in shapes.items():
-        sharding = one_device if layout is None else layout.sharding(tensor.path, shape)
-        flat[tensor.path] = _read_parameter(tensor, shape, stored, dtype, sharding)
+        target = one_device if sharding is None else sharding.leaf_sharding(tensor.path, shape)
+        flat[tensor.path] = _read_parameter(tensor, shape, stored, dtype, target)
     return model, unflatten_dict(flat, sep="/")
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxft.models.manifest import MANIFEST, ManifestError, sync_folder, verify_manifest, write_manifest
+from jaxft.files import MANIFEST, ManifestError, sync_folder, verify_manifest, write_manifest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

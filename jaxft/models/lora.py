@@ -14,27 +14,29 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxft.core.cache import compute_dtype
-from jaxft.core.frozen import ADAPTER, BASE
-from jaxft.core.mesh import Layout, held
+from jaxft.core.partition import ADAPTER, BASE
+from jaxft.core.sharding import Sharding, constrain
 from jaxft.core.types import Model, Params
-from jaxft.models.config import DecoderConfig, Lora
+from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder
 
 
-def lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat = "dots", layout: Layout | None = None) -> Model:
+def lora_decoder(
+    config: DecoderConfig, lora: LoraSpec, remat: Remat = "dots", sharding: Sharding | None = None
+) -> Model:
     """A decoder with adapters; equal arguments give the same functions."""
-    return _lora_decoder(config, lora, remat, layout)
+    return _lora_decoder(config, lora, remat, sharding)
 
 
 @cache
-def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layout | None) -> Model:
-    plain, beside = decoder(config, remat, layout), decoder(config, remat, layout, lora)
+def _lora_decoder(config: DecoderConfig, lora: LoraSpec, remat: Remat, sharding: Sharding | None) -> Model:
+    plain, beside = decoder(config, remat, sharding), decoder(config, remat, sharding, lora)
 
     def init(key: Any) -> Params:
         base_key, adapter_key = jax.random.split(key)
         flat = flatten_dict(beside.init(adapter_key))
         adapter = unflatten_dict({path: x for path, x in flat.items() if path[-1].startswith("lora_")})
-        return {BASE: plain.init(base_key), ADAPTER: held(layout, adapter)}
+        return {BASE: plain.init(base_key), ADAPTER: constrain(sharding, adapter)}
 
     def apply(params: Params, *arguments: Any, **named: Any) -> Any:
         if BASE in params:
@@ -49,7 +51,7 @@ def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layou
             dtype = compute_dtype(params[BASE])
             narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params[ADAPTER])
             return beside.decode_layout(together({BASE: params[BASE], ADAPTER: narrow}))
-        return plain.decode_layout(merge(lora, params))
+        return plain.decode_layout(merge_lora(lora, params))
 
     def together(params: Params) -> Params:
         return unflatten_dict({**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])})
@@ -63,7 +65,7 @@ def _lora_decoder(config: DecoderConfig, lora: Lora, remat: Remat, layout: Layou
 def base_model(model: Model, remat: Remat = "dots") -> Model:
     """The model of the base alone, whose parameters are `params["base"]`."""
     assert isinstance(model.config, DecoderConfig)
-    return decoder(model.config, remat, model.layout)
+    return decoder(model.config, remat, model.sharding)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -72,7 +74,7 @@ def init_adapter(model: Model, key: Any) -> Params:
     return model.init(key)[ADAPTER]
 
 
-def merge(lora: Lora, params: Params) -> Params:
+def merge_lora(lora: LoraSpec, params: Params) -> Params:
     """The base with every adapter added to its kernel: the parameters of a model without adapters."""
     flat, adapter = flatten_dict(params[BASE]), flatten_dict(params[ADAPTER])
     for path in [path for path in adapter if path[-1] == "lora_a"]:

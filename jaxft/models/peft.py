@@ -17,10 +17,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
-from jaxft.core.frozen import ADAPTER, BASE
-from jaxft.core.mesh import Layout
+from jaxft.core.partition import ADAPTER, BASE
+from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
-from jaxft.models.config import PROJECTIONS, DecoderConfig, Lora
+from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.hf import load_model, save_model
 from jaxft.models.hf_files import (
     DTYPES,
@@ -33,7 +33,7 @@ from jaxft.models.hf_files import (
     tensors_of_file,
     write_json,
 )
-from jaxft.models.lora import base_model, merge
+from jaxft.models.lora import base_model, merge_lora
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
 FINGERPRINT, FINGERPRINT_ROWS = "base_fingerprint", 8
@@ -79,7 +79,7 @@ def save_adapter(
         ModelFileError: the model has no adapters, or the folder holds files.
     """
     lora, config = model.lora, model.config
-    if not isinstance(lora, Lora) or not isinstance(config, DecoderConfig):
+    if not isinstance(lora, LoraSpec) or not isinstance(config, DecoderConfig):
         raise ModelFileError("the model has no adapters to save; save_model writes all of its parameters")
     tensors = {}
     for path, leaf in flatten_dict(params[ADAPTER]["layers"]).items():
@@ -109,7 +109,7 @@ def save_adapter(
             save_model(unfinished / BASE, base_model(model), params[BASE])
 
 
-def adapter_numbers(folder: str | os.PathLike[str]) -> Lora:
+def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     """Rank, scale and targets of the adapters in a folder.
 
     Raises:
@@ -133,11 +133,11 @@ def adapter_numbers(folder: str | os.PathLike[str]) -> Lora:
     targets = tuple(path for path in PROJECTIONS if path in named)
     if not targets:
         raise ModelFileError(f"{folder / WEIGHTS}: holds no adapter of {', '.join(PROJECTIONS)}")
-    return Lora(rank, float(alpha), targets, bool(values.get("use_rslora")))
+    return LoraSpec(rank, float(alpha), targets, bool(values.get("use_rslora")))
 
 
 def load_adapter(
-    folder: str | os.PathLike[str], config: DecoderConfig, base: Params, *, layout: Layout | None = None
+    folder: str | os.PathLike[str], config: DecoderConfig, base: Params, *, sharding: Sharding | None = None
 ) -> Params:
     """The adapters in a folder, for a base of this shape: to stand beside it as `{"base": ..., "adapter": ...}`.
 
@@ -145,7 +145,7 @@ def load_adapter(
         ModelFileError: a file is absent or damaged, a layer has none, or they belong to another base.
     """
     folder = Path(folder).expanduser()
-    lora, stored = adapter_numbers(folder), _stored(folder)
+    lora, stored = load_lora_config(folder), _stored(folder)
     about = folder / ABOUT_BASE
     wanted = load_json(about).get(FINGERPRINT) if about.is_file() else None
     if wanted is not None and wanted != base_fingerprint(base):
@@ -172,7 +172,7 @@ def load_adapter(
             parts = [read_tensor(layers[layer]).T.astype(np.float32) for layer in range(config.num_layers)]
             flat[f"layers/{path}/lora_{kind}"] = jnp.asarray(np.stack(parts))
     adapter = unflatten_dict(flat, sep="/")
-    return adapter if layout is None else layout.place(adapter)
+    return adapter if sharding is None else sharding.place(adapter)
 
 
 def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
@@ -182,14 +182,14 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
         ModelFileError: the base is not where `adapter_config.json` says, or not the adapters' own.
     """
     folder = Path(folder).expanduser()
-    lora = adapter_numbers(folder)
+    lora = load_lora_config(folder)
     named = load_json(folder / CONFIG).get("base_model_name_or_path")
     place = folder / BASE if (folder / BASE).is_dir() else named
     if not isinstance(place, str | Path):
         raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is {named!r}; wanted where the base is")
     model, base = load_model(place)  # in full, and rounded once they are merged
     assert isinstance(model.config, DecoderConfig)
-    merged = merge(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
+    merged = merge_lora(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
     return model, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
 
 

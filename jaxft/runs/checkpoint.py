@@ -18,17 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxft.models.manifest import (
+from jaxft.files import (
     MANIFEST,
+    DiskFull,
     ManifestError,
     NewerFormatError,
+    disk_errors,
     read_manifest,
     sync_folder,
     verify_manifest,
     write_manifest,
 )
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
-from jaxft.runs.disk import DiskFull, disk_errors
 
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
@@ -79,7 +80,7 @@ class Checkpoints:
         names = [entry.name for entry in self.folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
-    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def newest(self, log: Callable[[str], None]) -> Checkpoint | None:
         """The newest step that verifies; None when no save was ever finished. What is passed over is said.
 
         Raises:
@@ -100,7 +101,7 @@ class Checkpoints:
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
                 is_unfinished = not (folder / MANIFEST).exists()
-                say(f"checkpoint {step} is {'unfinished' if is_unfinished else 'damaged'} and is passed over: {error}")
+                log(f"checkpoint {step} is {'unfinished' if is_unfinished else 'damaged'} and is passed over: {error}")
                 faults += [] if is_unfinished else [str(error)]
         if faults:
             listed = "\n  ".join(faults)
@@ -188,7 +189,7 @@ class Checkpoints:
                 sync_folder(self.folder)
                 verify_manifest(folder)
                 self.saved_step = step
-                self._directory.settle()
+                self._directory.commit()
                 self._drop_old(step)
         except BaseException as error:  # it belongs to whoever waits
             self._error = error

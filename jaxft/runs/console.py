@@ -20,7 +20,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from jaxft.runs.redaction import redacted
+from jaxft.redaction import redacted
 
 # They reorder or break what stands around them, so a text could show itself as another.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}

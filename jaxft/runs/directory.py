@@ -12,9 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jaxft.models.manifest import MANIFEST, sync_folder
-from jaxft.runs.disk import disk_errors
-from jaxft.runs.json_text import json_bytes, with_non_finite_named
+from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non_finite_named
 
 RESUMES_FILE = "resumes.jsonl"
 """A line for every time that the run was continued."""
@@ -137,7 +135,7 @@ class RunDirectory:
     def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> "RunDirectory":
         """A directory for a new run; parents are made.
 
-        The files of an earlier run (those in `RUN_FILES`) stay until the first write, which sets them aside. `settle`
+        The files of an earlier run (those in `RUN_FILES`) stay until the first write, which sets them aside. `commit`
         removes them as soon as the new run has a checkpoint. They come back when the directory is closed before that,
         or, after a kill, when it is next created or opened.
 
@@ -276,7 +274,7 @@ class RunDirectory:
         (self.path / ASIDE).rename(self.path / REMOVED)
         shutil.rmtree(self.path / REMOVED, ignore_errors=True)  # what is left goes when the directory is next opened
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Removes the earlier run, if one was set aside, once this one has a checkpoint, a result or a model.
 
         Of a run that makes no checkpoints a row of metrics is enough.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from jaxft.runs.redaction import MASK, SHORTEST, hiding, redacted
+from jaxft.redaction import MASK, SHORTEST, hiding, redacted
 
 PACKAGES = ("jaxft", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
 _SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|secret|password|token|authorization)$")

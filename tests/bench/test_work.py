@@ -21,7 +21,7 @@ from jaxft.bench.work import (
     tokens_seen,
     update,
 )
-from jaxft.models.config import PRESETS, DecoderConfig, preset
+from jaxft.models.config import PRESETS, DecoderConfig, model_preset
 from jaxft.models.decoder import decoder
 
 SMALL = DecoderConfig("qwen3", 10, 4, 6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, qk_norm=True)
@@ -40,7 +40,7 @@ def test_weights_by_hand():
 @pytest.mark.parametrize("extras", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": False}])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_parameters_are_those_of_the_decoder(name, extras, is_tied):
-    config = replace(preset(name), tie_word_embeddings=is_tied, **extras)
+    config = replace(model_preset(name), tie_word_embeddings=is_tied, **extras)
     params = jax.eval_shape(decoder(config).init, jax.random.key(0))
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -90,7 +90,7 @@ def test_the_limit_is_the_slower_of_arithmetic_and_traffic():
 
 def test_published_limits_of_one_accelerator():
     """0.6B in bfloat16 at 4.3 TB/s: a step of 64 rows at 1,024 tokens reads 1.19 GB of weights and 7.5 GB of cache."""
-    config = preset("qwen3-0.6b")
+    config = model_preset("qwen3-0.6b")
     step = decode(config, 1024, [1] * 64, slots=64, itemsize=2)
     assert step.moved_bytes == 2 * matmul_weights(config) + 64 * 1024 * 112 * 1024
     tokens_per_second = 64 / limit_seconds([step], Rates(4.3e12, 790e12))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxft.core.types import Model
-from jaxft.models.config import preset
+from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
 
 VOCABULARY = 48
@@ -44,7 +44,7 @@ def bigram():
 @pytest.fixture(scope="session")
 def tiny():
     """A decoder and its weights, with logits that have a standard deviation of about 1."""
-    model = decoder(preset("qwen3-50k", vocab_size=VOCABULARY))
+    model = decoder(model_preset("qwen3-50k", vocab_size=VOCABULARY))
     params = jax.jit(model.init)(jax.random.key(0))
     embedding = params["ends"]["embedding"]
     params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5

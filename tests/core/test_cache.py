@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.cache import block_lengths, blocks_for, compute_dtype, init_cache, keep_places, reaches
-from jaxft.core.generate import DecodeState, RowParams, decode_near, generate
+from jaxft.core.cache import block_lengths, compute_dtype, init_cache, keep_places, num_blocks_for, reaches
+from jaxft.core.generate import DecodeState, RowParams, decode_blocks, generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sampling import sampling_params
 
@@ -19,7 +19,7 @@ def test_blocks_cover_the_length_and_double(length):
     assert sum(lengths) == length == max(reaches(length).values())
     assert all(later <= max(64, sum(lengths[:place])) for place, later in enumerate(lengths))
     for tokens in (1, 128, 129, length, length + 1):
-        count = blocks_for(tokens, length)
+        count = num_blocks_for(tokens, length)
         assert count == len(lengths) or sum(lengths[:count]) >= tokens
         assert count == min(2, len(lengths)) or sum(lengths[: count - 1]) < tokens
 
@@ -52,7 +52,7 @@ def state_at(tiny, positions):
     return DecodeState(cache, tokens[:, 0], positions, jnp.ones(rows, bool))
 
 
-decode_jitted = jax.jit(decode_near, static_argnums=(0, 4, 5))
+decode_jitted = jax.jit(decode_blocks, static_argnums=(0, 4, 5))
 
 
 @pytest.mark.parametrize(("position", "fewest"), [(20, 2), (119, 2), (125, 3), (250, 4)])

@@ -1,9 +1,213 @@
+"""What every public function does with shapes that disagree, and with numbers of other types."""
+
+import inspect
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxft.core.checks import check_batch
-from jaxft.core.types import Batch
+from jaxft.core.advantages import (
+    estimate_advantages,
+    gae,
+    group_advantages,
+    outcome_rewards,
+    reward_to_go,
+    step_advantages,
+    weighted_sum,
+    whiten,
+)
+from jaxft.core.checks import check_batch, check_token_ids, vocabulary_size
+from jaxft.core.correction import sampler_agreement, sampler_correction
+from jaxft.core.losses import k1_penalty, kl_penalty, policy_loss, preference_loss, value_loss
+from jaxft.core.objectives import grpo_loss, score_batch, sft_loss
+from jaxft.core.reductions import count_tokens
+from jaxft.core.types import Batch, Denominators
+from jaxft.core.update import init_train_state, loss_and_gradients, make_update
+
+X, WIDE, COLUMN = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32), np.zeros((2, 1), np.float32)
+MASK = np.ones((2, 3), bool)
+ONE = Denominators(1.0, 1.0)
+
+
+def as_users_call(function, *arguments, **knobs):
+    """Without the checks of annotations that a test session adds."""
+    return inspect.unwrap(function)(*arguments, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(as_users_call, kl_penalty, "k3", X, COLUMN, X), r"log_ratio has shape \(2, 1\); wanted that of rho"),
+        (partial(as_users_call, kl_penalty, "k3", X, X, WIDE), r"importance_ratio has shape \(2, 4\); wanted"),
+        (partial(as_users_call, k1_penalty, X, COLUMN, MASK), r"ref_logprobs has shape \(2, 1\); wanted that of"),
+        (partial(as_users_call, gae, X, COLUMN, MASK), r"values has shape \(2, 1\); wanted that of token_rewards"),
+        (partial(as_users_call, reward_to_go, X, MASK[:1]), r"completion_mask has shape \(1, 3\); wanted that of"),
+        (partial(as_users_call, whiten, X, MASK[:, :1]), r"completion_mask has shape \(2, 1\); wanted that of x"),
+        (partial(as_users_call, outcome_rewards, X[0], MASK), r"rewards have shape \(3,\); wanted \(2,\), one per row"),
+        (partial(as_users_call, value_loss, X, X, WIDE, MASK), r"returns has shape \(2, 4\); wanted that of values"),
+        (
+            partial(as_users_call, preference_loss, X[0], X[0], X[0], X[0, :1]),
+            r"ref_rejected_logprobs has shape \(1,\); wanted that of chosen_logprobs, \(3,\)",
+        ),
+        (
+            partial(as_users_call, sampler_correction, X, COLUMN, MASK, ONE, "token_mask"),
+            r"behavior_logprobs has shape \(2, 1\); wanted that of old_logprobs",
+        ),
+        (partial(as_users_call, sampler_agreement, X, COLUMN, MASK, ONE), r"sampler_logprobs has shape \(2, 1\)"),
+    ],
+)
+def test_shapes_that_disagree_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("field", [name for name in Batch._fields if name != "tokens"])
+def test_batches_with_a_field_of_another_shape_are_refused(bigram, field):
+    params = bigram.init(jax.random.key(0))
+    batch = Batch(jnp.zeros((2, 3), jnp.int32), jnp.array(MASK), advantages=jnp.zeros(2))
+    for loss_fn in (grpo_loss, sft_loss):
+        loss_and_gradients(bigram, loss_fn, params, batch)
+    wrong = batch._replace(**{field: jnp.zeros((2, 1), bool if field == "completion_mask" else jnp.int32)})
+    message = rf"batch\.{field} has shape \(2, 1\); wanted that of tokens, \(2, 3\)"
+    with pytest.raises(ValueError, match=message):
+        as_users_call(loss_and_gradients, bigram, grpo_loss, params, wrong)
+    with pytest.raises(ValueError, match=message):
+        as_users_call(score_batch, bigram, params, wrong)
+
+
+def test_a_batch_of_plain_lists_is_one_of_arrays(bigram):
+    optimizer = optax.sgd(0.5)
+    update = make_update(bigram, grpo_loss, optimizer)
+    lists = Batch([[0, 1, 1], [1, 0, 0]], [[False, True, True], [False, True, False]], [1.0, -2.0])
+    arrays = Batch(jnp.array(lists[0]), jnp.array(lists[1]), jnp.array(lists[2]))
+    states = [update(init_train_state(bigram.init(jax.random.key(0)), optimizer), each)[0] for each in (lists, arrays)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    params = bigram.init(jax.random.key(0))
+    assert_array_equal = np.testing.assert_array_equal
+    jax.tree.map(assert_array_equal, score_batch(bigram, params, lists), score_batch(bigram, params, arrays))
+    check_batch(lists)
+    for field, wrong, part in [
+        ("tokens", [[0, 1], [1]], "batch.tokens"),
+        ("tokens", [[0.0] * 3] * 2, "float32"),
+        ("completion_mask", [[0, 1, 1]] * 2, "int32"),
+        ("advantages", ["good", "bad"], "str"),
+        ("advantages", [1.0, None], "advantages[1] is None"),
+        ("advantages", [None, None], "advantages[0] is None"),
+        ("advantages", [jnp.ones(()), None], "advantages[1] is None"),
+        ("tokens", [[0, 1, 1], [1, 2**70, 0]], f"tokens[1][1] is {2**70}"),
+    ]:
+        for call in (
+            partial(check_batch, lists._replace(**{field: wrong})),
+            partial(update, states[0], lists._replace(**{field: wrong})),
+        ):
+            with pytest.raises(ValueError, match=rf"batch\.{field}.*") as caught:
+                as_users_call(call)
+            assert part in str(caught.value)
+
+
+def test_policy_loss_takes_plain_lists():
+    knobs = {"logprobs": [[-1.0, -0.5]], "old_logprobs": [[-1.2, -0.5]], "advantages": [1.0], "loss": "dapo"}
+    loss, _ = as_users_call(policy_loss, **knobs, completion_mask=[[True, True]])
+    assert float(loss) == pytest.approx(-1.1107, abs=1e-4)  # TRL's number, of README
+    for wrong, part in (([[1, 1]], "int32"), ([[True], [True, True]], "different lengths")):
+        with pytest.raises(ValueError, match=f"completion_mask.*{part}"):
+            as_users_call(policy_loss, **knobs, completion_mask=wrong)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_whole_numbers_are_rewards_too(make):
+    """In the type of their own, means would be cut off and unsigned differences wrap around."""
+    ids = make([0, 0, 1, 1])
+    for rewards in (np.array([1, 2, 7, 4]), np.array([1, 2, 7, 4], np.uint8)):
+        for estimator in ("group", "group_mean", "leave_one_out", "batch"):
+            expected = estimate_advantages(rewards.astype(np.float64), np.asarray(ids), estimator)
+            got = estimate_advantages(make(rewards), ids, estimator)
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+        table = make(np.stack([rewards, rewards[::-1]], axis=1))
+        np.testing.assert_allclose(weighted_sum(table, [1.0, 0.5]), np.asarray(table) @ [1.0, 0.5], rtol=1e-6)
+        got = step_advantages(table, ids, gamma=0.5)
+        np.testing.assert_allclose(
+            got, step_advantages(np.asarray(table, float), np.asarray(ids), gamma=0.5), rtol=1e-5
+        )
+        to_go = reward_to_go(table, make(np.ones((4, 2), bool)), gamma=0.5)
+        np.testing.assert_allclose(to_go[:, 0], np.asarray(table) @ [1.0, 0.5], rtol=1e-6)
+
+
+def test_bfloat16_rewards_are_compared_in_float32():
+    rewards = jnp.array([1.0, 2.0, 1.0, 1.0], jnp.bfloat16)
+    got = group_advantages(rewards, jnp.array([0, 0, 1, 1]))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got[:2], [-np.sqrt(0.5), np.sqrt(0.5)], rtol=1e-3)
+    assert not got[2:].any()
+
+
+def test_values_of_the_model_stay_under_jit_with_host_rewards():
+    """Rewards come from the host, values from the device: the device computes."""
+
+    @jax.jit
+    def advantages(values):
+        return gae(X + 1, values, MASK, lam=0.9).advantages
+
+    np.testing.assert_allclose(
+        advantages(jnp.full((2, 3), 0.5)), gae(X + 1, np.full((2, 3), 0.5), MASK, lam=0.9).advantages, rtol=1e-6
+    )
+
+
+def test_numbers_that_are_not_finite_do_not_whiten_to_zero():
+    mask = np.array([[True, True, True], [True, False, False]])
+    x = np.array([[1.0, np.inf, 2.0], [3.0, np.nan, np.nan]])
+    for xp in (np, jnp):
+        got = np.asarray(whiten(xp.asarray(x), xp.asarray(mask)))
+        assert np.isnan(got[mask]).all() and not got[~mask].any()
+
+
+def test_counted_pairs_survive_microbatches(bigram):
+    """`denominators.pairs` of the whole batch, and not of two rows of it."""
+    seen = []
+
+    def loss_fn(model, params, batch, denominators):
+        seen.append(denominators.pairs)
+        return params["embedding"].sum() * denominators.pairs, {}
+
+    batch = Batch(jnp.zeros((4, 3), jnp.int32), jnp.array([[False, True, True]] * 4))
+    _, _, grads = loss_and_gradients(bigram, loss_fn, bigram.init(jax.random.key(0)), batch, 2)
+    assert seen and np.all(np.asarray(grads["embedding"]) == 2 * count_tokens(batch.completion_mask).pairs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((3, 9), r"ids\[1\] is 9; .* 9 tokens: 0 to 8"),
+        ([[3, 4], [-1, 4]], r"ids\[1, 0\] is -1;"),
+        ((3, 2**70), rf"ids\[1\] is {2**70};"),
+        ((3, 8.5), r"ids\[1\] is 8.5;"),
+        (np.array([1.0]), r"ids\[0\] is 1.0;"),
+        (("3",), r"ids\[0\] is 3;"),
+        ([True], r"ids\[0\] is True;"),
+        ((5, True), r"ids\[1\] is True;"),
+        (np.array([[False]]), r"ids\[0, 0\] is False;"),
+        ([1, [2]], r"ids\[1\] is \[2\];"),
+    ],
+)
+def test_what_is_no_token_id_is_refused(ids, message):
+    with pytest.raises(ValueError, match=message):
+        check_token_ids("ids", ids, 9)
+
+
+def test_the_size_of_the_vocabulary_costs_no_array(bigram):
+    """It is asked on the event loop, for models of every size."""
+    params = jax.eval_shape(bigram.init, jax.random.key(0))
+    with jax.transfer_guard("disallow_explicit"):
+        assert vocabulary_size(bigram, params) == 5
+
+
+def test_ids_of_every_integer_type_are_taken():
+    for ids in ((), (0, 8), np.array([0, 8], np.uint8), jnp.array([[0], [8]])):
+        check_token_ids("ids", ids, 9)
+
 
 GOOD = Batch(
     tokens=np.array([[3, 4, 5], [3, 4, 0]]),

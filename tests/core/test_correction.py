@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxft.core.correction import sampler_correction
-from jaxft.core.reductions import count_trained
+from jaxft.core.reductions import count_tokens
 
 MASK = jnp.array([[True, True, True, False], [True, True, False, False]])
 D = jnp.log(jnp.array([[3.0, 0.25, 1.0, 9.0], [1.5, 1.2, 9.0, 9.0]]))
@@ -25,7 +25,7 @@ EXPECTED = {
 
 def correct(d, mask, kind, **knobs):
     fixed = partial(sampler_correction, kind=kind, **knobs)
-    return jax.jit(lambda d, mask: fixed(d - 1.0, jnp.full_like(d, -1.0), mask, count_trained(mask)))(d, mask)
+    return jax.jit(lambda d, mask: fixed(d - 1.0, jnp.full_like(d, -1.0), mask, count_tokens(mask)))(d, mask)
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
@@ -57,7 +57,7 @@ def test_segments_are_rows():
     segments = jnp.array([[1, 1, 1, 2, 2]])
     mask = jnp.ones((1, 5), bool)
     got = sampler_correction(
-        packed, jnp.zeros_like(packed), mask, count_trained(mask, segments), "sequence_mask", segment_ids=segments
+        packed, jnp.zeros_like(packed), mask, count_tokens(mask, segments), "sequence_mask", segment_ids=segments
     )
     np.testing.assert_allclose(got.weights, [[0.75] * 3 + [1.8] * 2], rtol=1e-5)
 
@@ -72,4 +72,4 @@ def test_segments_are_rows():
 )
 def test_refusals(kind, knobs, message):
     with pytest.raises(ValueError, match=message):
-        sampler_correction(D, D, MASK, count_trained(MASK), kind, **knobs)
+        sampler_correction(D, D, MASK, count_tokens(MASK), kind, **knobs)

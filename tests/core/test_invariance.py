@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxft.core.advantages import group_advantages
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, sft_loss
-from jaxft.core.packing import packed_layout, padded_layout, place, segments
+from jaxft.core.packing import pack, plan_packing, plan_padding, segments
 from jaxft.core.types import Batch
 from jaxft.core.update import loss_and_gradients
 
@@ -63,14 +63,14 @@ def make_examples(draw):
     return examples
 
 
-def make_batch(examples, layout, dtype=np.float32):
+def make_batch(examples, packing, dtype=np.float32):
     """Their batch in this layout, filled up to `HEIGHT` rows."""
     types = {"tokens": np.int32, "completion_mask": np.bool_}
     fields = {
-        name: jnp.array(place(layout, [example[name] for example in examples], types.get(name, dtype), HEIGHT))
+        name: jnp.array(pack(packing, [example[name] for example in examples], types.get(name, dtype), HEIGHT))
         for name in examples[0]
     }
-    segment_ids, positions = segments(layout, HEIGHT)
+    segment_ids, positions = segments(packing, HEIGHT)
     return Batch(**fields, segment_ids=jnp.array(segment_ids), positions=jnp.array(positions))
 
 
@@ -106,11 +106,11 @@ def check_layouts(name, model, params, draw, dtype, tolerance):
     """The shuffled, the packed, and the padded with segments, against rows; a second program for the segments."""
     examples = make_examples(draw)
     lengths = [len(example["tokens"]) for example in examples]
-    padded = make_batch(examples, padded_layout(lengths, WIDTH), dtype)
+    padded = make_batch(examples, plan_padding(lengths, WIDTH), dtype)
     expected = gradients(name, model, params, as_rows(padded), None)
     order = draw.permutation(HEIGHT)
-    shuffled = make_batch([examples[i] for i in order], padded_layout([lengths[i] for i in order], WIDTH), dtype)
-    packed = make_batch(examples, packed_layout(lengths, WIDTH), dtype)
+    shuffled = make_batch([examples[i] for i in order], plan_padding([lengths[i] for i in order], WIDTH), dtype)
+    packed = make_batch(examples, plan_packing(lengths, WIDTH), dtype)
     assert_same(gradients(name, model, params, as_rows(shuffled), None), expected, tolerance)
     numbered = packed.segment_ids + 1000 * jnp.arange(HEIGHT)[:, None]  # unique in the whole batch
     for batch in (packed, padded, shuffled, packed._replace(segment_ids=numbered)):
@@ -159,7 +159,7 @@ def test_a_model_with_attention_sees_no_neighbour(tiny, name, seed):
 def test_the_width_changes_nothing(tiny):
     examples = make_examples(np.random.default_rng(8))
     lengths = [len(example["tokens"]) for example in examples]
-    narrow, wide = (as_rows(make_batch(examples, padded_layout(lengths, width))) for width in (WIDTH, 2 * WIDTH))
+    narrow, wide = (as_rows(make_batch(examples, plan_padding(lengths, width))) for width in (WIDTH, 2 * WIDTH))
     assert_same(gradients("gspo", *tiny, wide, None), gradients("gspo", *tiny, narrow, None), 1e-5)
 
 
@@ -180,7 +180,7 @@ def test_ragged_groups_are_equal_ones_with_members_that_do_not_count(small, seed
             length = len(examples[i]["tokens"])
             mask = examples[i]["completion_mask"] & np.isfinite(rewards[i])
             rows.append(examples[i] | {"advantages": np.full(length, advantage), "completion_mask": mask})
-        batch = make_batch(rows, padded_layout([len(row["tokens"]) for row in rows], WIDTH))
+        batch = make_batch(rows, plan_padding([len(row["tokens"]) for row in rows], WIDTH))
         return gradients("grpo", model, params, batch, None)
 
     assert_same(gradients_of(list(range(len(everyone)))), gradients_of(members), 1e-5)
@@ -195,7 +195,7 @@ def test_pairs_may_stand_in_any_order_and_be_split_between_pairs(small, kind):
 
     def gradients_of(order, microbatch_rows=None):
         rows = [examples[i] for i in order]
-        batch = as_rows(make_batch(rows, padded_layout([len(row["tokens"]) for row in rows], WIDTH)))
+        batch = as_rows(make_batch(rows, plan_padding([len(row["tokens"]) for row in rows], WIDTH)))
         return compute(model, loss_fn, params, batch, microbatch_rows)
 
     expected = gradients_of(range(HEIGHT))
@@ -265,17 +265,17 @@ def test_a_trajectory_counts_once_however_it_is_cut(small, name):
         for mine, theirs in zip(*map(jax.tree.leaves, (found[2], wanted[2])), strict=True):
             assert jnp.abs(mine - theirs).max() < 1e-6 * largest
 
-    def batch_of(sequences, layout):
-        return make_batch(sequences, layout([len(each["tokens"]) for each in sequences], WIDTH))
+    def batch_of(sequences, packing):
+        return make_batch(sequences, packing([len(each["tokens"]) for each in sequences], WIDTH))
 
-    whole = as_rows(batch_of(trajectories, padded_layout))
+    whole = as_rows(batch_of(trajectories, plan_padding))
     wanted = on_policy_gradients(name, model, params, whole, None)
     # Each trajectory a row is what a batch that says nothing of trajectories means.
     alone = on_policy_gradients(name, model, params, whole._replace(trajectory_tokens=None), None)
     check(alone, wanted)
     for cuts in (((), (), (2,)), ((3, 4, 6), (), ()), ((6,), (2, 3), (3,))):
         pieces = [piece for each, ends in zip(trajectories, cuts, strict=True) for piece in cut(each, ends)]
-        rows, packed = batch_of(pieces, padded_layout), batch_of(pieces, packed_layout)
+        rows, packed = batch_of(pieces, plan_padding), batch_of(pieces, plan_packing)
         for batch, microbatch_rows in ((as_rows(rows), None), (packed, 2)):
             check(on_policy_gradients(name, model, params, batch, microbatch_rows), wanted)
         counted_apart = on_policy_gradients(name, model, params, as_rows(rows)._replace(trajectory_tokens=None), None)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.kl import kl_penalty
-from jaxft.core.losses import PRESETS, policy_loss, value_loss
-from jaxft.core.reductions import aggregate, count_trained
+from jaxft.core.advantages import reward_to_go
+from jaxft.core.losses import PRESETS, k1_penalty, kl_penalty, policy_loss, preference_loss, value_loss
+from jaxft.core.objectives import dpo_loss, score_batch
+from jaxft.core.reductions import aggregate, count_tokens
+from jaxft.core.types import Batch
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "policy_losses.json").read_text())
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "completion_mask")
@@ -125,8 +127,8 @@ def test_cispo_cap_bites_and_keeps_the_gradient():
     value, gradient, metrics = value_and_gradient(logprobs, old, jnp.array([3.0]), all_trained(old), loss="cispo")
     close(value, -3 * (5 * -1.0 + 2 * -2.0) / 2)
     close(gradient, [[-3 * 5 / 2, -3 * 2 / 2]])
-    close(metrics["clip_high_share"], 0.5)
-    close(metrics["clip_low_share"], 0.0)
+    close(metrics["clip_high_fraction"], 0.5)
+    close(metrics["clip_low_fraction"], 0.0)
 
 
 def test_cispo_has_no_lower_bound():
@@ -151,7 +153,7 @@ def test_sequence_clip_at_a_positive_advantage():
     value, gradient, metrics = value_and_gradient(logprobs, old, jnp.array([1.0, 1.0]), all_trained(old), **knobs)
     close(value, -(1.2 + 1.1) / 2)
     close(gradient, [[0, 0], [-1.1 / 2 / 2, -1.1 / 2 / 2]])
-    close(metrics["clip_high_share"], 0.5)
+    close(metrics["clip_high_fraction"], 0.5)
 
 
 def test_gspo_clips_are_narrow():
@@ -225,7 +227,7 @@ def test_reinforce_is_advantage_times_score():
     value, gradient, _ = value_and_gradient(logprobs, None, advantages, mask, loss="reinforce")
     close(value, -(2 * -1 + 2 * -2 - 1 * -3) / 3)
     close(gradient, [[-2 / 3, -2 / 3], [1 / 3, 0]])
-    knobs = dict(loss="reinforce", aggregation="row_mean")
+    knobs = dict(loss="reinforce", aggregation="seq_mean_token_mean")
     close(value_and_gradient(logprobs, None, advantages, mask, **knobs)[1], [[-2 / 4, -2 / 4], [1 / 2, 0]])
 
 
@@ -387,7 +389,7 @@ def test_log_ratio_of_100_is_clamped(loss):
         assert jnp.isfinite(value)
         assert jnp.isfinite(gradient).all()
         close(metrics["log_ratio_abs_max"], 100.0)
-        close(metrics["log_ratio_clamped_share"], 1.0)
+        close(metrics["log_ratio_clamped_fraction"], 1.0)
     if loss == "grpo":
         np.testing.assert_allclose(value, (np.exp(20.0) + np.exp(-20.0)) / 2, rtol=1e-5)
         value, gradient, _ = value_and_gradient(logprobs, old, advantages, all_trained(old), delta=2.0)
@@ -424,7 +426,7 @@ def test_order_and_microbatches_change_nothing(loss):
             advantages[index],
             mask[index],
             ref_logprobs=ref[index],
-            denominators=count_trained(mask),
+            denominators=count_tokens(mask),
             **knobs,
         )
 
@@ -459,7 +461,7 @@ def test_neither_padding_nor_jit_changes_anything(loss, level):
     [
         (dict(loss="grop"), "loss is 'grop'; wanted one of grpo, dapo, bnpo, dr_grpo, gspo, cispo, ppo, reinforce"),
         (dict(importance_level="row"), "importance_level is 'row'; wanted token or sequence"),
-        (dict(aggregation="sum"), "aggregation is 'sum'; wanted row_mean, token_mean or budget"),
+        (dict(aggregation="sum"), "aggregation is 'sum'; wanted seq_mean_token_mean, token_mean or budget"),
         (dict(loss="dr_grpo"), "max_completion_tokens is None; this loss divides by it"),
         (dict(loss="cispo", delta=9.0), "delta is 9.0, but 'cispo' has no clipped surrogate"),
         (dict(loss="reinforce", delta=9.0), "delta is 9.0, but 'reinforce' has no clipped surrogate"),
@@ -532,7 +534,7 @@ def test_pieces_refuse_unknown_names_too():
     with pytest.raises(ValueError, match="kl is 'k9'"):
         kl_penalty("k9", x, x, x)
     with pytest.raises(ValueError, match="aggregation is 'mean'"):
-        aggregate(x, mask, count_trained(mask), "mean")
+        aggregate(x, mask, count_tokens(mask), "mean")
 
 
 def test_policy_weights_scale_the_policy_term_alone():
@@ -550,7 +552,7 @@ def test_dual_clip_counts_its_bites():
     advantages = rows([-1.0, 1.0, -1.0, -1.0])
     mask = jnp.array([[True, True, True, False]])
     _, _, metrics = at_own_shape(logprobs, old, advantages, mask, delta=3.0)
-    close(metrics["delta_share"], 1 / 3)
+    close(metrics["delta_fraction"], 1 / 3)
 
 
 def test_clamped_references_are_counted():
@@ -558,7 +560,7 @@ def test_clamped_references_are_counted():
     ref = rows([-21.0, -1.0, 0.0, 99.0])
     mask = jnp.array([[True, True, True, False]])
     _, gradient, metrics = at_own_shape(logprobs, None, jnp.ones(1), mask, beta=0.1, ref_logprobs=ref)
-    close(metrics["kl_clamped_share"], 2 / 3)
+    close(metrics["kl_clamped_fraction"], 2 / 3)
     assert np.isfinite(gradient).all()
 
 
@@ -569,7 +571,7 @@ def test_value_loss_by_hand():
     (value, metrics), gradient = jax.value_and_grad(value_loss, has_aux=True)(values, old, returns, mask)
     close(value, (2.8**2 + 0.9**2 + 1.8**2) / 6)
     close(gradient, [[0.0, -0.9 / 3, 0.0, 0.0]])
-    close(metrics["value_clip_share"], 2 / 3)
+    close(metrics["value_clip_fraction"], 2 / 3)
     unclipped, _ = value_loss(values, old, returns, mask, value_clip=None)
     close(unclipped, (1.0 + 0.9**2 + 1.0) / 6)
 
@@ -580,7 +582,7 @@ def test_the_clip_of_values_is_counted_only_where_it_takes_the_gradient_away():
     old = jnp.array(draw.normal(size=(8, 64)) * 3, jnp.float32)
     values = old + jnp.array(draw.uniform(-0.19, 0.19, size=old.shape), jnp.float32)
     returns = jnp.array(draw.normal(size=old.shape) * 3, jnp.float32)
-    assert value_loss(values, old, returns, jnp.ones(old.shape, bool))[1]["value_clip_share"] == 0
+    assert value_loss(values, old, returns, jnp.ones(old.shape, bool))[1]["value_clip_fraction"] == 0
 
 
 def test_weights_on_untrained_tokens_are_free():
@@ -604,3 +606,237 @@ def test_at_sequence_level_a_token_keeps_its_own_credit():
     value, gradient, _ = at_own_shape(logprobs, old, jnp.array([1.0]), mask, policy_weights=weights, **knobs)
     close(value, -(2 * 1 + 2 * 3) / 2)
     close(gradient, [[-2 * 1 / 2, -2 * 3 / 2]])
+
+
+V = 3
+DRAW = np.random.default_rng(11)
+FIRST, SECOND = np.divmod(np.arange(V * V), V)
+"""All sequences, a row each."""
+
+
+def make_logits():
+    """Of the first token `[V]`, and of the second after each first one `[V V]`."""
+    return {"first": DRAW.normal(size=V), "second": DRAW.normal(size=(V, V))}
+
+
+POLICY_LOGITS, OLD_LOGITS, REFERENCE_LOGITS = make_logits(), make_logits(), make_logits()
+
+
+def sequence_logprobs(logits):
+    """Log-probabilities of the two tokens of every sequence, `[V V, 2]`."""
+    first, second = jax.nn.log_softmax(logits["first"]), jax.nn.log_softmax(logits["second"])
+    return jnp.stack([first[FIRST], second[FIRST, SECOND]], axis=1)
+
+
+def probabilities(logits):
+    return jnp.exp(sequence_logprobs(logits).sum(axis=1))
+
+
+def kl_at_fixed_prefixes(policy, old, ref, direction):
+    """Per-state KLs, the states weighted as `old` visits them."""
+
+    def kl(p, q):
+        p, q = (p, q) if direction == "reverse" else (q, p)
+        return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+    normal = {name: [jax.nn.log_softmax(x[name]) for x in (policy, ref)] for name in policy}
+    visits = jax.nn.softmax(old["first"])
+    return kl(*normal["first"]) + jnp.sum(visits * kl(*normal["second"]))
+
+
+def expected_loss(policy, old, per_token):
+    """The mean over sequences drawn from `old` of the summed term."""
+    return jnp.sum(jax.lax.stop_gradient(probabilities(old))[:, None] * per_token)
+
+
+def assert_same(got, expected):
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert theirs.dtype == jnp.float64
+        assert np.abs(mine - theirs).max() <= 1e-6 * scale
+    assert scale > 0.01
+
+
+@pytest.mark.parametrize(("kind", "direction"), [("k2", "reverse"), ("k3_ratio", "reverse"), ("k3", "forward")])
+@pytest.mark.parametrize("is_on_policy", [True, False])
+def test_terms_in_the_loss_have_the_gradient_of_the_states_kl(kind, direction, is_on_policy):
+    with jax.enable_x64(True):
+        policy, old, ref = (
+            jax.tree.map(jnp.array, x)
+            for x in (POLICY_LOGITS, POLICY_LOGITS if is_on_policy else OLD_LOGITS, REFERENCE_LOGITS)
+        )
+
+        def of_terms(policy):
+            logprobs = sequence_logprobs(policy)
+            rho, log_ratio = sequence_logprobs(ref) - logprobs, logprobs - sequence_logprobs(old)
+            return expected_loss(policy, old, kl_penalty(kind, rho, log_ratio, jnp.exp(log_ratio)))
+
+        expected = jax.grad(kl_at_fixed_prefixes)(policy, old, ref, direction)
+        assert_same(jax.jit(jax.grad(of_terms))(policy), expected)
+
+
+@pytest.mark.parametrize("is_per_token", [True, False])
+def test_k1_in_the_reward_has_the_gradient_of_the_sequences_kl(is_per_token):
+    """As the loss of `reinforce` with no other reward; per token with rewards to go, or summed over the sequence."""
+    with jax.enable_x64(True):
+        policy, ref = (jax.tree.map(jnp.array, x) for x in (POLICY_LOGITS, REFERENCE_LOGITS))
+        mask = jnp.ones((V * V, 2), bool)
+
+        def of_reinforce(policy):
+            logprobs = sequence_logprobs(policy)
+            rewards = -k1_penalty(logprobs, sequence_logprobs(ref), mask)
+            advantages = reward_to_go(rewards, mask) if is_per_token else rewards.sum(axis=1)
+            # The mean over rows of a constant budget of 1, rows weighted by how likely they are.
+            weights = jax.lax.stop_gradient(probabilities(policy) * V * V)
+            weighted = advantages * (weights[:, None] if is_per_token else weights)
+            knobs = dict(loss="reinforce", aggregation="constant", max_completion_tokens=1)
+            return policy_loss(logprobs, None, weighted, mask, **knobs)[0]
+
+        def kl_of_sequences(policy):
+            return jnp.sum(probabilities(policy) * (sequence_logprobs(policy) - sequence_logprobs(ref)).sum(axis=1))
+
+        assert_same(jax.jit(jax.grad(of_reinforce))(policy), jax.grad(kl_of_sequences)(policy))
+
+
+def test_k1_in_the_loss_would_have_none():
+    with jax.enable_x64(True):
+        policy, ref = (jax.tree.map(jnp.array, x) for x in (POLICY_LOGITS, REFERENCE_LOGITS))
+
+        def of_k1(policy):
+            return expected_loss(policy, policy, sequence_logprobs(policy) - sequence_logprobs(ref))
+
+        for leaf in jax.tree.leaves(jax.grad(of_k1)(policy)):
+            np.testing.assert_allclose(leaf, np.zeros(leaf.shape), atol=1e-15)
+
+
+def test_the_penalty_is_detached_and_masked():
+    logprobs, mask = jnp.array([[-1.0, jnp.nan]]), jnp.array([[True, False]])
+    value, gradient = jax.value_and_grad(lambda x: k1_penalty(x, jnp.full((1, 2), -3.0), mask).sum())(logprobs)
+    assert (float(value), gradient.tolist()) == (2.0, [[0.0, 0.0]])
+
+
+def plainly(chosen, rejected, ref_chosen, ref_rejected, beta, kind, label_smoothing):
+    """The published formulas in float64."""
+    h = (chosen - ref_chosen) - (rejected - ref_rejected)
+    if kind == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    agree, disagree = -np.log1p(np.exp(-beta * h)), -np.log1p(np.exp(beta * h))
+    return -(1 - label_smoothing) * agree - label_smoothing * disagree
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize(("kind", "label_smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
+def test_formulas_in_float64(beta, kind, label_smoothing):
+    sums = np.random.default_rng(0).normal(size=(4, 16)) * 5 - 20
+    with jax.enable_x64(True):
+        got = preference_loss(*map(jnp.array, sums), beta=beta, kind=kind, label_smoothing=label_smoothing)
+        np.testing.assert_allclose(got.losses, plainly(*sums, beta, kind, label_smoothing), rtol=1e-12)
+    in_f32 = preference_loss(
+        *(jnp.array(x, jnp.float32) for x in sums), beta=beta, kind=kind, label_smoothing=label_smoothing
+    )
+    np.testing.assert_allclose(in_f32.losses, plainly(*sums, beta, kind, label_smoothing), rtol=1e-4, atol=1e-5)
+
+
+def test_by_hand():
+    # h = (-10 + 12) - (-11 + 10) = 3; beta h = 1.5; -log sigmoid(1.5) = 0.2014133.
+    sums = [jnp.array([x]) for x in (-10.0, -11.0, -12.0, -10.0)]
+    losses, margins = preference_loss(*sums, beta=0.5)
+    assert (float(margins[0]), float(losses[0])) == pytest.approx((3.0, 0.2014133))
+    assert float(preference_loss(*sums, beta=0.5, label_smoothing=0.1).losses[0]) == pytest.approx(0.2014133 + 0.15)
+    assert float(preference_loss(*sums, beta=0.5, kind="ipo").losses[0]) == pytest.approx(4.0)
+
+
+def test_far_margins_stay_finite():
+    far = [jnp.array([x]) for x in (-1e4, 0.0, 0.0, -1e4)]
+    value, gradient = jax.value_and_grad(lambda x: preference_loss(x, *far[1:]).losses[0])(far[0])
+    assert float(value) == pytest.approx(2e3) and float(gradient[0]) == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"beta": 0.0}, "beta is 0.0; a preference loss needs it above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5; wanted at least 0 and below 0.5"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing is for kind='sigmoid'"),
+        ({"kind": "hinge"}, "kind is 'hinge'; wanted sigmoid or ipo"),
+    ],
+)
+def test_pairs_are_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        preference_loss(*[jnp.zeros(1)] * 4, **knobs)
+
+
+TOKENS = jnp.array(np.random.default_rng(3).integers(5, size=(4, 6)), jnp.int32)
+MASK = jnp.array([[0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]], bool)
+
+
+@pytest.fixture(scope="module")
+def pairs(bigram):
+    """Parameters, and a batch of two pairs scored by a reference."""
+    params, ref = bigram.init(jax.random.key(0)), bigram.init(jax.random.key(1))
+    batch = Batch(TOKENS, MASK)
+    return params, batch._replace(ref_logprobs=score_batch(bigram, ref, batch).logprobs)
+
+
+def run(model, params, batch, **knobs):
+    return jax.jit(partial(dpo_loss, model, **knobs))(params, batch, count_tokens(batch.completion_mask))
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_the_loss_of_a_model_is_the_mean_over_pairs(bigram, pairs, is_normalized):
+    params, batch = pairs
+    lengths = np.array([3, 5, 2, 1]) if is_normalized else 1
+    sums = np.where(MASK, score_batch(bigram, params, batch).logprobs, 0).sum(1) / lengths
+    refs = np.where(MASK, batch.ref_logprobs, 0).sum(1) / lengths
+    expected = plainly(sums[::2], sums[1::2], refs[::2], refs[1::2], 0.3, "sigmoid", 0.1)
+    loss, metrics = run(bigram, params, batch, beta=0.3, label_smoothing=0.1, length_normalized=is_normalized)
+    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
+    h = (sums[::2] - refs[::2]) - (sums[1::2] - refs[1::2])
+    np.testing.assert_allclose(metrics["reward_margin"], 0.3 * h.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["preference_accuracy"], (h > 0).mean())
+    np.testing.assert_allclose(
+        metrics["chosen_reward"] - metrics["rejected_reward"], metrics["reward_margin"], rtol=1e-4
+    )
+
+
+def test_empty_pairs_are_out_of_the_mean(bigram, pairs):
+    params, batch = pairs
+    alone = jax.tree.map(lambda x: x[:2], batch)
+    masked = batch._replace(completion_mask=MASK.at[2:].set(False))
+    np.testing.assert_allclose(run(bigram, params, masked)[0], run(bigram, params, alone)[0], rtol=1e-6)
+
+
+def test_a_pair_without_one_of_its_answers_is_no_pair(bigram, pairs):
+    """Its other answer neither counts in the denominator nor has a gradient."""
+    params, batch = pairs
+    alone = jax.tree.map(lambda x: x[:2], batch)
+    halved = batch._replace(completion_mask=MASK.at[3].set(False))
+    loss, metrics = run(bigram, params, halved, sft_coef=0.5)
+    expected, of_alone = run(bigram, params, alone, sft_coef=0.5)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for name in ("reward_margin", "chosen_reward", "chosen_nll", "preference_accuracy"):
+        np.testing.assert_allclose(metrics[name], of_alone[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_the_imitation_term_is_the_mean_of_the_chosen_answers(bigram, pairs, is_normalized):
+    params, batch = pairs
+    logprobs = np.where(MASK, score_batch(bigram, params, batch).logprobs, 0)
+    nll = -np.mean([logprobs[0].sum() / 3, logprobs[2].sum() / 2])
+    plain, metrics = run(bigram, params, batch, length_normalized=is_normalized)
+    np.testing.assert_allclose(metrics["chosen_nll"], nll, rtol=1e-5)
+    both, _ = run(bigram, params, batch, length_normalized=is_normalized, sft_coef=0.7)
+    np.testing.assert_allclose(both - plain, 0.7 * nll, rtol=1e-4)
+
+
+def test_batches_that_are_no_pairs_are_refused(bigram, pairs):
+    params, batch = pairs
+    with pytest.raises(ValueError, match="there are 3 rows; chosen and rejected answers alternate"):
+        run(bigram, params, jax.tree.map(lambda x: x[:3], batch))
+    with pytest.raises(ValueError, match=r"batch\.ref_logprobs is None"):
+        run(bigram, params, batch._replace(ref_logprobs=None))
+    uncounted = count_tokens(MASK)._replace(pairs=None)
+    with pytest.raises(ValueError, match=r"denominators\.pairs is None; count the whole batch with count_tokens"):
+        dpo_loss(bigram, params, batch, uncounted)
+    with pytest.raises(ValueError, match=r"batch\.segment_ids is given; pairs are rows of their own, not packed"):
+        run(bigram, params, batch._replace(segment_ids=jnp.zeros((4, 6), jnp.int32)))

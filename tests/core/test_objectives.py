@@ -9,8 +9,8 @@ import pytest
 
 from jaxft.core.correction import sampler_agreement
 from jaxft.core.losses import policy_loss
-from jaxft.core.objectives import grpo_loss, score, score_in_microbatches, sft_loss
-from jaxft.core.reductions import count_trained
+from jaxft.core.objectives import grpo_loss, score_batch, score_in_microbatches, sft_loss
+from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch
 
 TOKENS = jnp.array(np.random.default_rng(0).integers(5, size=(4, 6)), jnp.int32)
@@ -23,18 +23,18 @@ def params(bigram):
     return bigram.init(jax.random.key(0))
 
 
-jitted_score = jax.jit(score, static_argnums=0)
+jitted_score = jax.jit(score_batch, static_argnums=0)
 
 
 def loss_of(loss_fn, model, params, batch):
-    return jax.jit(loss_fn, static_argnums=0)(model, params, batch, count_trained(batch.completion_mask))
+    return jax.jit(loss_fn, static_argnums=0)(model, params, batch, count_tokens(batch.completion_mask))
 
 
 def test_sampler_agreement_by_hand():
     d = np.log(np.array([[2.0, 0.5, 9.0]]))
     mask = jnp.array([[True, True, False]])
     old = jnp.array([[-1.0, -2.0, jnp.nan]])
-    got = sampler_agreement(old, old - jnp.array(d, jnp.float32), mask, count_trained(mask))
+    got = sampler_agreement(old, old - jnp.array(d, jnp.float32), mask, count_tokens(mask))
     expected = {
         "sampler_logprob_diff_mean": np.log(2),
         "sampler_logprob_diff_max": np.log(2),
@@ -51,16 +51,16 @@ def test_rows_that_somebody_else_sampled_are_counted():
     old = jnp.zeros((4, 4))
     mask = jnp.array([[True, True, False, False]] * 3 + [[False] * 4])
     drawn = jnp.array([[0.3, 0.0, 9.0, 9.0], [-0.5, 0.3, 0.0, 0.0], [jnp.nan, 0.0, 0.0, 0.0], [9.0] * 4])
-    figures = sampler_agreement(old, drawn, mask, count_trained(mask), max_mean_diff=0.2)
-    np.testing.assert_allclose(figures["sampler_disagreement_share"], 2 / 3)
+    figures = sampler_agreement(old, drawn, mask, count_tokens(mask), max_mean_diff=0.2)
+    np.testing.assert_allclose(figures["sampler_disagreement_fraction"], 2 / 3)
     packed, trained = (
         jnp.concatenate([drawn[:2, :2], drawn[3:, :2]]).reshape(1, 6),
         jnp.array([[True] * 4 + [False] * 2]),
     )
     segments = jnp.array([[4, 4, 9, 9, 2, 2]])
-    counted = count_trained(trained, segments)
+    counted = count_tokens(trained, segments)
     figures = sampler_agreement(jnp.zeros((1, 6)), packed, trained, counted, max_mean_diff=0.2, segment_ids=segments)
-    np.testing.assert_allclose(figures["sampler_disagreement_share"], 1 / 2)
+    np.testing.assert_allclose(figures["sampler_disagreement_fraction"], 1 / 2)
 
 
 def test_scores_take_the_temperatures_of_the_tokens(bigram, params):
@@ -73,7 +73,9 @@ def test_scores_take_the_temperatures_of_the_tokens(bigram, params):
 def test_grpo_loss_is_policy_loss_of_the_scores(bigram, params):
     old, ref = (jnp.array(np.random.default_rng(i).normal(size=(4, 6)) * 0.2 - 1.6, jnp.float32) for i in (1, 2))
     batch = BATCH._replace(old_logprobs=old, ref_logprobs=ref, sampler_logprobs=old)
-    knobs = dict(loss="cispo", importance_level="sequence", clip_high=1.1, beta=0.1, kl="k2", aggregation="row_mean")
+    knobs = dict(
+        loss="cispo", importance_level="sequence", clip_high=1.1, beta=0.1, kl="k2", aggregation="seq_mean_token_mean"
+    )
     value, metrics = loss_of(partial(grpo_loss, **knobs), bigram, params, batch)
     scored = jitted_score(bigram, params, BATCH)
     wanted = jax.jit(partial(policy_loss, **knobs))
@@ -85,11 +87,11 @@ def test_grpo_loss_is_policy_loss_of_the_scores(bigram, params):
 
 def test_entropy_bonus_is_taken_off_the_loss_with_its_gradient(bigram, params):
     def mean_entropy(params):
-        entropy = score(bigram, params, BATCH, entropy_gradient=True).entropy
+        entropy = score_batch(bigram, params, BATCH, entropy_gradient=True).entropy
         return jnp.sum(jnp.where(MASK, entropy, 0.0)) / MASK.sum()
 
     def loss_with(coefficient):
-        return lambda params: grpo_loss(bigram, params, BATCH, count_trained(MASK), entropy_coef=coefficient)[0]
+        return lambda params: grpo_loss(bigram, params, BATCH, count_tokens(MASK), entropy_coef=coefficient)[0]
 
     @jax.jit
     def gradients(params):

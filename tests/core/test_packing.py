@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxft.core.packing import packed_layout, padded_layout, place, segments, take
+from jaxft.core.packing import pack, plan_packing, plan_padding, segments, unpack
 
 lengths_in = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
@@ -13,23 +13,23 @@ lengths_in = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 @settings(max_examples=100, deadline=None)
 @given(lengths=lengths_in, spare=st.integers(0, 6))
 def test_packed_sequences_neither_overlap_nor_stick_out(lengths, spare):
-    layout = packed_layout(lengths, max(lengths) + spare)
+    packing = plan_packing(lengths, max(lengths) + spare)
     numbers = [np.arange(length) + 100 * i + 1 for i, length in enumerate(lengths)]
-    table = place(layout, numbers, int)
+    table = pack(packing, numbers, int)
     assert np.count_nonzero(table) == sum(lengths)
-    assert layout.height <= len(lengths)
-    for got, put in zip(take(layout, table), numbers, strict=True):
+    assert packing.height <= len(lengths)
+    for got, put in zip(unpack(packing, table), numbers, strict=True):
         np.testing.assert_array_equal(got, put)
-    ids, positions = segments(layout, layout.height + 1)
-    assert ids.shape == positions.shape == (layout.height + 1, layout.width)
-    for i, (row, start, length) in enumerate(zip(layout.rows, layout.starts, lengths, strict=True)):
+    ids, positions = segments(packing, packing.height + 1)
+    assert ids.shape == positions.shape == (packing.height + 1, packing.width)
+    for i, (row, start, length) in enumerate(zip(packing.rows, packing.starts, lengths, strict=True)):
         span = slice(start, start + length)
         assert len(set(ids[row, span])) == 1 and np.count_nonzero(ids[row] == ids[row, start]) == length
         np.testing.assert_array_equal(positions[row, span], np.arange(length), err_msg=str(i))
-    assert np.all((ids[: layout.height] == 0) == (table == 0)) and not ids[-1].any()
+    assert np.all((ids[: packing.height] == 0) == (table == 0)) and not ids[-1].any()
 
 
 def test_rows_that_are_too_short_are_refused():
-    for make in (padded_layout, packed_layout):
+    for make in (plan_padding, plan_packing):
         with pytest.raises(ValueError, match="a sequence has 5 tokens and rows have 4"):
             make([2, 5], 4)

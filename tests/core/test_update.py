@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxft.core.objectives import dpo_loss, grpo_loss, score, sft_loss
-from jaxft.core.reductions import count_trained
+from jaxft.core.objectives import dpo_loss, grpo_loss, score_batch, sft_loss
+from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, loss_and_gradients, make_update
-from jaxft.policy.device import counting_compiles
+from jaxft.rollout.device import counting_compiles
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 """Compiles in half the time, for programs that run once."""
@@ -259,7 +259,7 @@ def test_rows_below_one_are_refused(bigram):
 
 
 def test_count_trained_counts_rows_and_tokens():
-    assert count_trained(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1, 2)
+    assert count_tokens(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1, 2)
 
 
 # --- Turned down by the caller's own rule.
@@ -294,7 +294,7 @@ def test_preferences_are_learned_against_a_reference_that_was_scored_once(tiny):
     model, params = tiny
     batch = jax.tree.map(lambda x: x[:2], decoder_batch())
     batch = Batch(batch.tokens, batch.completion_mask)
-    batch = batch._replace(ref_logprobs=jax.jit(score, static_argnums=0)(model, params, batch).logprobs)
+    batch = batch._replace(ref_logprobs=jax.jit(score_batch, static_argnums=0)(model, params, batch).logprobs)
     optimizer = optax.adam(1e-3)
     update = make_update(model, partial(dpo_loss, beta=0.5), optimizer)
     state = init_train_state(jax.tree.map(jnp.array, params), optimizer)

@@ -35,14 +35,14 @@ class KillPoint(NamedTuple):
 
 KILL_POINTS = {
     "during a save": KillPoint("jaxft.runs.checkpoint", "Checkpoints.save", is_after=True),
-    "update": KillPoint("jaxft.components.learner", "Learner._batch"),
+    "update": KillPoint("jaxft.training.learner", "Learner._batch"),
     "between arrays and manifest": KillPoint("jaxft.runs.checkpoint", "write_manifest"),
-    "rollout": KillPoint("jaxft.policy.engine", "advance"),
+    "rollout": KillPoint("jaxft.rollout.engine", "advance"),
     "before a save": KillPoint("jaxft.runs.checkpoint", "Checkpoints.save"),
-    "after the update": KillPoint("jaxft.components.learner", "Learner.learn", is_after=True),
+    "after the update": KillPoint("jaxft.training.learner", "Learner.learn", is_after=True),
     "half of the logs": KillPoint("jaxft.runs.directory", "RunDirectory.append_jsonl", is_after=True),
     "after the manifest": KillPoint("jaxft.runs.checkpoint", "write_manifest", is_after=True),
-    "judging": KillPoint("jaxft.harness.evaluation", "judge"),
+    "judging": KillPoint("jaxft.harness.evaluation", "run_evaluators"),
     "while old steps go": KillPoint("shutil", "rmtree", is_after=True),
     "during the export": KillPoint("jaxft.models.hf", "write_manifest"),
 }

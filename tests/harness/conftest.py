@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from pydantic import Field, SecretStr
 
+from jaxft.harness.config_types import LLMRef
+from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
     EvalInputItem,
     TrainingJobRef,
@@ -14,8 +16,6 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.fields import LLMRef
-from jaxft.harness.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.registry import (
     DatasetConfig,
     EvaluatorConfig,
@@ -32,7 +32,7 @@ from jaxft.harness.registry import (
     register_trajectory_builder,
     register_workflow,
 )
-from jaxft.policy.recorder import TRAINING
+from jaxft.rollout.recorder import TRAINING
 
 events: list[str] = []
 

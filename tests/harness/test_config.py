@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
+from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, help_text, load_config, resolved_yaml
 from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.errors import ConfigError
 from jaxft.harness.strict_yaml import dump_yaml
 
 SENTINEL = "sk-TEST-SENTINEL"
@@ -49,7 +49,7 @@ finetuning:
 """
 
 EXAMPLE_MODULE = """
-from jaxft.harness.fields import LLMRef
+from jaxft.harness.config_types import LLMRef
 from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 class TicTacToeConfig(WorkflowConfig, name="my_tic_tac_toe"):
     llm: LLMRef
@@ -123,8 +123,8 @@ def test_all_faults_are_reported_at_once(toy_run, tmp_path):
 def test_single_faults(toy_run, tmp_path, path, value, message):
     if path == "llms":
         del toy_run["workflow"]["llm"]
-    (fault,) = faults_of(toy_run, tmp_path, [(path, value)])
-    assert fault.startswith(message)
+    (config_error,) = faults_of(toy_run, tmp_path, [(path, value)])
+    assert config_error.startswith(message)
 
 
 def test_a_missing_section_is_named(toy_run, tmp_path):
@@ -168,8 +168,8 @@ def test_overrides(toy_run, tmp_path):
 def test_overrides_that_cannot_be(toy_run, tmp_path, path, value, message):
     toy_run["finetuning"]["seed"] = 0
     toy_run["eval"]["general"]["dataset"]["questions"] = ["a", "b"]
-    (fault,) = faults_of(toy_run, tmp_path, [(path, value)])
-    assert fault.startswith(message)
+    (config_error,) = faults_of(toy_run, tmp_path, [(path, value)])
+    assert config_error.startswith(message)
 
 
 def test_variables(toy_run, tmp_path, monkeypatch):
@@ -185,8 +185,8 @@ def test_variables(toy_run, tmp_path, monkeypatch):
 def test_a_missing_variable_is_one_fault(toy_run, tmp_path, monkeypatch):
     monkeypatch.delenv("NOPE", raising=False)
     toy_run["finetuning"]["num_epochs"] = "${NOPE}"
-    (fault,) = faults_of(toy_run, tmp_path)
-    assert fault.startswith("finetuning.num_epochs: the environment variable 'NOPE' is not set")
+    (config_error,) = faults_of(toy_run, tmp_path)
+    assert config_error.startswith("finetuning.num_epochs: the environment variable 'NOPE' is not set")
 
 
 def test_files_inherit(toy_run, tmp_path):
@@ -326,20 +326,23 @@ def test_a_module_that_is_no_python_is_one_line(toy_run, tmp_path):
     (tmp_path / "my_parts_e.py").write_text("import json\ndef f(:\n")
     (tmp_path / "my_parts_f.py").write_text("import my_parts_e\n")
     toy_run["imports"] = ["my_parts_e", "my_parts_f"]
-    for fault in faults_of(toy_run, tmp_path):
-        assert fault.endswith(f"cannot be imported: {tmp_path / 'my_parts_e.py'}:2: SyntaxError: invalid syntax")
+    for config_error in faults_of(toy_run, tmp_path):
+        assert config_error.endswith(f"cannot be imported: {tmp_path / 'my_parts_e.py'}:2: SyntaxError: invalid syntax")
 
 
 def test_a_module_that_exits_is_a_fault_and_no_end(toy_run, tmp_path):
     (tmp_path / "my_parts_d.py").write_text("import sys\nsys.exit(3)\n")
     toy_run["imports"] = ["my_parts_d"]
-    (fault,) = faults_of(toy_run, tmp_path)
-    assert fault.startswith("imports.0: the module 'my_parts_d' cannot be imported:") and "SystemExit: 3" in fault
+    (config_error,) = faults_of(toy_run, tmp_path)
+    assert (
+        config_error.startswith("imports.0: the module 'my_parts_d' cannot be imported:")
+        and "SystemExit: 3" in config_error
+    )
 
 
 def test_imports_that_are_no_names_are_faults(toy_run, tmp_path):
     toy_run["imports"] = [3, None]
-    assert [fault.split(":")[0] for fault in faults_of(toy_run, tmp_path)] == ["imports.0", "imports.1"]
+    assert [config_error.split(":")[0] for config_error in faults_of(toy_run, tmp_path)] == ["imports.0", "imports.1"]
 
 
 def test_two_modules_of_one_name_are_told_apart(toy_run, tmp_path):
@@ -348,8 +351,10 @@ def test_two_modules_of_one_name_are_told_apart(toy_run, tmp_path):
         (tmp_path / folder / "my_parts_c.py").write_text(MODULE.format(name=f"imported_{folder}"))
     toy_run["imports"] = ["my_parts_c"]
     config_from_mapping(toy_run, base_dir=tmp_path / "one")
-    (fault,) = faults_of(toy_run, tmp_path / "two")
-    assert re.fullmatch(r"imports\.0: the module 'my_parts_c' is .*one.*, not .*two.*: rename one of them", fault)
+    (config_error,) = faults_of(toy_run, tmp_path / "two")
+    assert re.fullmatch(
+        r"imports\.0: the module 'my_parts_c' is .*one.*, not .*two.*: rename one of them", config_error
+    )
     sys.modules.pop("my_parts_c")
 
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from jaxft.errors import DatasetError
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.datasets import (
     DatasetStructureConfig,
@@ -14,7 +15,6 @@ from jaxft.harness.datasets import (
     read_json,
     read_jsonl,
 )
-from jaxft.harness.errors import DatasetError
 
 ROW = '{"question": "q", "answer": "a"}'
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxft.errors import PolicyLostError
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
-from jaxft.harness.judging import Judge
-from jaxft.harness.weighted_sum import WeightedSum
-from jaxft.policy.faults import PolicyLostError
-from jaxft.policy.recorder import TRAINING, episode
+from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
+from jaxft.rollout.recorder import TRAINING, episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
 
@@ -123,8 +122,10 @@ def test_a_policy_that_cannot_go_on_is_no_fault_of_an_episode(is_group):
         return 1
 
     async def main():
-        judge = Judge((lambda items: [1.0] * len(items)) if is_group else (lambda item: 1.0), is_group)
-        evaluation = evaluation_of(ask, max_concurrency=100, score=judge)
+        run_evaluators = BoundEvaluator(
+            (lambda items: [1.0] * len(items)) if is_group else (lambda item: 1.0), is_group
+        )
+        evaluation = evaluation_of(ask, max_concurrency=100, score=run_evaluators)
         options = {"stream": TRAINING, "rollout_index": 0, "num_generations": 2}
         with pytest.raises(PolicyLostError) as caught:
             await asyncio.wait_for(evaluation.run(ITEMS, **options), timeout=20)
@@ -215,7 +216,7 @@ def test_what_is_no_reward_is_an_error(given, options):
         return given
 
     for function in (give, lambda item: given, lambda item: give(item)):
-        evaluation = evaluation_of(echo, win=Judge(function, **options))
+        evaluation = evaluation_of(echo, win=BoundEvaluator(function, **options))
         outcomes = run(evaluation)
         assert outcomes[2].reward is None and outcomes[2].error.startswith("evaluator 'win': TypeError: it gave ")
         assert f"({type(given).__name__}) for example 'e2': wanted is a number" in outcomes[2].error
@@ -238,7 +239,7 @@ def test_what_is_no_reward_is_an_error(given, options):
 )
 def test_a_score_may_come_with_its_reasoning(given, reward, reasoning, is_group):
     function = (lambda items: [given] * len(items)) if is_group else (lambda item: given)
-    evaluation = evaluation_of(echo, win=Judge(function, is_group), total=WeightedSum({"win": 2.0}))
+    evaluation = evaluation_of(echo, win=BoundEvaluator(function, is_group), total=WeightedSum({"win": 2.0}))
     outcomes = run(evaluation)
     assert {outcome.reward for outcome in outcomes} == {reward}
     (_, verdicts), (_, sums) = evaluation.summarize(outcomes).evaluation_results

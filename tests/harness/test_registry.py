@@ -1,6 +1,6 @@
 import pytest
 
-from jaxft.harness.errors import ConfigError
+from jaxft.errors import ConfigError
 from jaxft.harness.registry import EvaluatorConfig, LLMConfig, Registry, WorkflowConfig
 
 

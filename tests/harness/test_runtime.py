@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.commands import finetune
 from jaxft.harness.config import config_from_mapping, load_config
-from jaxft.harness.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
 from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml

@@ -3,7 +3,7 @@ import math
 import pytest
 import yaml
 
-from jaxft.harness.errors import ConfigError
+from jaxft.errors import ConfigError
 from jaxft.harness.strict_yaml import dump_yaml, parse_yaml
 
 

@@ -14,24 +14,24 @@ from pathlib import Path
 import pytest
 
 from jaxft.cli import main
+from jaxft.errors import UserCodeError
 from jaxft.harness import supervision
-from jaxft.harness.errors import UserCodeError
 from jaxft.harness.registry import registry
-from jaxft.harness.shutdown import Shutdown, _shutdown
+from jaxft.harness.signals import Shutdown, _shutdown
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.supervision import Supervisor
 
 SOON = 0.05
 
 
-def supervised(function, said, seconds=None, *, in_thread=False, **options):
+def supervised(function, said, seconds=None, *, run_in_thread=False, **options):
     """The result of a piece of user code; `said` gets the messages about it."""
 
     async def run():
         supervisor = Supervisor(said.append, grace_seconds=SOON, **options)
         try:
             return await supervisor.run(
-                function, 1, name="episode a/0", in_thread=in_thread, seconds=seconds, late="nothing came"
+                function, 1, name="episode a/0", run_in_thread=run_in_thread, seconds=seconds, late="nothing came"
             )
         finally:
             said.append(supervisor.num_abandoned)
@@ -78,27 +78,27 @@ def test_what_ends_in_time_gives_its_result_and_nothing_is_said():
 
     said = []
     assert supervised(short, said, 20) == 2 and said == [0]
-    assert supervised(lambda argument: argument + 2, said, 20, in_thread=True) == 3
+    assert supervised(lambda argument: argument + 2, said, 20, run_in_thread=True) == 3
 
 
 def test_what_ignores_its_cancellation_is_abandoned():
-    for function, in_thread in ((swallows, False), (lambda argument: threading.Event().wait(20), True)):
+    for function, run_in_thread in ((swallows, False), (lambda argument: threading.Event().wait(20), True)):
         said = []
         with pytest.raises(TimeoutError):
-            supervised(function, said, SOON, in_thread=in_thread)
+            supervised(function, said, SOON, run_in_thread=run_in_thread)
         assert "episode a/0" in said[0] and f"{__file__}:" in said[0] and said[1] == 1
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("run_in_thread", [False, True])
 @pytest.mark.parametrize(
     "error", [SystemExit(3), GeneratorExit(), KeyError("a"), StopIteration(), KeyboardInterrupt()], ids=repr
 )
-def test_whatever_is_raised_is_an_error_of_the_user_code(error, in_thread, listens_to_signals):
+def test_whatever_is_raised_is_an_error_of_the_user_code(error, run_in_thread, listens_to_signals):
     def raises(argument):
         raise error
 
     with pytest.raises(UserCodeError, match=type(error).__name__):
-        supervised(raises, [], in_thread=in_thread)
+        supervised(raises, [], run_in_thread=run_in_thread)
 
 
 AGENT = """

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxft.errors import ConfigError, DatasetError
+from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
 from jaxft.harness.datasets import DatasetStructureConfig, checked_items, dataset_for_file, file_items
-from jaxft.harness.errors import ConfigError, DatasetError
 from jaxft.harness.table_datasets import CsvDatasetConfig, ParquetDatasetConfig, read_csv, read_parquet
-from jaxft.harness.workflow import ComponentBuilder
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxft.models.config import PRESETS, preset
+from jaxft.models.config import PRESETS, model_preset
 from jaxft.models.decoder import decoder
 
 
@@ -22,13 +22,13 @@ def test_presets_have_the_size_that_they_are_named_for():
 
 
 def test_preset_takes_the_vocabulary_of_a_tokenizer():
-    assert preset("qwen3-50k") is PRESETS["qwen3-50k"]
-    assert preset("qwen3-50k", vocab_size=300) == replace(PRESETS["qwen3-50k"], vocab_size=300)
+    assert model_preset("qwen3-50k") is PRESETS["qwen3-50k"]
+    assert model_preset("qwen3-50k", vocab_size=300) == replace(PRESETS["qwen3-50k"], vocab_size=300)
 
 
 def test_unknown_preset_lists_those_there_are():
     with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-1m"):
-        preset("qwen3-1b")
+        model_preset("qwen3-1b")
 
 
 def test_impossible_heads_are_refused():

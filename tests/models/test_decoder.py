@@ -12,13 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.mesh import AXES, devices_of
 from jaxft.core.precision import compute_in
+from jaxft.core.sharding import AXES, device_bytes, devices_of
 from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
-from jaxft.models.config import PRESETS, preset
-from jaxft.models.decoder import decoder, make_context
+from jaxft.models.config import PRESETS, model_preset
+from jaxft.models.decoder import RULES, decoder, make_context, parameters_table, rules_table, sharding_for
 from jaxft.models.hf import init_model
-from jaxft.models.sharding import layout_of
 
 SMALL = PRESETS["qwen3-50k"]
 
@@ -53,7 +52,7 @@ score = jax.jit(token_logprobs, static_argnums=0)
 
 
 def test_equal_configs_are_one_model():
-    assert decoder(replace(SMALL)) is decoder(preset("qwen3-50k")) is decoder(SMALL, "dots")
+    assert decoder(replace(SMALL)) is decoder(model_preset("qwen3-50k")) is decoder(SMALL, "dots")
     assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
 
 
@@ -263,9 +262,9 @@ def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, devi
 def test_the_devices_of_the_mesh_decide_about_fused_attention():
     one = jax.devices()[:1]
     mesh = Mesh(np.array([H100, A100]).reshape(2, 1, 1), AXES)
-    assert devices_of(layout_of(SMALL, mesh)) == [H100, A100]
+    assert devices_of(sharding_for(SMALL, mesh)) == [H100, A100]
     assert devices_of(None) == one
-    assert devices_of(layout_of(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
+    assert devices_of(sharding_for(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
 
 
 @pytest.mark.gpu
@@ -278,3 +277,62 @@ def test_fused_attention_gives_the_logprobs_of_the_other(window):
     segments = jnp.ones_like(tokens)  # packed rows are not fused
     plain = token_logprobs(narrow, params, tokens, segment_ids=segments).logprobs
     assert float(jnp.abs(fused - plain).mean()) < 0.01
+
+
+CONFIG = replace(model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=264, qkv_bias=True, mlp_bias=True)
+
+
+def mesh(data=1, fsdp=1, tensor=1):
+    return AbstractMesh((data, fsdp, tensor), AXES)
+
+
+def shapes(config):
+    return jax.eval_shape(decoder(config).init, jax.random.key(0))
+
+
+@pytest.mark.parametrize("family", RULES)
+def test_all_but_norms_are_cut(family):
+    """Of eight devices each holds an eighth, and the norms and output biases whole."""
+    config = replace(CONFIG, family=family, qk_norm=family == "qwen3", tie_word_embeddings=False)
+    sharding = sharding_for(config, mesh(fsdp=4, tensor=2), strict=True)
+    kernels = {k: v for k, v in shapes(config)["layers"].items() if k in ("self_attn", "mlp")}
+    for module in kernels.values():
+        for name, leaves in module.items():
+            if "kernel" in leaves:
+                leaf = leaves["kernel"]
+                shard = sharding.leaf_sharding(f"layers/{name}/kernel", leaf.shape).shard_shape(leaf.shape)
+                assert leaf.size == 8 * shard[0] * shard[1] * shard[2], name
+    whole, each = device_bytes(None, shapes(config)), device_bytes(sharding, shapes(config))
+    assert whole / 8 < each < 1.1 * whole / 8
+
+
+def test_decoding_has_kernels_the_other_way_round_and_whole_along_fsdp():
+    sharding = sharding_for(CONFIG, mesh(fsdp=2, tensor=2)).gathered()
+    trained, decoded = shapes(CONFIG), jax.eval_shape(decoder(CONFIG).decode_layout, shapes(CONFIG))
+    stacked = trained["layers"]["self_attn"]["o_proj"]["kernel"].shape
+    single = decoded["transposed_layers"][1]["self_attn"]["o_proj"]["kernel"].shape
+    assert single == stacked[:0:-1]
+    assert tuple(sharding.spec("layers/self_attn/o_proj/kernel", stacked)) == (None, "tensor", None)
+    assert tuple(sharding.spec("transposed_layers/1/self_attn/o_proj/kernel", single)) == (None, "tensor")
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"num_kv_heads is 4, which does not divide over the 3 devices .*'tensor'"):
+        sharding_for(replace(CONFIG, num_heads=12, num_kv_heads=4), mesh(tensor=3))
+
+
+def test_a_dimension_that_does_not_divide_is_whole_and_said_once():
+    uneven = replace(CONFIG, vocab_size=262)
+    with pytest.warns(UserWarning, match="ends/embedding: dimension 0 of 262 .* the 4 devices of mesh axis 'tensor'"):
+        sharding = sharding_for(uneven, mesh(tensor=4))
+    assert tuple(sharding.spec("ends/embedding", (262, 32))) == (None, "fsdp")
+    with pytest.raises(ValueError, match="ends/embedding: dimension 0 of 262"):
+        sharding_for(uneven, mesh(tensor=4), strict=True)
+
+
+def test_tables():
+    assert rules_table().startswith("llama, mistral, qwen2, qwen3\nembedding")
+    lines = parameters_table(shapes(CONFIG), sharding_for(CONFIG, mesh(2, 2, 2))).splitlines()
+    assert lines[0] == "mesh: data 2, fsdp 2, tensor 2"
+    (kernel,) = [line.split() for line in lines if line.startswith("layers/self_attn/o_proj/kernel")]
+    assert kernel[1:] == ["(2,", "64,", "32)", "-,", "tensor,", "fsdp", f"{2 * 64 * 32 / 2**20:.3f}"]

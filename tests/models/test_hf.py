@@ -15,12 +15,12 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from jaxft.cli import main
+from jaxft.files import MANIFEST
 from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
 from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
-from jaxft.models.manifest import MANIFEST
-from jaxft.policy.chat import find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -132,7 +132,7 @@ def test_equal_keys_initialise_equal_bits():
 
 
 def test_tokenizer_travels_with_the_model(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jaxft" / "policy" / "assets" / "char_tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jaxft" / "rollout" / "assets" / "char_tokenizer")
     save_model(tmp_path / "m", *load_model(DATA / "qwen3"), tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("hé") == tokenizer.encode("hé")
     written = json.loads((tmp_path / "m" / "config.json").read_text())

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from jaxft.files import MANIFEST, ManifestError, verify_manifest
 from jaxft.models.hf import ModelFileError, load_model, save_model
-from jaxft.models.manifest import MANIFEST, ManifestError, verify_manifest
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -20,7 +20,7 @@ WAY_OUT = "; export it again, or remove manifest.json to load it as it is"
 
 
 def save(folder):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jaxft" / "policy" / "assets" / "char_tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jaxft" / "rollout" / "assets" / "char_tokenizer")
     save_model(folder, *load_model(DATA / "qwen3"), tokenizer, max_shard_bytes=100_000)
     return folder
 

@@ -7,14 +7,14 @@ import optax
 import pytest
 
 import jaxft
-from jaxft.core.frozen import trainable
+from jaxft.core.partition import trainable
 from jaxft.core.precision import compute_in
-from jaxft.models.config import PROJECTIONS, Lora, preset
+from jaxft.models.config import PROJECTIONS, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
-from jaxft.models.lora import init_adapter, lora_decoder, merge
+from jaxft.models.lora import init_adapter, lora_decoder, merge_lora
 
-CONFIG = preset("qwen3-50k")
-LORA = Lora(4, 8.0)
+CONFIG = model_preset("qwen3-50k")
+LORA = LoraSpec(4, 8.0)
 MODEL, PLAIN = lora_decoder(CONFIG, LORA), decoder(CONFIG)
 TOKENS = jax.random.randint(jax.random.key(9), (4, 16), 0, CONFIG.vocab_size)
 POSITIONS = jnp.broadcast_to(jnp.arange(16), TOKENS.shape)
@@ -51,7 +51,7 @@ def test_fresh_adapters_change_nothing(params):
 
 def test_merged_and_beside_are_the_same(params):
     params = filled(params)
-    beside, merged = logits(MODEL, params), logits(PLAIN, merge(LORA, params))
+    beside, merged = logits(MODEL, params), logits(PLAIN, merge_lora(LORA, params))
     assert jnp.abs(beside - logits(PLAIN, params["base"])).max() > 0.1
     np.testing.assert_allclose(merged, beside, atol=1e-5)
 
@@ -61,7 +61,7 @@ def test_a_layer_by_hand(params):
     params = filled(params)
     kernel = np.asarray(params["base"]["layers"]["mlp"]["up_proj"]["kernel"][1], np.float64)
     a, b = (np.asarray(params["adapter"]["layers"]["mlp"]["up_proj"][f"lora_{k}"][1], np.float64) for k in "ab")
-    merged = merge(LORA, params)["layers"]["mlp"]["up_proj"]["kernel"][1]
+    merged = merge_lora(LORA, params)["layers"]["mlp"]["up_proj"]["kernel"][1]
     np.testing.assert_allclose(merged, kernel + 8.0 / 4 * a @ b, atol=1e-6)
 
 
@@ -84,9 +84,9 @@ def test_gradients_are_those_of_the_merged_kernels(params):
     params = filled(params)
 
     def loss(model):
-        return lambda p: jaxft.grpo_loss(model, p, BATCH, jaxft.count_trained(BATCH.completion_mask))[0]
+        return lambda p: jaxft.grpo_loss(model, p, BATCH, jaxft.count_tokens(BATCH.completion_mask))[0]
 
-    whole = jax.jit(jax.grad(loss(PLAIN)))(merge(LORA, params))
+    whole = jax.jit(jax.grad(loss(PLAIN)))(merge_lora(LORA, params))
     found = jax.jit(jax.grad(lambda adapter: loss(MODEL)({**params, "adapter": adapter})))(params["adapter"])
     for path in PROJECTIONS:
         group, name = path.split("/")
@@ -122,7 +122,7 @@ def test_a_narrow_base_keeps_what_small_adapters_say(params):
     """Merged in bfloat16, changes of half a step of the base and less would be rounded away."""
     base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params["base"])
     small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
-    merged = merge(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]
+    merged = merge_lora(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]
     assert (merged == base["layers"]["mlp"]["up_proj"]["kernel"]).mean() > 0.5
     decoded = jax.jit(MODEL.decode_layout)(small)["transposed_layers"][1]["mlp"]["up_proj"]
     assert decoded["lora_a"].dtype == jnp.bfloat16 and decoded["kernel"].shape == (96, 32)
@@ -133,10 +133,10 @@ def test_a_narrow_base_keeps_what_small_adapters_say(params):
 
 def test_what_cannot_be_an_adapter():
     with pytest.raises(ValueError, match="rank is 0; wanted at least 1"):
-        Lora(0, 8.0)
+        LoraSpec(0, 8.0)
     with pytest.raises(ValueError, match="target 'k_prj' matches no projection; there are self_attn/q_proj"):
-        Lora(8, 8.0, ("q_proj", "k_prj"))
+        LoraSpec(8, 8.0, ("q_proj", "k_prj"))
     with pytest.raises(ValueError, match="target '' matches no projection"):
-        Lora(8, 8.0, ())
+        LoraSpec(8, 8.0, ())
     with pytest.raises(ValueError, match="alpha is nan"):
-        Lora(8, float("nan"))
+        LoraSpec(8, float("nan"))

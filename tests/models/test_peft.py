@@ -14,10 +14,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxft
+from jaxft.files import MANIFEST
 from jaxft.models.hf_files import ModelFileError
-from jaxft.models.lora import lora_decoder, merge
-from jaxft.models.manifest import MANIFEST
-from jaxft.models.peft import ABOUT_BASE, CONFIG, WEIGHTS, adapter_numbers, base_fingerprint, load_adapter, save_adapter
+from jaxft.models.lora import lora_decoder, merge_lora
+from jaxft.models.peft import (
+    ABOUT_BASE,
+    CONFIG,
+    WEIGHTS,
+    base_fingerprint,
+    load_adapter,
+    load_lora_config,
+    save_adapter,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
@@ -25,7 +33,7 @@ BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
 
 def loaded(name, base=None):
     plain, base_params = jaxft.load_model(DATA / "hf" / (base or BASES[name]))
-    lora = adapter_numbers(DATA / "peft" / name)
+    lora = load_lora_config(DATA / "peft" / name)
     params = {"base": base_params, "adapter": load_adapter(DATA / "peft" / name, plain.config, base_params)}
     return plain, lora_decoder(plain.config, lora), params
 
@@ -36,7 +44,7 @@ def test_logits_are_those_of_peft(name):
     recorded = json.loads((DATA / "peft" / name / "logits.json").read_text())
     tokens = jnp.array(recorded["tokens"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    for each, weights in ((model, params), (plain, merge(model.lora, params))):
+    for each, weights in ((model, params), (plain, merge_lora(model.lora, params))):
         logits = each.unembed(weights, each.apply(weights, tokens, positions)[0])
         np.testing.assert_allclose(logits, recorded["logits"], atol=1e-4)
 
@@ -45,7 +53,7 @@ def test_saved_and_loaded_again(tmp_path):
     _, model, params = loaded("by_jaxft")
     save_adapter(tmp_path / "again", model, params)
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (DATA / "peft" / "by_jaxft" / WEIGHTS).read_bytes()
-    assert adapter_numbers(tmp_path / "again") == model.lora
+    assert load_lora_config(tmp_path / "again") == model.lora
     same = load_adapter(tmp_path / "again", model.config, params["base"])
     jax.tree.map(np.testing.assert_array_equal, same, params["adapter"])
     with pytest.raises(ModelFileError, match="exists and is not an empty folder"):
@@ -57,7 +65,7 @@ def test_saved_and_loaded_again(tmp_path):
 def test_a_merged_base_is_another_base():
     """Merging changes kernels alone."""
     _, model, params = loaded("by_jaxft")
-    merged = merge(model.lora, params)
+    merged = merge_lora(model.lora, params)
     assert base_fingerprint(merged) != base_fingerprint(params["base"])
     with pytest.raises(ModelFileError, match="an adapter of another base"):
         load_adapter(DATA / "peft" / "by_jaxft", model.config, merged)
@@ -67,7 +75,7 @@ def test_merged_in_full_and_rounded_once(tmp_path):
     _, model, params = loaded("by_jaxft")
     save_adapter(tmp_path / "adapter", model, params)
     _, narrow = jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
-    wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merge(model.lora, params))
+    wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merge_lora(model.lora, params))
     jax.tree.map(np.testing.assert_array_equal, narrow, wanted)
 
 

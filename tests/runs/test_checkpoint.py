@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.models.manifest import MANIFEST, read_manifest, write_manifest
+from jaxft.files import MANIFEST, read_manifest, write_manifest
 from jaxft.runs import checkpoint as module
 from jaxft.runs.checkpoint import Checkpoints, layout
 from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory, RunDirectoryError

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, printable
-from jaxft.runs.redaction import hiding, redactor
 
 FIGURES = {"reward": "0.81 [0,1]", "kl": 0.00123456, "tok/s": 5321.4, "seconds": 3.14}
 EPISODE = [

@@ -172,12 +172,12 @@ def test_an_earlier_run_comes_back_unless_the_new_one_has_trained(tmp_path):
         assert files(path) == before  # nothing is written yet
         directory.write_text("config.yml", "seed: 1")
         directory.write_text("tensorboard/events", "")
-        directory.settle()
+        directory.commit()
         raise KeyError
     assert files(path) == before and directory.came_back
     with pytest.raises(KeyError), RunDirectory.create(path, overwrite=True) as directory:
         directory.append_jsonl("training_metrics.jsonl", {"step": 1})
-        directory.settle()
+        directory.commit()
         raise KeyError
     assert files(path) == {"training_metrics.jsonl": b'{"step": 1}\n'} and not directory.came_back
 
@@ -219,7 +219,7 @@ for path in sys.argv[1:]:
         directory.write_text("tensorboard/events", "")
         if kind == "trained":
             directory.write_text("checkpoints/1/manifest.json", "1")
-            directory.settle()
+            directory.commit()
         directory.close()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -6,8 +6,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from jaxft.redaction import hiding, redacted
 from jaxft.runs.environment import environment, masked_command, secrets_of_environment
-from jaxft.runs.redaction import hiding, redacted
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import jaxft
 class MyTrainerConfig(jaxft.TrainerConfig, name="my_trainer"):
     """What the loop puts up with."""
 
-    max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0, description="The run ends when more episodes fail.")
+    max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0, description="The run ends when more episodes fail.")
 
 
 class MyTrainer(jaxft.Trainer):
@@ -54,7 +54,7 @@ class MyTrainer(jaxft.Trainer):
         failed = len(collection.failures)
         if failed:
             told = f"{run_id}: {failed} episodes failed; the first: {collection.failures[0]}"
-            if failed > self.trainer_config.max_failed_share * (failed + len(trajectories)):
+            if failed > self.trainer_config.max_failed_fraction * (failed + len(trajectories)):
                 raise jaxft.TooManyFailures(told)
             self._console.message(told.splitlines()[0])
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.scorable]

@@ -76,7 +76,7 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
         verdict = jaxft.EvalOutputItem(id=outcome.item.id, score=outcome.reward, generation=outcome.generation)
         calls, reward = outcome.episode.calls, await self.compute_reward(verdict)
         return jaxft.Trajectory(
-            episode=episode_items(calls, include_tool_calls=self.trajectory_builder_config.include_tool_calls),
+            episode=to_messages(calls, include_tool_calls=self.trajectory_builder_config.include_tool_calls),
             reward=0.0 if reward is None else reward,
             scorable=reward is not None,
             example_id=outcome.item.id,
@@ -94,7 +94,7 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
         self.progress[run_id] = dict(metrics)
 
 
-def episode_items(calls: Sequence[jaxft.Call], *, include_tool_calls: bool) -> list[jaxft.EpisodeItem]:
+def to_messages(calls: Sequence[jaxft.Call], *, include_tool_calls: bool) -> list[jaxft.EpisodeItem]:
     """The conversation; an answer of the policy carries its log-probabilities, anybody else's has an empty list."""
     answers: dict[str, list[list[float]]] = {}
     for call in calls:

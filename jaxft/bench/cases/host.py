@@ -20,15 +20,16 @@ from typing import Any
 
 from jaxft.bench.arguments import Job
 from jaxft.bench.results import CaseResult, Check, Line
-from jaxft.components.credit import gather_credit
-from jaxft.components.grpo_builder import GRPOTrajectoryBuilder, GRPOTrajectoryBuilderConfig
-from jaxft.components.losses import LossConfig
-from jaxft.components.rows import gather_rows
 from jaxft.harness.curriculum import choose_groups, initial_state
 from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, TrajectoryCollection
 from jaxft.harness.evaluation import Evaluation
-from jaxft.harness.judging import Judge
-from jaxft.policy.recorder import Call, episode
+from jaxft.harness.evaluators import BoundEvaluator
+from jaxft.rollout.recorder import Call, episode
+from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
+from jaxft.shipped.grpo import GRPOTrajectoryBuilder
+from jaxft.training.advantages import collect_rewards
+from jaxft.training.config import LossConfig
+from jaxft.training.rows import gather_rows
 
 GENERATIONS = 8
 MOST_MILLISECONDS = 1.0
@@ -82,14 +83,17 @@ def ranking(items: list[EvalInputItem]) -> list[float]:
 
 
 def collector(
-    workflow: Callable[[dict[str, Any]], Awaitable[Any]], judge: Judge, concurrency: int, timeout: float | None = None
+    workflow: Callable[[dict[str, Any]], Awaitable[Any]],
+    run_evaluators: BoundEvaluator,
+    concurrency: int,
+    timeout: float | None = None,
 ) -> Callable[[list[EvalInputItem]], Awaitable[TrajectoryCollection]]:
     """A function that collects the examples' episodes once and puts them through the curriculum."""
     curriculum = CurriculumLearningConfig(enabled=True)
 
     async def collect(items: list[EvalInputItem]) -> TrajectoryCollection:
         builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=GENERATIONS))
-        evaluation = Evaluation(workflow, {"reward": judge}, "reward", concurrency, 0, timeout_seconds=timeout)
+        evaluation = Evaluation(workflow, {"reward": run_evaluators}, "reward", concurrency, 0, timeout_seconds=timeout)
         await builder.bind_evaluation(evaluation, items)
         await builder.start_run("run")
         collection = await builder.finalize("run")
@@ -103,10 +107,10 @@ async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, li
     """Seconds of all episodes of each kind, repeat by repeat."""
     items = [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n}) for n in range(episodes // GENERATIONS)]
     kinds = {
-        "trivial": collector(trivial, Judge(reward), concurrency),
-        "recorded": collector(recorded, Judge(reward), concurrency),
-        "group": collector(trivial, Judge(ranking, is_group=True), concurrency),
-        "time-outs": collector(trivial, Judge(reward, timeout_seconds=60.0), concurrency, timeout=60.0),
+        "trivial": collector(trivial, BoundEvaluator(reward), concurrency),
+        "recorded": collector(recorded, BoundEvaluator(reward), concurrency),
+        "group": collector(trivial, BoundEvaluator(ranking, is_group=True), concurrency),
+        "time-outs": collector(trivial, BoundEvaluator(reward, timeout_seconds=60.0), concurrency, timeout=60.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "validated rows")}
     for repeat in range(repeats + 1):
@@ -119,7 +123,7 @@ async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, li
             if name == "recorded":
                 started = time.perf_counter()
                 gathered = gather_rows(collection, llm="policy", mask_truncated=False)
-                gather_credit(gathered.groups, LossConfig(), "policy")
+                collect_rewards(gathered.groups, LossConfig(), "policy")
                 if repeat:
                     seconds["validated rows"].append(time.perf_counter() - started)
     return seconds

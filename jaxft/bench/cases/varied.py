@@ -8,14 +8,13 @@ import numpy as np
 
 from jaxft.bench.results import Check
 from jaxft.bench.setting import Setting, requests_of, serve
-from jaxft.components.batching import Row
-from jaxft.components.credit import Credit
-from jaxft.components.learner import Learner
-from jaxft.components.losses import LossConfig
-from jaxft.components.optimizers import OptimizerConfig
-from jaxft.policy.policy import Policy
-from jaxft.policy.requests import Completion, Request
-from jaxft.policy.sequences import TokenSequence
+from jaxft.rollout.policy import Policy
+from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.sequences import TokenSequence
+from jaxft.training.advantages import CollectedRewards
+from jaxft.training.batch import Row
+from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.learner import Learner
 
 
 class Found(NamedTuple):
@@ -62,7 +61,7 @@ def _epoch(setting: Setting, policy: Policy, learner: Learner, number: int) -> t
     between = policy.compiles.count
     rows = [Row(_sequence(*pair), index) for index, pair in enumerate(zip(requests, completions, strict=True))]
     rewards = np.arange(len(rows), dtype=np.float64) % 2
-    credit = Credit(rewards, np.arange(len(rows)) // 2, None, None, {})
+    credit = CollectedRewards(rewards, np.arange(len(rows)) // 2, None, None, {})
     asyncio.run(policy.update(lambda params: learner.learn(rows, credit, params)))
     return between - before, policy.compiles.count - between
 

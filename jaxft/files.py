@@ -1,0 +1,363 @@
+"""Files that survive a crash: atomic writes, JSON, safe names, and manifests that prove a folder complete."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from jaxft.redaction import redacted_values
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space is left, a quota is used up, a file is larger than it may be."""
+
+
+class DiskFull(RuntimeError):
+    """A file could not be written for want of space; names it, what is free, and the way out.
+
+    Attributes:
+        then: what to do when there is space; the end of the message, known to whoever knows the run.
+    """
+
+    exit_code = 1
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"'{path}' cannot be written: {reason}; {_free_bytes(path)} bytes are free on its file system: free space, "
+            "or raise the quota or file-size limit (ulimit -f)"
+        )
+        self.then = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.then
+
+
+class disk_errors(contextlib.AbstractContextManager[None]):
+    """Turns what says that the disk is full into a `DiskFull` that names a path; other errors pass.
+
+    Writers that are not Python's own raise exceptions of their own, with the words of the operating system in them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        reason = _reason(error)
+        if reason is not None:
+            raise DiskFull(self._path, reason) from error
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """What the disk said; None when it said nothing, or when that has been made a `DiskFull` already."""
+    while error is not None and not isinstance(error, DiskFull):
+        for number in FULL:
+            words = os.strerror(number)
+            if error.errno == number if isinstance(error, OSError) else words in str(error):
+                return words
+        error = error.__cause__
+    return None
+
+
+def _free_bytes(path: Path) -> int:
+    place = path
+    while not os.path.exists(place) and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
+    """A value in UTF-8, with a line feed at its end; secrets are masked.
+
+    Raises:
+        TypeError, ValueError: JSON has no word for it, as for NaN and infinities.
+    """
+    text = json.dumps(redacted_values(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    # A lone surrogate has no UTF-8; its backslash form is what JSON itself would write.
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def with_non_finite_named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with None for every NaN and infinity, and what each of them was under `non_finite`, by its path.
+
+    >>> with_non_finite_named({"loss": float("nan"), "losses": [1.0, float("inf")]})
+    {'loss': None, 'losses': [1.0, None], 'non_finite': {'loss': 'nan', 'losses.1': 'inf'}}
+
+    Raises:
+        ValueError: the row has a key `non_finite` of its own.
+    """
+    if "non_finite" in row:
+        raise ValueError("it has the key 'non_finite', which marks NaN and infinities: rename it")
+    found: dict[str, str] = {}
+    finite = _without_non_finite(dict(row), "", found)
+    return finite | ({"non_finite": found} if found else {})
+
+
+def _without_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
+    """`value` with None for every NaN and infinity, each recorded in `found` under its path."""
+    if isinstance(value, float) and not math.isfinite(value):
+        found[path] = str(value)
+        return None
+    prefix = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return {key: _without_non_finite(inner, f"{prefix}{key}", found) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(inner, f"{prefix}{i}", found) for i, inner in enumerate(value)]
+    return value
+
+
+MAX_NAME_CHARACTERS = 100
+_PLAIN = re.compile(r"[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_-])?")
+_SUFFIX = re.compile(r"-[0-9a-f]{12}$")
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|$)", re.IGNORECASE)
+
+
+def safe_name(text: str) -> str:
+    """A file name for any text: ASCII letters, digits, `_`, `-` and `.`, at most `MAX_NAME_CHARACTERS` long.
+
+    A text that is such a name already, in small letters, is kept. Any other gets a suffix made from the sha256 of the
+    text, so that two texts never share a file, not even where capitals do not count or a dot at the end is dropped; so
+    does one that looks as if it had been given a suffix. The names of Windows's devices begin with `_`.
+
+    >>> safe_name("game-7")
+    'game-7'
+    >>> safe_name("games/7")
+    'games_7-19063539c513'
+    >>> safe_name("NUL")
+    '_NUL-ae6de1827cfc'
+    """
+    is_like_one_of_ours = _SUFFIX.search(text) or _DEVICE.match(text)
+    if len(text) <= MAX_NAME_CHARACTERS and _PLAIN.fullmatch(text) and not is_like_one_of_ours:
+        return text
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".-")
+    if _DEVICE.match(name):
+        name = "_" + name
+    suffix = "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return name[: MAX_NAME_CHARACTERS - len(suffix)] + suffix
+
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+"""Of manifests. Every version is rendered alike, so that a newer one is told from a damaged one."""
+OWN_KEYS = ("format_version", "files", "sha256")
+
+
+class ManifestError(ValueError):
+    """A folder is not what its manifest says, or has none that can be read; names every bad file."""
+
+
+class NewerFormatError(ManifestError):
+    """A folder was finished by a newer program, and is no worse for it."""
+
+
+def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
+    """Writes the manifest of all regular files under a folder, in one step, once they are on the disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+    ...     size = Path(folder, "weights").write_bytes(b"abc")
+    ...     print(write_manifest(Path(folder), {"step": 7}).read_text())
+    {
+      "format_version": 1,
+      "step": 7,
+      "files": {
+        "weights": {
+          "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+          "size": 3
+        }
+      },
+      "sha256": "..."
+    }
+
+    Args:
+        folder: its files must not change any more.
+        extra: more to say about the folder, for JSON.
+
+    Raises:
+        ManifestError: the folder holds a symbolic link, or something else that is no file.
+        ValueError: `extra` has a key of the manifest itself, or a number that JSON has no word for.
+    """
+    taken = [key for key in OWN_KEYS if key in extra]
+    if taken:
+        raise ValueError(f"extra has the keys {taken}, which the manifest uses itself: rename them")
+    temporary = folder / f".{MANIFEST}.tmp"
+    temporary.unlink(missing_ok=True)  # of a write that was cut off: it would be listed
+    # As it will be read: keys become strings, tuples lists.
+    extra = json.loads(json.dumps(dict(extra), allow_nan=False))
+    values = {"format_version": FORMAT_VERSION, **extra, "files": _synced(folder)}
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(_rendered(values))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, folder / MANIFEST)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    return folder / MANIFEST
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder, whose files are not looked at.
+
+    Raises:
+        ManifestError: there is none, it is damaged, or of a version that this program does not know.
+    """
+    file = folder / MANIFEST
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise ManifestError(f"{folder} has no {MANIFEST}") from None
+    except OSError as error:
+        raise ManifestError(f"{file} cannot be read: {error}") from error
+    try:
+        values = json.loads(content)
+        # Not the sum alone: a flipped bit may leave what is parsed as it was.
+        is_whole = isinstance(values, dict) and content == _rendered(values)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{file} is damaged: it is not valid JSON ({error})") from error
+    if not is_whole:
+        raise ManifestError(f"{file} is damaged, or no manifest of jaxft: it does not agree with its own sha256")
+    version = values.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{file} is of format_version {version}, newer than this program knows ({FORMAT_VERSION}): update jaxft"
+        )
+    files = values.get("files")
+    if version != FORMAT_VERSION or not isinstance(files, dict):
+        raise ManifestError(f"{file} is no manifest of jaxft: format_version is {version!r}; wanted {FORMAT_VERSION}")
+    for name, listed in files.items():
+        _check_listed(file, name, listed)
+    return values
+
+
+def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any]:
+    """Reads every file of a folder and returns its manifest if all are as it says.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+    ...     size = Path(folder, "weights").write_bytes(b"abc")
+    ...     path = write_manifest(Path(folder))
+    ...     size = Path(folder, "weights").write_bytes(b"abd")
+    ...     verify_manifest(Path(folder))
+    Traceback (most recent call last):
+    jaxft.files.ManifestError: ... is not what its manifest.json says: weights: other content (sha256)
+
+    Args:
+        folder: a finished one.
+        only_listed: for a folder that others may add to. Files that are not listed are passed over, and symbolic links
+            are followed, of which the hub's cache is made. By default both are faults.
+
+    Raises:
+        ManifestError: the manifest is bad, or a file is; names every bad file and what is wrong with it.
+    """
+    manifest = read_manifest(folder)
+    listed = manifest["files"]
+    try:
+        names = sorted(listed if only_listed else {*listed, *_names(folder)})
+    except OSError as error:
+        raise ManifestError(f"{folder} cannot be listed: {error}") from error
+
+    def fault(name: str) -> str | None:
+        return _fault(folder / name, listed.get(name), follow_links=only_listed)
+
+    with ThreadPoolExecutor() as threads:  # sums are made outside of the interpreter's lock
+        bad = [
+            f"{name}: {what}" for name, what in zip(names, threads.map(fault, names), strict=True) if what is not None
+        ]
+    if bad:
+        raise ManifestError(f"{folder} is not what its {MANIFEST} says: {'; '.join(bad)}")
+    return manifest
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on the disk: what was renamed into it stays so after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Relative paths of all but folders and the manifest; a symbolic link is a name like that of a file."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for root, folders, files in os.walk(folder, onerror=stop):
+        for name in [*files, *(inner for inner in folders if Path(root, inner).is_symlink())]:
+            path = Path(root, name).relative_to(folder).as_posix()
+            if path != MANIFEST or Path(root, name).is_symlink():
+                yield path
+
+
+def _synced(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sum and size of every file under a folder, when all of them are on the disk."""
+    files, odd = {}, []
+    for name in sorted(_names(folder)):
+        mode = (folder / name).lstat().st_mode
+        if stat.S_ISREG(mode):
+            files[name] = _digest(folder / name, is_synced=True)
+        else:
+            odd.append(f"{name}: {_kind(mode)}")
+    if odd:
+        raise ManifestError(f"{folder} holds what no manifest can list: {'; '.join(odd)}")
+    for root, _, _ in os.walk(folder):
+        sync_folder(Path(root))
+    return files
+
+
+def _kind(mode: int) -> str:
+    return "symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+
+
+def _digest(file: Path, *, is_synced: bool = False) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        if is_synced:
+            os.fsync(stream.fileno())
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"sha256": digest, "size": stream.tell()}
+
+
+def _rendered(values: dict[str, Any]) -> bytes:
+    """The bytes of a manifest, with the sum over everything else in it."""
+    body = {key: value for key, value in values.items() if key != "sha256"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    return (json.dumps(body, indent=2) + "\n").encode()
+
+
+def _check_listed(file: Path, name: str, listed: Any) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", MANIFEST):
+        raise ManifestError(f"{file} lists {name!r}, which is no file inside of {file.parent}")
+    if not isinstance(listed, dict) or type(listed.get("size")) is not int or type(listed.get("sha256")) is not str:
+        raise ManifestError(f"{file} says {listed!r:.80} of {name}; wanted an object of sha256 and size")
+
+
+def _fault(file: Path, listed: dict[str, Any] | None, *, follow_links: bool) -> str | None:
+    try:
+        status = file.stat(follow_symlinks=follow_links)
+        if not stat.S_ISREG(status.st_mode):
+            return _kind(status.st_mode)
+        if listed is None:
+            return "unexpected file"
+        if status.st_size != listed["size"]:
+            return f"size {status.st_size} instead of {listed['size']}"
+        return None if _digest(file)["sha256"] == listed["sha256"] else "other content (sha256)"
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except (OSError, ValueError) as error:  # a name that the file system refuses is a ValueError
+        return f"cannot be read ({error})"

@@ -1,0 +1,275 @@
+"""Components made from their configuration: each once, when it is first asked for, and closed in reverse order.
+
+Factories get the `ComponentBuilder` and ask it for other components by the names they have in the configuration.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from typing import Any
+
+from jaxft.errors import ComponentError, ConfigError, JaxftError, UserCodeError, did_you_mean, user_code
+from jaxft.harness.config import Config, validation_config
+from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
+from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
+from jaxft.harness.datasets import checked_items
+from jaxft.harness.evaluation import Evaluation, Validation, Workflow
+from jaxft.harness.evaluators import BoundEvaluator, Evaluator, WeightedSum
+from jaxft.harness.registry import (
+    ComponentConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    GroupEvaluatorConfig,
+    LLMConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+    WorkflowConfig,
+    registry,
+)
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+
+# The components whose factories the running code is inside of. Every component is made in a task, and so in a context,
+# of its own: a task sees its own ancestors only.
+_being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
+
+
+class ComponentBuilder:
+    """Gives components by name, inside `async with`.
+
+    Attributes:
+        config: the whole tree.
+        directory: where the run writes.
+        console: where it shows itself.
+        devices: those that the components compute on, in words.
+    """
+
+    def __init__(
+        self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
+    ) -> None:
+        """`lender` gives the language models that its own configuration has under the same names."""
+        self.config = config
+        self._lender = lender
+        self.directory = directory
+        self.console = console
+        self.devices: list[str] = []
+        self._components: dict[str, asyncio.Task[Any]] = {}
+        self._closing = AsyncExitStack()
+
+    async def __aenter__(self) -> "ComponentBuilder":
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        for task in self._components.values():
+            task.cancel()
+        await asyncio.gather(*self._components.values(), return_exceptions=True)
+        await self._closing.aclose()
+
+    def add_devices(self, devices: Sequence[str]) -> None:
+        """Called by the factory of a component that computes in this process, for `environment.json`.
+
+        Args:
+            devices: in words, as in `cpu (cpu 0)`.
+        """
+        self.devices = list(dict.fromkeys([*self.devices, *devices]))
+        if self._lender is not None:
+            self._lender.add_devices(devices)
+
+    async def get_llm(self, name: str) -> Any:
+        """The language model `llms.<name>`."""
+        if self._lender is not None and name in self._lender.config.llms:
+            return await self._lender.get_llm(name)
+        return await self._get("llms", name, self.config.llms, LLMConfig)
+
+    async def get_workflow(self) -> Workflow:
+        """The agent."""
+        workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
+        return _callable("workflow", workflow)
+
+    async def get_evaluator(self, name: str) -> Evaluator:
+        """The evaluator `eval.evaluators.<name>`."""
+        evaluator = await self._get("eval.evaluators", name, self.config.eval.evaluators, EvaluatorConfig)
+        return _callable(f"eval.evaluators.{name}", evaluator)
+
+    async def get_dataset(self) -> list[EvalInputItem]:
+        """The examples, checked: at least one, ids unique."""
+        items = await self._once("eval.general.dataset", self.config.eval.general.dataset, DatasetConfig)
+        return checked_items(items, "eval.general.dataset")
+
+    async def open(self) -> None:
+        """Makes what every run needs: the datasets first, which is quick, then the evaluation with its models."""
+        await self.get_dataset()
+        if self.config.eval.validation is not None and self.config.finetuning.enabled:
+            await self._shared("validation examples", self._read_validation)
+        await self.get_evaluation()
+
+    async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
+        """The builder `trajectory_builders.<name>`, with the evaluation and the examples bound to it."""
+        configs = self.config.trajectory_builders
+        made = await self._get("trajectory_builders", name, configs, TrajectoryBuilderConfig)
+        if not isinstance(made, TrajectoryBuilder):
+            raise _wrong_class(f"trajectory_builders.{name}", made, TrajectoryBuilder)
+        if made.evaluation is None:
+            await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
+            validation = await self.get_validation()
+            if validation is not None:
+                await made.bind_validation(validation)
+        return made
+
+    async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
+        """The adapter `trainer_adapters.<name>`."""
+        made = await self._get("trainer_adapters", name, self.config.trainer_adapters, TrainerAdapterConfig)
+        if not isinstance(made, TrainerAdapter):
+            raise _wrong_class(f"trainer_adapters.{name}", made, TrainerAdapter)
+        return made
+
+    async def get_trainer(self, name: str) -> Trainer:
+        """The trainer `trainers.<name>`."""
+        made = await self._get("trainers", name, self.config.trainers, TrainerConfig)
+        if not isinstance(made, Trainer):
+            raise _wrong_class(f"trainers.{name}", made, Trainer)
+        return made
+
+    async def get_validation(self) -> Validation | None:
+        """The section `eval.validation`, ready to run; None without one."""
+        return await self._shared("validation", self._make_validation)
+
+    async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
+        """The builder of the configuration that validation follows, and the examples."""
+        section, config, source = self.config.eval.validation, validation_config(self.config), self
+        assert section is not None
+        if config is not self.config:
+            source = ComponentBuilder(config, self.directory, self.console, lender=self)
+            await self._closing.enter_async_context(source)
+        if section.dataset is None:
+            return source, await source.get_dataset()
+        made = await self._once("eval.validation.dataset", section.dataset, DatasetConfig)
+        return source, checked_items(made, "eval.validation.dataset")
+
+    async def _make_validation(self) -> Validation | None:
+        section = self.config.eval.validation
+        if section is None:
+            return None
+        source, examples = await self._shared("validation examples", self._read_validation)
+        reward = source.config.finetuning.reward_function or self.config.finetuning.reward_function
+        return Validation(
+            await source.make_evaluation(reward, counted_with=await self.get_evaluation()),
+            examples,
+            section.interval,
+            section.temperature,
+            section.num_generations,
+        )
+
+    async def get_evaluation(self) -> Evaluation:
+        """The workflow with all evaluators; the reward is that of `finetuning.reward_function`."""
+        return await self._shared("evaluation", self._make_evaluation)
+
+    async def _make_evaluation(self) -> Evaluation:
+        return await self.make_evaluation(self.config.finetuning.reward_function)
+
+    async def make_evaluation(
+        self, reward: RewardFunctionConfig | None, counted_with: Evaluation | None = None
+    ) -> Evaluation:
+        """A new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
+        general = self.config.eval.general
+        evaluation = Evaluation(
+            await self.get_workflow(),
+            await self._judges(),
+            None if reward is None else reward.name,
+            general.max_concurrency,
+            self.config.finetuning.seed,
+            timeout_seconds=general.timeout_seconds,
+            result_json_path=general.result_json_path,
+            counted_with=counted_with,
+            show_progress=self.console.status,
+            log=self.console.message,
+        )
+        self._closing.push_async_callback(evaluation.close)
+        return evaluation
+
+    async def _judges(self) -> dict[str, BoundEvaluator | WeightedSum]:
+        """All evaluators, with what the configuration says of how they are asked."""
+        judges: dict[str, BoundEvaluator | WeightedSum] = {}
+        for name, config in self.config.eval.evaluators.items():
+            made = await self.get_evaluator(name)
+            is_group = isinstance(config, GroupEvaluatorConfig)
+            judges[name] = (
+                made if isinstance(made, WeightedSum) else BoundEvaluator(made, is_group, config.timeout_seconds)
+            )
+        return judges
+
+    async def _get(self, section: str, name: str, configs: dict[str, Any], base: type[ComponentConfig]) -> Any:
+        if name not in configs:
+            raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
+        return await self._once(f"{section}.{name}", configs[name], base)
+
+    async def _once(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
+        return await self._shared(place, lambda: self._make(place, config, base))
+
+    async def _shared(self, place: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once, however many ask for it at the same time.
+
+        Raises:
+            ComponentError: what is asked for is what is being made.
+        """
+        chain = _being_made.get()
+        if place in chain:
+            circle = " -> ".join((*chain[chain.index(place) :], place))
+            raise ComponentError(f"components need each other in a circle: {circle}")
+        if place not in self._components:
+            token = _being_made.set((*chain, place))
+            self._components[place] = asyncio.create_task(make(), name=place)
+            _being_made.reset(token)
+        # A caller that is cancelled must not take the component from the others.
+        return await asyncio.shield(self._components[place])
+
+    async def _make(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
+        factory = registry.find(base, config.type_name or "").load()
+        what = f"{place} ({config.type_name})"
+        generator = factory(config, self)
+        self.console.status(f"making {what}")
+        try:
+            with user_code():
+                instance = await anext(generator, _NOTHING)
+        except UserCodeError as failure:
+            raise _failure(what, failure) from failure.error
+        self.console.status("")
+        if instance is _NOTHING:
+            raise ComponentError(f"{what}: its factory yielded nothing")
+        self._closing.push_async_callback(_close, what, generator)
+        return instance
+
+
+_NOTHING = object()
+
+
+async def _close(what: str, generator: Any) -> None:
+    """Runs what stands after the factory's `yield`."""
+    try:
+        with user_code():
+            second = await anext(generator, _NOTHING)
+    except UserCodeError as failure:
+        raise ComponentError(f"{what}: closing it failed:\n{failure.tail}") from failure.error
+    if second is not _NOTHING:
+        await generator.aclose()
+        raise ComponentError(f"{what}: its factory yielded twice")
+
+
+def _failure(what: str, failure: UserCodeError) -> JaxftError:
+    if isinstance(failure.error, JaxftError):  # of a component that this one needs
+        return failure.error
+    # A value or a file that is not right is told in its own words; anything else is a fault of the code.
+    told = failure.summary if isinstance(failure.error, ValueError | OSError) else f"\n{failure.tail}"
+    return ComponentError(f"{what}: {told}")
+
+
+def _callable(place: str, made: Any) -> Callable[..., Any]:
+    if not callable(made):
+        raise ComponentError(f"{place}: its factory must yield a function, not {type(made).__name__}")
+    return made
+
+
+def _wrong_class(place: str, made: Any, wanted: type) -> ComponentError:
+    return ComponentError(f"{place}: its factory must yield a {wanted.__name__}, not {type(made).__name__}")

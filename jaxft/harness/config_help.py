@@ -1,0 +1,121 @@
+"""Reading the config classes themselves: which fields stand at a path, and what every knob means."""
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+
+from jaxft.harness.config_types import ConfigModel
+from jaxft.harness.registry import KINDS, ComponentConfig, registry
+
+SECTIONS = {
+    "llm": "llms.<name>",
+    "workflow": "workflow",
+    "evaluator": "eval.evaluators.<name>",
+    "dataset loader": "eval.general.dataset",
+    "trajectory builder": "trajectory_builders.<name>",
+    "trainer adapter": "trainer_adapters.<name>",
+    "trainer": "trainers.<name>",
+}
+"""Where a component of each kind stands in a configuration."""
+
+
+def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -> list[str]:
+    """The names of the fields that may stand under a path; empty where anything may, or nothing.
+
+    Args:
+        root: the class of the whole tree.
+        path: keys and list indices from the root.
+        values: the tree's plain values, which say by `_type` what class a component has.
+    """
+    annotation: Any = root
+    for part in path:
+        model = _model(annotation)
+        if model is not None:
+            annotation = model.model_fields[str(part)].annotation if part in model.model_fields else None
+        else:
+            annotation = next(_arguments(annotation, (dict, tuple, list)), None)
+        values = _item(values, part)
+        component = _model(annotation)
+        if component in KINDS and isinstance(values, dict):
+            annotation = registry.find(component, values["_type"]).config_type
+    model = _model(annotation)
+    return [] if model is None else list(model.model_fields)
+
+
+def describe(root: type[ConfigModel]) -> str:
+    """Every knob with its type, default and meaning: the sections of the tree, then the registered components."""
+    lines = ["Fields of the configuration (set one with --set path=value):", *_knobs(root, "")]
+    for base in KINDS:
+        for name in registry.names(base):
+            config_type = registry.find(base, name).config_type
+            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_knobs(config_type, "")]
+    return "\n".join(lines)
+
+
+def _knobs(model: type[ConfigModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name == "reward" and issubclass(model, ComponentConfig):
+            continue  # nobody's knob: the run sets it
+        inner = _model(field.annotation)
+        section = None if inner is None or issubclass(inner, ComponentConfig) else inner
+        # A section that is always there is told by its fields; one that may be null is a knob itself.
+        if section is None or field.default is None:
+            yield f"  {prefix}{name} ({_words(field.annotation)}, {_default(field)})"
+            if field.description:
+                yield f"      {field.description}"
+        if section is not None:
+            yield from _knobs(section, f"{prefix}{name}.")
+
+
+def _item(values: Any, part: str | int) -> Any:
+    if isinstance(values, dict):
+        return values.get(part)
+    return values[part] if isinstance(values, list) and isinstance(part, int) else None
+
+
+def _model(annotation: Any) -> type[ConfigModel] | None:
+    """The config class that an annotation stands for: itself, or the one in `X | None` or `Annotated[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        return annotation
+    inner = (_model(argument) for argument in _arguments(annotation, (types.UnionType, typing.Union, typing.Annotated)))
+    return next((model for model in inner if model is not None), None)
+
+
+def _arguments(annotation: Any, origins: tuple[Any, ...]) -> Iterator[Any]:
+    """The types that can stand inside an annotation of one of the origins: for a dict, those of its values."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in origins:
+        yield from arguments[1:] if origin is dict else arguments
+
+
+def _default(field: FieldInfo) -> str:
+    """The default as it would stand in YAML."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    plain = TypeAdapter(type(value)).dump_python(value, mode="json")
+    return f"default {json.dumps(plain)}"
+
+
+def _words(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _words(typing.get_args(annotation)[0])
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return " or ".join(_words(argument) for argument in typing.get_args(annotation))
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(str(argument) for argument in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (tuple, list):
+        return f"list of {_words(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is dict:
+        return f"mapping of {_words(typing.get_args(annotation)[1])}"
+    model = _model(annotation)
+    if model is not None:
+        return model.component_kind if issubclass(model, ComponentConfig) else "mapping"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

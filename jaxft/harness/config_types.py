@@ -1,0 +1,143 @@
+"""What config classes are made of: a strict base, and field types whose value depends on the config around them.
+
+A path is relative to where it was written: to the folder of its YAML file, or to the working directory when it came
+from the command line. A reference (`LLMRef`, ...) must be the name of an entry of the same configuration.
+"""
+
+import functools
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from jaxft.errors import did_you_mean
+
+
+class ConfigModel(BaseModel):
+    """The base of everything a person types: immutable, no unknown fields, and errors that never show values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    # `info` is pydantic's ValidationInfo, here and below: a protocol, which no run-time check of types can test for.
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: Any) -> Any:
+        numbers = (int, float, int | None, float | None)
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation in numbers:
+            raise config_error("must be a number (holds a bool)")
+        return value
+
+
+class ConfigText(str):
+    """A text of a configuration that knows the folder its paths are relative to."""
+
+    folder: Path
+
+    def __new__(cls, text: str, folder: Path) -> "ConfigText":
+        self = super().__new__(cls, text)
+        self.folder = folder
+        return self
+
+
+def config_error(message: str) -> PydanticCustomError:
+    """An error for validators, shown word for word (braces included) after the path of the field."""
+    return PydanticCustomError("fault", "{message}", {"message": message})
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a configuration is, in words that do not tell the value."""
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else "a bool"
+    return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
+
+
+def _input_path(value: Any, info: Any) -> Any:
+    # In a configuration every text knows its folder, but for one that `file://` read from a file.
+    if info.context is not None and type(value) is str:
+        raise config_error("must be a path, holds the text of a file: write the path without 'file://'")
+    return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
+
+
+def _output_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) else value
+
+
+def _possible_path(path: Path) -> Path:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise config_error("is no path: it holds half of a character (a lone surrogate)") from None
+    if b"\0" in name:
+        raise config_error("is no path: it holds a NUL character")
+    return path
+
+
+def _path_or_name(value: Any) -> Any:
+    if isinstance(value, ConfigText) and (value.folder / Path(value).expanduser()).exists():
+        return str(value.folder / Path(value).expanduser())
+    return value
+
+
+InputPath = Annotated[Path, BeforeValidator(_input_path), AfterValidator(_possible_path)]
+"""A file or folder to read."""
+
+OutputPath = Annotated[Path, BeforeValidator(_output_path), AfterValidator(_possible_path)]
+"""A folder to write to, relative to the working directory."""
+
+PathOrName = Annotated[str, BeforeValidator(_path_or_name)]
+"""A path when something exists there, else a name (of a model hub, say) that is kept as it is."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""A seed of `jax.random.key`: a uint32."""
+
+
+def check_reference(section: str, name: str, info: Any) -> str:
+    """The name of an entry of a section, refused when the configuration that is validated does not have it."""
+    names = None if info.context is None else info.context[section]
+    if names is not None and name not in names:
+        raise config_error(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
+    return name
+
+
+def _reference(section: str) -> AfterValidator:
+    def check(name: str, info: Any) -> str:
+        return check_reference(section, name, info)
+
+    return AfterValidator(check)
+
+
+LLMRef = Annotated[str, _reference("llms")]
+EvaluatorRef = Annotated[str, _reference("eval.evaluators")]
+TrajectoryBuilderRef = Annotated[str, _reference("trajectory_builders")]
+TrainerAdapterRef = Annotated[str, _reference("trainer_adapters")]
+TrainerRef = Annotated[str, _reference("trainers")]
+
+REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
+"""The sections whose entries other fields name."""
+
+
+@functools.cache
+def jsonpath_of(text: str) -> Any:
+    """The parsed path (jsonpath-ng, which takes long to import and to parse)."""
+    from jsonpath_ng import parse
+
+    return parse(text)
+
+
+def at_json_path(value: Any, text: str) -> Any:
+    """What stands at the path: one value, or a list when the path names several.
+
+    Raises:
+        ValueError: nothing stands there.
+
+    >>> at_json_path({"answer": {"text": "four"}}, "$.answer.text")
+    'four'
+    >>> at_json_path({"steps": [{"n": 1}, {"n": 2}]}, "$.steps[*].n")
+    [1, 2]
+    """
+    found = [match.value for match in jsonpath_of(text).find(value)]
+    if not found:
+        raise ValueError(f"nothing stands at '{text}' in the output, which is {repr(value)[:100]}")
+    return found[0] if len(found) == 1 else found

@@ -1,0 +1,175 @@
+"""SIGINT and SIGTERM: the first asks the run to stop where nothing is lost, the second ends the process at once.
+
+A thread hears of them (`signal.set_wakeup_fd`): the main thread may be held by an agent or a tokenizer, and could run
+no handler.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from jaxft.errors import JaxftError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+class Stopped(JaxftError):
+    """A signal ended a run after it had been saved."""
+
+
+class Shutdown:
+    """What signals of this process mean, while `main` runs as a task of an event loop.
+
+    Attributes:
+        signal: the one that came; None before.
+        resume_command: how to go on with the run; None when there is none.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.resume_command: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._listener: asyncio.Event | None = None
+        self._timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handles signals in the running event loop; without anybody listening they cancel the current task."""
+        if threading.current_thread() is not threading.main_thread():  # which alone may change what signals do
+            yield
+            return
+        global _writer
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        _writer = writer
+        hearing = threading.Thread(target=self._hear, args=(reader,), name="signals", daemon=True)
+        hearing.start()
+        fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+        token = _shutdown.set(self)
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            _shutdown.reset(token)
+            for number in SIGNALS:
+                signal.signal(number, before[number])
+            signal.set_wakeup_fd(fd_before)
+            _writer = None
+            writer.shutdown(socket.SHUT_RDWR)  # closing alone would not end the thread while a forked process lives
+            writer.close()
+            hearing.join()
+            reader.close()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[asyncio.Event]:
+        """An event that a signal sets; inside, that is all that a first signal does."""
+        self._listener = asyncio.Event()
+        if self.signal is not None:
+            self._listener.set()
+        try:
+            yield self._listener
+        finally:
+            self._listener = None
+
+    def _hear(self, reader: socket.socket) -> None:
+        """In a thread: every signal comes as a byte."""
+        while received := reader.recv(64):
+            for number in received:
+                if number in SIGNALS:
+                    self._on_signal(signal.Signals(number))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.signal is not None:
+            _tell(f"{number.name} again: ended at once")
+            os._exit(128 + number)
+        self.signal = number
+        _tell(f"{number.name}: stopping; a second signal ends at once")
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._listener is not None:
+            self._listener.set()
+        elif self._task is not None:
+            self._task.cancel()
+
+    def end_within(self, seconds: float) -> None:
+        """Ends the process by then, whatever still holds it up; what had to be saved has been."""
+
+        def end() -> None:
+            os.write(2, f"jaxft: {self.message}\n".encode())
+            os._exit(self.exit_code)
+
+        self._timer = threading.Timer(seconds, end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    @property
+    def exit_code(self) -> int:
+        """128 and the signal, as a shell would say it."""
+        assert self.signal is not None
+        return 128 + self.signal
+
+    @property
+    def message(self) -> str:
+        """What happened, and how to go on."""
+        assert self.signal is not None
+        command = "" if self.resume_command is None else f"; go on with:\n  {self.resume_command}"
+        return f"{WORDS[self.signal]}{command}"
+
+
+_writer: socket.socket | None = None
+"""The end of the socket that the interpreter writes the numbers of signals to, while a `Shutdown` is installed."""
+
+
+def _pass_on(number: int, frame: object) -> None:
+    """Sends the signal to the listening thread where the interpreter did not: `loop.add_signal_handler`, called by an
+    agent or a library, makes it write to another descriptor."""
+    if _writer is None:
+        return
+    current = signal.set_wakeup_fd(_writer.fileno(), warn_on_full_buffer=False)
+    if current != _writer.fileno():
+        signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        with contextlib.suppress(BlockingIOError):  # it is full of signals already
+            _writer.send(bytes([number]))
+
+
+def _tell(sentence: str) -> None:
+    """Prints in a thread of its own: standard error may be a pipe that nobody reads."""
+
+    def tell() -> None:
+        print(f"jaxft: {sentence}", file=sys.stderr, flush=True)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    telling.join(timeout=0.5)
+
+
+def _forget_signals() -> None:
+    """In a forked process: a pool of an agent ends its workers by SIGTERM, which is none of this one's."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _pass_on:
+            signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)
+
+_shutdown: ContextVar[Shutdown | None] = ContextVar("jaxft_shutdown", default=None)
+
+
+def current_shutdown() -> Shutdown | None:
+    """That of the program that runs; None where somebody else handles signals."""
+    return _shutdown.get()

@@ -1,0 +1,125 @@
+"""What an engine is asked, and what it answers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
+
+from jaxft.core import LARGEST_FLOAT32
+from jaxft.core.checks import check_token_ids
+from jaxft.core.sampling import check_sampling
+from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
+
+
+class RequestError(ValueError):
+    """A request that can never be served: too long for the context, or impossible parameters."""
+
+
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for an answer in the context."""
+
+    @classmethod
+    def of(cls, size: str, max_context_tokens: int) -> "PromptTooLongError":
+        """The error for a prompt of this size, such as "600 tokens"."""
+        return cls(
+            f"the prompt has {size}, but max_context_tokens is {max_context_tokens} with the answer included; shorten "
+            "the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
+        )
+
+
+class NonFiniteError(FloatingPointError):
+    """The parameters gave a request a log-probability that is not finite: what was sampled with it means nothing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to sample. Every number of it is an array on the device: a new value compiles nothing.
+
+    Attributes:
+        prompt_ids: the context, at least one token.
+        key_ids: uint32 numbers folded into the run's key, in order; unique to the request. Its seed, that is.
+        max_tokens: the most tokens to sample.
+        temperature, top_k, top_p, min_p: see `SamplingParams`.
+        stop_ids: a sampled one ends the answer.
+        logit_bias: pairs of a token's id and what is added to its logit, after the temperature; -inf forbids it.
+        find_stop: given the sampled ids, how many of them complete a stop string, or None.
+        prefix_boundaries: places between tokens of the prompt, ascending, at which its keys and values are computed in
+            parts. A conversation is cut where its earlier turns were, so that they need not be computed again.
+    """
+
+    prompt_ids: tuple[int, ...]
+    key_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    find_stop: Callable[[list[int]], int | None] | None = None
+    prefix_boundaries: tuple[int, ...] = ()
+
+
+@dataclass
+class Completion:
+    """What was sampled; `finish_reason` is `stop` or `length`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    policy_version: int = 0
+
+
+def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:
+    """Raise unless the request can be served, and the device's arrays can hold every number of it.
+
+    Raises:
+        PromptTooLongError: the prompt leaves no room in the context.
+        RequestError: the prompt has no tokens, or holds one that is not of the vocabulary; or a parameter is
+            impossible.
+
+    >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
+    >>> check_request(request, max_context_tokens=8, vocabulary=4)
+    Traceback (most recent call last):
+    jaxft.rollout.requests.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1], at least 1e-30
+    """
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise RequestError("the prompt has no tokens")
+    if length >= max_context_tokens:
+        raise PromptTooLongError.of(f"{length} tokens", max_context_tokens)
+    if not _is_integer(request.max_tokens) or request.max_tokens < 1:
+        raise RequestError(f"max_tokens is {request.max_tokens}; wanted at least 1")
+    if not all(_is_integer(number) and 0 <= number < 2**32 for number in request.key_ids):
+        raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
+    if len(request.stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
+    # One beyond the vocabulary is never sampled, and does no harm: checkpoints name some.
+    if not all(_is_integer(token) and 0 <= token < 2**31 for token in request.stop_ids):
+        raise RequestError(f"stop_ids are {request.stop_ids}; wanted token ids, which fit int32")
+    if len(request.logit_bias) > MAX_BIASED_IDS:
+        raise RequestError(f"logit_bias names {len(request.logit_bias)} tokens; at most {MAX_BIASED_IDS} are supported")
+    for token, value in request.logit_bias:
+        if not (value == -math.inf or -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32):
+            raise RequestError(
+                f"logit_bias adds {value} to token {token}; wanted -inf, or a number that float32 holds, up to "
+                f"{LARGEST_FLOAT32:.1e}"
+            )
+    if list(request.prefix_boundaries) != sorted(set(request.prefix_boundaries)) or not all(
+        _is_integer(cut) and 0 < cut < length for cut in request.prefix_boundaries
+    ):
+        raise RequestError(
+            f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending places within a prompt of {length} "
+            "tokens"
+        )
+    try:
+        check_token_ids("prompt_ids", request.prompt_ids, vocabulary)
+        check_token_ids("logit_bias", [token for token, _ in request.logit_bias], vocabulary)
+        check_sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, min_p=request.min_p)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, SupportsIndex)

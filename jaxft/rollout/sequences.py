@@ -1,0 +1,106 @@
+"""Recorded calls as training rows.
+
+Recorded ids are training data as they are: a turn that extends the turn before becomes one sequence with it, and
+nothing that was sampled is ever tokenised again.
+"""
+
+from collections.abc import Callable, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from jaxft.rollout.recorder import WORKFLOW, Call
+
+
+def is_targeted(call: Call, functions: Sequence[str] = (WORKFLOW,), model: str | None = None) -> bool:
+    """Whether a call was made in one of these functions, by this language model (None: by any)."""
+    is_inside = WORKFLOW in functions or any(name in functions for name in call.functions)
+    return is_inside and model in (None, call.llm)
+
+
+class TokenSequence(BaseModel):
+    """One training row: token ids with, aligned to each, who chose it and with which log-probability.
+
+    Tokens that are not trained, of prompts and of calls that training is not aimed at, have mask False and zeros
+    elsewhere; `policy_versions` and `turns` are -1 there. `turns` counts the
+    answers of the episode in the order in which they were asked for; empty when it is not known. `llm` names the
+    language model that sampled, when it is known. `truncated` says that a length limit cut an answer of the row,
+    `episode_truncated` that it cut the last answer of the whole episode, with which the row ends.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[int]
+    completion_mask: list[bool]
+    sampler_logprobs: list[float]
+    behavior_logprobs: list[float]
+    temperatures: list[float]
+    policy_versions: list[int]
+    turns: list[int] = []
+    truncated: bool = False
+    episode_truncated: bool = False
+    llm: str | None = None
+
+
+def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = is_targeted) -> list[TokenSequence]:
+    """The calls of an episode as training rows, in an order that depends on their tokens alone and never on timing.
+
+    A call whose prompt starts with all tokens of another call of the same language model continues that call's row; any
+    other begins a new one. No token of a targeted call is lost, and none appears twice as a trained token; the other
+    calls are context only, and rows without a targeted one are left out.
+    """
+    sequences: list[TokenSequence] = []
+    turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
+    # A prefix sorts before what extends it.
+    for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
+        longest = None
+        for sequence in sequences:
+            known = len(sequence.tokens)
+            extends = sequence.llm == call.llm and list(call.prompt_ids[:known]) == sequence.tokens
+            if extends and (longest is None or known > len(longest.tokens)):
+                longest = sequence
+        if longest is None:
+            longest = TokenSequence(
+                tokens=[],
+                completion_mask=[],
+                sampler_logprobs=[],
+                behavior_logprobs=[],
+                temperatures=[],
+                policy_versions=[],
+                llm=call.llm,
+            )
+            sequences.append(longest)
+        _extend(longest, call, turns[call.index], is_target(call))
+        longest.episode_truncated = (
+            turns[call.index] == len(calls) - 1 and is_target(call) and call.finish_reason == "length"
+        )
+    return [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
+
+
+def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> None:
+    sampled = len(call.token_ids) if is_target else 0
+    context = len(call.context_ids) - len(sequence.tokens) - sampled
+    sequence.tokens += call.context_ids[len(sequence.tokens) :]
+    sequence.completion_mask += [False] * context + [True] * sampled
+    sequence.sampler_logprobs += [0.0] * context + list(call.sampler_logprobs[:sampled])
+    sequence.behavior_logprobs += [0.0] * context + list(call.behavior_logprobs[:sampled])
+    sequence.temperatures += [call.temperature] * (context + sampled)
+    sequence.policy_versions += [-1] * context + [call.policy_version] * sampled
+    sequence.turns += [-1] * context + [turn] * sampled
+    sequence.truncated |= is_target and call.finish_reason == "length"
+
+
+def _without_tail(sequence: TokenSequence) -> TokenSequence:
+    """The row up to its last trained token: what follows changes nothing."""
+    end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
+    return sequence.model_copy(update={name: values[:end] for name, values in sequence if isinstance(values, list)})
+
+
+def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
+    """The conversation for people to read: the last call with its answer, and before it what that does not contain."""
+    messages: list[dict[str, str]] = []
+    for index, call in enumerate(calls):
+        said = [*call.messages, {"role": "assistant", "content": call.content}]
+        later = calls[index + 1].messages if index + 1 < len(calls) else ()
+        if list(later[: len(said)]) != said:
+            messages += said
+    return messages

@@ -1,0 +1,22 @@
+"""The components that jaxft ships.
+
+Importing this package registers their configurations. The modules of the components, and jax with them, are imported
+when a component is first made.
+"""
+
+from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig, registry
+from jaxft.shipped.configs import (
+    DPOTrainerConfig,
+    DPOTrajectoryBuilderConfig,
+    GRPOTrainerConfig,
+    GRPOTrajectoryBuilderConfig,
+    LocalPolicyConfig,
+    LocalTrainerAdapterConfig,
+)
+
+registry.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
+registry.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.shipped.local_adapter:local_trainer_adapter")
+registry.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.shipped.grpo:grpo_trajectory_builder")
+registry.add(TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig, "jaxft.shipped.dpo:dpo_trajectory_builder")
+registry.add(TrainerConfig, GRPOTrainerConfig, "jaxft.shipped.grpo:grpo_trainer")
+registry.add(TrainerConfig, DPOTrainerConfig, "jaxft.shipped.dpo:dpo_trainer")

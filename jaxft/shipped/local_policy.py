@@ -1,0 +1,128 @@
+"""`_type: local_policy`: a model that lives, samples and is trained in this process."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxft.core.partition import ADAPTER, BASE
+from jaxft.core.precision import compute_in
+from jaxft.core.sharding import AXES, make_mesh
+from jaxft.core.types import Model, Params
+from jaxft.models.config import DecoderConfig, model_preset
+from jaxft.models.decoder import Remat, decoder, parameters_table, sharding_for
+from jaxft.models.hf import init_model, load_model
+from jaxft.models.hf_config import load_config
+from jaxft.models.hf_files import local_folder
+from jaxft.models.lora import init_adapter, lora_decoder
+from jaxft.models.peft import load_adapter, load_lora_config
+from jaxft.rollout.chat import find_stop_ids, load_tokenizer
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.policy import Policy
+from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
+
+ADAPTER_STREAM = 4
+"""Of random numbers: what fresh adapters are drawn with."""
+
+
+async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
+    """A chat client of a fresh policy. A `path` wins over a `preset`: one override puts a checkpoint in its place."""
+    seed = builder.config.finetuning.seed
+    dtype = jnp.dtype(config.dtype)
+    folder = None if config.path is None else local_folder(config.path)
+    tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
+    on_mesh: dict[str, Any] = {}
+    if config.mesh is not None:
+        on_mesh = {"mesh": mesh_of(config.mesh), "strict": config.mesh.strict}
+    if folder is not None:
+        model, params = load_model(folder, dtype=dtype, **on_mesh)
+    else:
+        model, params = init_model(shape_of(config), jax.random.key(seed, impl="threefry2x32"), dtype=dtype, **on_mesh)
+    assert isinstance(model.config, DecoderConfig)
+    vocabulary = model.config.vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+    if config.lora is None:
+        model = decoder(model.config, config.remat, model.sharding)
+    else:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), ADAPTER_STREAM)
+        model, params = with_adapters(model, params, config.lora, config.remat, key)
+    if config.compute_dtype is not None:
+        model = compute_in(model, jnp.dtype(config.compute_dtype))
+    policy = Policy(
+        model,
+        params,
+        tokenizer,
+        stop_ids=find_stop_ids(tokenizer, folder),
+        seed=seed,
+        slots=config.slots,
+        max_context_tokens=config.max_context_tokens,
+        prefix_cache_rows=config.prefix_cache_rows,
+        base=None if config.path is None else base_name(config.path),
+    )
+    policy.compiles.show = builder.console.compiling
+    builder.add_devices(policy.devices())
+    name = next(name for name, llm in builder.config.llms.items() if llm is config)
+    yield ChatClient(policy, name, config.long_prompts)
+    policy.close()
+
+
+def base_name(path: str) -> str:
+    """How others find a checkpoint: a folder by its whole path, the hub's by its id."""
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
+
+
+def with_adapters(model: Model, params: Params, config: LoraConfig, remat: Remat, key: Any) -> tuple[Model, Params]:
+    """A loaded model as the base of adapters: those of a folder, or fresh ones drawn with `key`."""
+    shape: Any = model.config
+    lora = config.lora() if config.path is None else load_lora_config(config.path)
+    adapted = lora_decoder(shape, lora, remat, model.sharding)
+    if config.path is None:
+        adapter = init_adapter(adapted, key)
+    else:
+        adapter = load_adapter(config.path, shape, params, sharding=model.sharding)
+    return adapted, {BASE: params, ADAPTER: adapter}
+
+
+def mesh_of(config: MeshConfig) -> Mesh:
+    """The mesh of all devices there are.
+
+    Raises:
+        ValueError: the sizes do not multiply to their number.
+    """
+    return make_mesh(config.data, config.fsdp, config.tensor)
+
+
+def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
+    """The shape of the model, for which no weights are read."""
+    if config.path is not None:
+        return load_config(local_folder(config.path) / "config.json")
+    assert config.preset is not None
+    return model_preset(config.preset, vocab_size=len(load_tokenizer(config.tokenizer)))
+
+
+def sharding_table(config: LocalPolicyConfig) -> str | None:
+    """Which parameters lie where on the mesh of the configuration, as text; None without a mesh.
+
+    The devices of a mesh whose sizes are all given need not be here.
+
+    Raises:
+        ValueError: a parameter cannot lie so.
+    """
+    if config.mesh is None:
+        return None
+    shape, dtype = shape_of(config), jnp.dtype(config.dtype)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = mesh_of(config.mesh) if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    sharding = sharding_for(shape, mesh, strict=config.mesh.strict)
+    of_base = jax.eval_shape(decoder(shape).init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), of_base)
+    if config.lora is not None:
+        lora = config.lora.lora() if config.lora.path is None else load_lora_config(config.lora.path)
+        adapted = jax.eval_shape(lora_decoder(shape, lora).init, jax.random.key(0))
+        params = {BASE: params, ADAPTER: adapted[ADAPTER]}
+    return parameters_table(params, sharding)

@@ -1,0 +1,657 @@
+"""A run that was ended goes on: what is refused, what is cut off, what a signal leaves behind."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxft.cli import main
+from jaxft.errors import ConfigError
+from jaxft.files import OWN_KEYS, read_manifest, write_manifest
+from jaxft.harness.checkpointing import changes_of
+from jaxft.harness.contracts import TrainerAdapter
+from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
+from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
+from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
+from jaxft.harness.session import open_session
+from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.runs.directory import RunDirectory
+from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
+
+
+class SteadyTrainerConfig(TrainerConfig, name="steady_trainer"):
+    stop_in: int | None = None
+    signal: int = signal.SIGTERM
+    seconds: float = 60.0
+
+
+class SteadyTrainer(ToyTrainer):
+    """Logs a line per epoch and saves between them; sends itself a signal in the middle of one, when told to."""
+
+    def __init__(self, config, directory):
+        super().__init__(config)
+        self.directory, self.epoch = directory, 0
+
+    def state(self):
+        return {"epoch": self.epoch}
+
+    def restore_state(self, state):
+        self.epoch = state["epoch"]
+
+    async def run(self, num_epochs):
+        statuses = []
+        if self.epoch > num_epochs:
+            raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
+        while True:
+            await self.checkpoint(self.epoch, is_last=self.epoch == num_epochs)
+            if self.epoch == num_epochs or self.is_stopping:
+                return statuses
+            if self.epoch == self.trainer_config.stop_in:
+                os.kill(os.getpid(), self.trainer_config.signal)
+                await asyncio.sleep(self.trainer_config.seconds)
+            ref = await self.run_epoch(self.epoch, f"epoch-{self.epoch}")
+            statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+            self.directory.append_jsonl("training_metrics.jsonl", {"epoch": self.epoch})
+            self.epoch += 1
+
+
+@register_trainer(config_type=SteadyTrainerConfig)
+async def steady_trainer(config, builder):
+    yield SteadyTrainer(config, builder.directory)
+
+
+class SteadyAdapterConfig(TrainerAdapterConfig, name="steady_adapter"):
+    busy_seconds: float | None = None
+    wants_arrays: bool = False
+    save_seconds: float = 0.0
+    is_well: bool = True
+    signal_in_save: int | None = None
+    large_from: int | None = None
+    large_to: int = 0
+
+
+class SteadyAdapter(TrainerAdapter):
+    """Counts jobs, which complete at once; may be busy when a signal comes, and slow to save."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.jobs = self.saves = 0
+
+    async def is_healthy(self):
+        return self.adapter_config.is_well
+
+    async def submit(self, trajectories):
+        self.jobs += 1
+        return TrainingJobRef(run_id=trajectories.run_id, backend="steady")
+
+    async def status(self, ref):
+        return TrainingJobStatus(run_id=ref.run_id, backend="steady", status=TrainingStatusEnum.COMPLETED)
+
+    async def wait_until_complete(self, ref, poll_interval=10.0):
+        return await self.status(ref)
+
+    def log_progress(self, ref, metrics, output_dir=None):
+        pass
+
+    def is_busy(self):
+        return self.adapter_config.busy_seconds is not None
+
+    async def save_state(self, save):
+        """In a thread, as the device has one: whoever waits may be cancelled, and the save goes on."""
+        return await asyncio.to_thread(self._save, save)
+
+    def _save(self, save):
+        config = self.adapter_config
+        is_large = config.large_from is not None and config.large_from <= self.jobs <= config.large_to
+        arrays = {"x": np.random.default_rng(0).normal(size=100_000)} if is_large else {}
+        result = save({"jobs": self.jobs}, arrays)
+        if result is True:  # and not the values that a boundary asks for
+            self.saves += 1
+            if self.saves - 1 == self.adapter_config.signal_in_save:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(self.adapter_config.save_seconds)
+        return result
+
+    async def restore_state(self, values, read):
+        import jax.numpy as jnp
+
+        like = {"x": jnp.zeros(2)} if self.adapter_config.wants_arrays else {}
+        assert read(like) == {}
+        self.jobs = values["jobs"]
+
+
+@register_trainer_adapter(config_type=SteadyAdapterConfig)
+async def steady_adapter(config, builder):
+    yield SteadyAdapter(config)
+
+
+@pytest.fixture
+def run_file(toy_run, tmp_path, monkeypatch):
+    """Writes a run of the steady trainer; fields of the trainer and of finetuning may be given."""
+    monkeypatch.chdir(tmp_path)
+    toy_run["trainers"]["loop"] = {"_type": "steady_trainer"}
+    toy_run["trainer_adapters"]["local"] = {"_type": "steady_adapter"}
+    toy_run["finetuning"] |= {"output_dir": "run", "num_epochs": 4, "grace_seconds": 1.0}
+
+    def write(**finetuning):
+        toy_run["finetuning"] |= finetuning
+        (tmp_path / "run.yml").write_text(dump_yaml(toy_run))
+        return ["finetune", "--config_file", "run.yml"]
+
+    return write
+
+
+def epochs_logged(folder=Path("run")):
+    return [json.loads(line)["epoch"] for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
+
+
+def stopped(run_file, capsys, epoch=2, number=signal.SIGTERM, **finetuning):
+    """A run that a signal ended in the middle of an epoch; what it said."""
+    command = [*run_file(**finetuning), "--set", f"trainers.loop.stop_in={epoch}"]
+    assert main([*command, "--set", f"trainers.loop.signal={int(number)}"]) == 128 + number
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
+    shown = stopped(run_file, capsys, number=number, checkpoints={"every": 100}).err
+    assert f"jaxft: {number.name}: stopping; a second signal ends at once" in shown
+    word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; go on with:\n  jaxft resume run\n")
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "going on from checkpoint 2" in capsys.readouterr().out
+    assert epochs_logged() == [0, 1, 2, 3]
+    result = json.loads(Path("run/result.json").read_text())
+    assert (result["num_epochs"], result["jobs_completed"]) == (4, 2)
+
+
+def test_an_update_that_runs_is_finished_within_the_grace_time(run_file, capsys):
+    command = [*run_file(), "--set", "trainer_adapters.local.busy_seconds=0.3", "--set", "trainers.loop.stop_in=1"]
+    assert main([*command, "--set", "trainers.loop.seconds=0.3"]) == 143
+    shown = capsys.readouterr()
+    assert "finishing the update, in at most 1 seconds" in shown.out and "saved as checkpoint 2" in shown.err
+    assert epochs_logged() == [0, 1]
+
+
+def test_one_that_takes_longer_is_given_up(run_file, capsys):
+    command = [*run_file(grace_seconds=0.2), "--set", "trainer_adapters.local.busy_seconds=9"]
+    assert main([*command, "--set", "trainers.loop.stop_in=1"]) == 143
+    assert "saved as checkpoint 1" in capsys.readouterr().err  # no job was begun: the boundary is as it was
+    assert epochs_logged() == [0]
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    """In a process of its own: nothing of this one would be left."""
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from jaxft.harness.runtime import exit_code_of\n"
+        "async def main():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    try:\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.sleep(60)\n"
+        "sys.exit(exit_code_of(main))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 143
+    assert ended.stderr.splitlines() == [
+        "jaxft: SIGINT: stopping; a second signal ends at once",
+        "jaxft: SIGTERM again: ended at once",
+    ]
+
+
+def test_a_second_signal_ends_a_loop_that_waits_for_a_thread():
+    program = (
+        "import asyncio, os, signal, sys, threading, time\n"
+        "from jaxft.harness.runtime import exit_code_of\n"
+        "async def main():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    try:\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "        thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)\n"
+        "        thread.start()\n"
+        "        thread.join()\n"
+        "sys.exit(exit_code_of(main))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "jaxft: SIGINT again: ended at once")
+
+
+def test_a_run_that_is_done_may_be_resumed_and_prolonged(run_file, capsys):
+    assert main(run_file()) == 0
+    result = json.loads(Path("run/result.json").read_text())
+    assert main(["resume", "run"]) == 0
+    assert json.loads(Path("run/result.json").read_text()).keys() == result.keys()
+    assert epochs_logged() == [0, 1, 2, 3]
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=6"]) == 0
+    assert epochs_logged() == [0, 1, 2, 3, 4, 5]
+    assert "changed: finetuning.num_epochs: 4 -> 6" in capsys.readouterr().out
+    resumes = [json.loads(line) for line in Path("run/resumes.jsonl").read_text().splitlines()]
+    assert [(row["checkpoint"], row["changes"]) for row in resumes] == [(4, {}), (4, {"finetuning.num_epochs": [4, 6]})]
+    assert "num_epochs: 6" in Path("run/config.yml").read_text()
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_sessions(run_file, capsys):
+    stopped(run_file, capsys)
+    folder = Path("run/checkpoints/2")
+    about = {name: value for name, value in read_manifest(folder).items() if name not in OWN_KEYS}
+    assert about["seconds"] > 0
+    write_manifest(folder, about | {"seconds": 1000.0})
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert json.loads(Path("run/result.json").read_text())["seconds"] > 1000
+    assert read_manifest(Path("run/checkpoints/4"))["seconds"] > 1000
+
+    del about["seconds"]  # as versions before wrote it
+    write_manifest(Path("run/checkpoints/4"), about | {"step": 4})
+    assert main(["resume", "run"]) == 0
+    assert 0 < json.loads(Path("run/result.json").read_text())["seconds"] < 1000
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("finetuning.seed", "5", "finetuning.seed: was 0 and is 5: a run goes on with what it was begun with"),
+        ("trainers.loop._type", "toy_trainer", "trainers.loop._type: was 'steady_trainer' and is 'toy_trainer'"),
+        ("finetuning.trainer_adapter", "other", "finetuning.trainer_adapter: was 'local' and is 'other'"),
+    ],
+)
+def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, value, message):
+    toy_run["trainer_adapters"]["other"] = {"_type": "toy_adapter"}
+    stopped(run_file, capsys)
+    options = ["--set", "trainers.loop.stop_in=null"] if field != "trainers.loop._type" else []
+    before = Path("run/config.yml").read_bytes()
+    code = main(["finetune", "--config_file", "run.yml", "--resume", *options, "--set", f"{field}={value}"])
+    assert code == 2
+    shown = capsys.readouterr().err
+    assert "the resumed run" in shown and message in shown
+    assert Path("run/config.yml").read_bytes() == before and epochs_logged() == [0, 1]
+
+
+def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsys):  # noqa: F811
+    rows = ['{"question": "a", "answer": "A"}\n', '{"question": "b", "answer": "B"}\n']
+    data = Path("rows.jsonl")
+    data.write_text("".join(rows))
+    toy_run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    stopped(run_file, capsys)
+    before = contents(Path("run"))
+    toy_events.clear()
+    resume = ["resume", "run", "--set", "trainers.loop.stop_in=null"]
+    for other in ("".join(reversed(rows)), rows[0], "".join(rows).replace("B", "C")):
+        data.write_text(other)
+        assert main(resume) == 2
+        assert "eval.general.dataset: the examples are not those of checkpoint 2" in capsys.readouterr().err
+        assert contents(Path("run")) == before and toy_events == []
+    data.write_text("\n".join(rows))  # in other lines, or in another place
+    assert main([*resume, "--set", f"eval.general.dataset.file_path={data.rename('moved.jsonl')}"]) == 0
+    assert epochs_logged() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
+def test_a_model_is_what_a_run_is(field):
+    from fnmatch import fnmatchcase
+
+    from jaxft.harness.checkpointing import IMMUTABLE
+
+    assert any(fnmatchcase(f"llms.policy.{field}", pattern) for pattern in IMMUTABLE)
+    assert not any(fnmatchcase("trainer_adapters.local.optimizer.learning_rate", pattern) for pattern in IMMUTABLE)
+
+
+def test_what_was_logged_after_the_checkpoint_is_cut_off(run_file, capsys):
+    stopped(run_file, capsys)
+    folder = Path("run")
+    log, late = folder / "training_metrics.jsonl", folder / "extra" / "late.jsonl"
+    with log.open("a") as stream:
+        stream.write('{"epoch": 2}\n{"epo')
+    late.parent.mkdir()
+    late.write_text("{}\n")
+    (folder / "mine.jsonl").write_text("{}\n")
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert epochs_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
+
+
+def test_a_log_that_lost_lines_is_said(run_file, capsys):
+    stopped(run_file, capsys)
+    os.truncate("run/training_metrics.jsonl", 13)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: " in shown and "training_metrics.jsonl has 13 bytes, but had 26 when the checkpoint was" in shown
+    assert epochs_logged() == [0, 2, 3]
+
+
+def test_without_a_finished_checkpoint_a_run_begins_anew(run_file, capsys):
+    stopped(run_file, capsys, epoch=1)
+    for step in Path("run/checkpoints").iterdir():
+        (step / "manifest.json").unlink()
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint 1 is unfinished" in shown
+    assert "no checkpoint was finished: the run starts from its beginning" in shown
+    assert epochs_logged() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("left", ["result.json", "model", "two epochs"])
+def test_what_was_trained_is_never_taken_for_a_beginning(run_file, capsys, left):
+    """Without its checkpoints: never made, or removed to free the disk."""
+    if left == "two epochs":
+        stopped(run_file, capsys)
+    else:
+        assert main(run_file(checkpoints={"every": None})) == 0
+        assert "finetuning.checkpoints.every is null: this run cannot be continued" in capsys.readouterr().out
+        if left == "model":
+            Path("run/result.json").unlink()
+            Path("run/model").mkdir()
+    shutil.rmtree("run/checkpoints", ignore_errors=True)
+    before = contents(Path("run"))
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=9"]) == 2
+    assert "holds what was trained, but no finished checkpoint to go on from" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+
+
+def contents(folder):
+    found = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if "LOCK" not in name}
+
+
+def test_a_resume_that_is_refused_changes_nothing(run_file, capsys):
+    """The checkpoint does not fit: found out only when all parts have been made."""
+    assert main(run_file()) == 0
+    Path("run/model").mkdir()
+    Path("run/model/weights").write_text("the only ones")
+    before = contents(Path("run"))
+    assert main(["resume", "run", "--set", "trainer_adapters.local.wants_arrays=true"]) == 2
+    assert "checkpoint 4 does not fit this run (1 differences)" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    assert main(["resume", "run"]) == 0
+
+
+def test_a_run_that_was_being_overwritten_is_not_resumed(run_file, capsys):
+    assert main(run_file()) == 0
+    Path("run/config.yml").unlink()
+    before = contents(Path("run"))
+    assert main([*run_file(seed=7), "--resume"]) == 2
+    assert "but no config.yml: it was being overwritten; begin anew with --overwrite" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    assert main(["resume", "run"]) == 2
+
+
+def test_fewer_epochs_than_are_trained_are_refused(run_file, capsys):
+    assert main(run_file()) == 0
+    assert main(["resume", "run", "--set", "finetuning.num_epochs=2"]) == 2
+    assert "finetuning.num_epochs: is 2, but 4 epochs are trained already" in capsys.readouterr().err
+
+
+def test_a_second_training_of_one_session_goes_on_from_the_first(run_file, tmp_path):
+    run_file()
+    epochs = []
+
+    async def script(config, arguments):
+        async with open_session(config, resume=arguments.resume) as session:
+            for _ in range(2):
+                await session.train()
+                epochs.append((await session.trainer()).epoch)
+
+    parser = run_arguments("A script.", tmp_path / "run.yml")
+    assert run_script(script, parser, ["--set", "trainers.loop.stop_in=2"]) == 143
+    assert run_script(script, parser, ["--resume"]) == 0
+    assert epochs == [4, 4] and epochs_logged() == [0, 1, 2, 3]
+
+
+def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
+    command = [*run_file(checkpoints={"every": 1}), "--set", "trainer_adapters.local.save_seconds=0.5"]
+    assert main([*command, "--set", "trainer_adapters.local.signal_in_save=2"]) == 143
+    assert "saved as checkpoint 2\njaxft: terminated; go on with:\n  jaxft resume run\n" in capsys.readouterr().err
+    options = ["--set", "trainer_adapters.local.signal_in_save=null"]
+    assert main(["resume", "run", *options]) == 0
+    assert epochs_logged() == [0, 1, 2, 3]
+
+
+def test_a_run_that_makes_no_checkpoints_says_so_when_it_is_stopped(run_file, capsys):
+    shown = stopped(run_file, capsys, checkpoints={"every": None}).err
+    assert shown.endswith("jaxft: not saved: this run makes no checkpoints\njaxft: terminated\n")
+
+
+LIMITED = """
+import sys
+import tests.harness.test_checkpointing
+from jaxft.cli import main
+from tests.faults.injection import limit_file_size
+
+limit_file_size(100_000)()
+for policy, first, last in (("stop", 0, 9), ("stop", 2, 9), ("go_on", 1, 2)):
+    options = [f"finetuning.checkpoints.when_unwritable={policy}", f"finetuning.output_dir={policy}{first}"]
+    options += [f"trainer_adapters.local.large_from={first}", f"trainer_adapters.local.large_to={last}"]
+    code = main([*sys.argv[1:], *(word for option in options for word in ("--set", option))])
+    print(f"ended with {code}", file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_is_left_out(run_file):
+    path = {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, "-c", LIMITED, *run_file()]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") < 10, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("jaxft: ", "ended with "))]
+    first, code, later, later_code, last_code = lines
+    said = "cannot be written: File too large; "
+    assert f"{Path('stop0/checkpoints/0').absolute()}' {said}" in first and "then start the run again" in first
+    assert f"{Path('stop2/checkpoints/2').absolute()}' {said}" in later
+    assert later.endswith("then continue the run with --resume")
+    assert (code, later_code, last_code) == ("ended with 1", "ended with 1", "ended with 0")
+    assert done.stdout.count("warning: ") == 2 and f"go_on1/checkpoints/1' {said}" in done.stdout
+    assert sorted(os.listdir("go_on1/checkpoints")) == ["3", "4"] and epochs_logged(Path("go_on1")) == [0, 1, 2, 3]
+
+
+def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
+    toy_run["trainer_adapters"]["local"] = {"_type": "toy_adapter"}
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "warning: ToyAdapter saved no state: it goes on as it was made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_run_that_wrote_nothing_yet_is_begun(run_file, options):
+    with RunDirectory.create("run") as directory:
+        directory.write_json("environment.json", {})
+    assert main([*run_file(), *options]) == 0
+    assert epochs_logged() == [0, 1, 2, 3]
+
+
+def test_the_configuration_of_a_resumed_run_keeps_its_bytes(run_file, capsys):
+    stopped(run_file, capsys)
+    before = Path("run/config.yml").read_text()
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert Path("run/config.yml").read_text().replace("stop_in: null", "stop_in: 2") == before.replace(
+        "output_dir: run", f"output_dir: {Path('run').absolute()}"
+    )
+
+
+def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_path, capsys):
+    assert main(["resume", "nowhere"]) == 2
+    assert "nowhere: holds no run to go on with: it has no config.yml" in capsys.readouterr().err
+    assert main([*run_file(), "--resume"]) == 2
+    assert "no run to continue in 'run'" in capsys.readouterr().err
+
+    async def script(config, arguments):
+        async with open_session(config, resume=arguments.resume, overwrite=arguments.overwrite) as session:
+            session.notes["before"] = 3
+            await session.train()
+
+    assert run_script(script, run_arguments("A script.", tmp_path / "run.yml"), []) == 0
+    assert main(["resume", "run"]) == 2
+    shown = capsys.readouterr().err
+    assert "a script made this run, which does more than training: go on with:\n  python " in shown
+    assert "--resume" in shown
+
+
+def test_notes_come_back(run_file, tmp_path, capsys):
+    run_file()
+    seen = []
+
+    async def script(config, arguments):
+        async with open_session(config, resume=arguments.resume) as session:
+            seen.append(session.is_resumed)
+            if not session.is_resumed:
+                session.notes["before"] = {"wins": 3}
+            seen.append(dict(session.notes))
+            await session.train()
+
+    parser = run_arguments("A script.", tmp_path / "run.yml")
+    assert run_script(script, parser, ["--set", "trainers.loop.stop_in=1"]) == 143
+    assert "go on with:\n  python" in capsys.readouterr().err
+    assert run_script(script, parser, ["--resume"]) == 0
+    assert seen == [False, {"before": {"wins": 3}}, True, {"before": {"wins": 3}}]
+
+
+def test_fresh_starts_in_used_directories_are_refused(run_file, capsys):
+    assert main(run_file()) == 0
+    assert main(run_file()) == 2
+    assert "already holds a run" in capsys.readouterr().err and epochs_logged() == [0, 1, 2, 3]
+    with pytest.raises(SystemExit):
+        main([*run_file(), "--resume", "--overwrite"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_taken_or_not_writable_is_found_before_any_model(run_file, toy_events, tmp_path, capsys):  # noqa: F811
+    with RunDirectory.create("run"):
+        assert main([*run_file(), "--overwrite"]) == 2
+        assert f"is in use by process {os.getpid()} on host" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(run_file(output_dir="file/run")) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert toy_events == []
+
+
+MISSING = "{_type: jsonl, file_path: nope.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--dataset", "nope.jsonl"], "nope.jsonl: cannot be read"),
+        (["--set", f"eval.validation.dataset={MISSING}"], "nope.jsonl: cannot be read"),
+        (["--set", "llms.policy={_type: local_policy, path: ./no_model}"], "no_model"),
+        (["--set", "workflow.llm=nobody"], "nobody"),
+        (["--set", "trainer_adapters.local.is_well=false"], "the trainer adapter is not healthy"),
+    ],
+)
+def test_an_overwrite_that_fails_leaves_the_earlier_run(run_file, toy_events, capsys, options, named):  # noqa: F811
+    assert main(run_file()) == 0
+    Path("run/model").mkdir()
+    Path("run/model/weights").write_text("the only ones")
+    before = contents(Path("run"))
+    toy_events.clear()
+    assert main([*run_file(num_epochs=9), "--overwrite", *options]) in (1, 2)
+    assert named in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    if "nope" in named:  # datasets are read before models
+        assert toy_events == []
+    assert main(["resume", "run"]) == 0
+    assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+    assert epochs_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
+
+
+@pytest.mark.parametrize("options", [["--dataset", "nope.jsonl"], ["--set", "trainer_adapters.local.is_well=false"]])
+def test_a_start_that_failed_is_repeated_in_the_same_directory(run_file, capsys, options):
+    assert main([*run_file(), *options]) in (1, 2)
+    assert main(run_file()) == 0
+    assert epochs_logged() == [0, 1, 2, 3]
+
+
+def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert main([*run_file(checkpoints={"every": None}), "--overwrite", "--set", "trainers.loop.stop_in=0"]) == 143
+    shown = capsys.readouterr()
+    assert "the earlier run of run is back" in shown.out and "go on with" not in shown.err
+    assert contents(Path("run")) == before
+
+
+def killed(arguments, at):
+    """The exit code of a process of the command line that kills itself at a named point."""
+    program = (
+        f"import sys; from tests.faults.injection import kill_at; kill_at({at!r})\n"
+        "import tests.harness.test_checkpointing; from jaxft.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run([sys.executable, "-c", program, *arguments], env=os.environ | path, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "then"),
+    [
+        ("before a save", "resume"),
+        ("before a save", "start"),
+        ("between arrays and manifest", "start"),
+        ("between arrays and manifest", "overwrite"),
+        ("after the manifest", "resume"),
+    ],
+)
+def test_a_kill_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys, at, then):
+    assert main(run_file()) == 0
+    before = contents(Path("run"))
+    assert killed([*run_file(num_epochs=9), "--overwrite"], at) == -signal.SIGKILL
+    if at == "after the manifest":  # the new run has its first checkpoint
+        assert main(["resume", "run"]) == 0
+        assert epochs_logged() == [*range(9)] and not Path("run/.earlier_run").exists()
+    elif then == "resume":
+        assert main(["resume", "run", "--set", "finetuning.num_epochs=5"]) == 0
+        assert "the earlier run of run is back" in capsys.readouterr().out
+        assert epochs_logged() == [0, 1, 2, 3, 4]
+    elif then == "start":
+        assert main(run_file(num_epochs=9)) == 2
+        assert contents(Path("run")) == before
+    else:
+        assert main([*run_file(num_epochs=2), "--overwrite"]) == 0
+        assert epochs_logged() == [0, 1]
+
+
+def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys):
+    toy_run["llms"]["policy"]["api_key"] = "sk-0123456789"
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
+    assert (
+        "llms.policy.api_key: holds a secret, which a run does not keep: give it, as with --set"
+        in capsys.readouterr().err
+    )
+    options = ["--set", "llms.policy.api_key=sk-0123456789", "--set", "trainers.loop.stop_in=null"]
+    assert main(["resume", "run", *options]) == 0
+    assert "sk-0123456789" not in "".join(p.read_text() for p in Path("run").glob("*.json*"))
+
+
+def test_secrets_inside_of_texts_are_asked_for_too(run_file, toy_run, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
+    toy_run["workflow"]["fail_on"] = ["Bearer ${JUDGE_API_KEY}"]
+    stopped(run_file, capsys)
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
+    assert "workflow.fail_on.0: holds a secret" in capsys.readouterr().err
+    options = ["--set", "workflow.fail_on.0='Bearer ${JUDGE_API_KEY}'", "--set", "trainers.loop.stop_in=null"]
+    assert main(["resume", "run", *options]) == 0
+
+
+def test_other_versions_are_said(run_file, capsys):
+    stopped(run_file, capsys)
+    about = json.loads(Path("run/environment.json").read_text())
+    about["versions"]["optax"] = "0.0.1"
+    Path("run/environment.json").write_text(json.dumps(about))
+    assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
+    assert "warning: optax was 0.0.1 when the run was begun and is" in capsys.readouterr().out
+
+
+def test_changes_in_words():
+    assert changes_of({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2], "d": None}}) == {"b.c": ([1], [2])}
+    assert command_to_resume(["run.py", "--resume", "--set", "judge.api_key=sk-1"]) == (
+        "python run.py --set 'judge.api_key=***' --resume"
+    )

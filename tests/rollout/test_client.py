@@ -1,0 +1,351 @@
+import asyncio
+import random
+import threading
+
+import pytest
+
+import jaxft
+from jaxft.rollout.client import ChatClient, StopFinder, cut_at_stop
+from jaxft.rollout.recorder import Episode, outside_calls, recording
+from jaxft.rollout.requests import PromptTooLongError, RequestError
+from jaxft.rollout.sequences import token_sequences
+
+QUESTION = [{"role": "user", "content": "x?"}]
+
+
+def chat(client, messages=QUESTION, *, episode=None, times=1, **options):
+    """Replies to the same question, asked one after the other."""
+
+    async def ask():
+        return [await client.chat(messages, **options) for _ in range(times)]
+
+    async def main():
+        async with asyncio.timeout(60):
+            if episode is None:
+                return await ask()
+            with recording(episode):
+                return await ask()
+
+    return asyncio.run(main())
+
+
+def make_episode(**changes):
+    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
+
+
+@pytest.fixture
+def client(policy):
+    return ChatClient(policy, "player")
+
+
+def test_a_reply_says_what_was_sampled_and_how(client, policy):
+    (reply,) = chat(client, max_tokens=6)
+    assert reply.content == policy.template.answer_text(reply.token_ids)
+    assert len(reply.token_ids) == len(reply.logprobs) == 6
+    assert all(logprob < 0 for logprob in reply.logprobs)
+    assert (reply.finish_reason, reply.policy_version) == ("length", 0)
+
+
+def test_calls_outside_an_episode_differ_and_are_recorded_nowhere(client):
+    first, second = chat(client, times=2, max_tokens=8)
+    assert first.token_ids != second.token_ids
+
+
+def test_calls_inside_an_episode_are_recorded_and_repeatable(client):
+    episode, repeated, other = make_episode(), make_episode(), make_episode(generation=1)
+    replies = chat(client, episode=episode, times=2, max_tokens=8, temperature=0.9)
+    assert replies[0].token_ids != replies[1].token_ids  # the same prompt, asked again
+    assert chat(client, episode=repeated, times=2, max_tokens=8, temperature=0.9) == replies
+    assert chat(client, episode=other, times=1, max_tokens=8, temperature=0.9)[0] != replies[0]
+    call = episode.calls[1]
+    assert (call.index, call.llm, call.temperature, call.policy_version) == (1, "player", 0.9, 0)
+    assert (call.token_ids, call.content, call.finish_reason) == (
+        replies[1].token_ids,
+        replies[1].content,
+        replies[1].finish_reason,
+    )
+    assert call.messages == tuple(QUESTION) and call.sampler_logprobs == replies[1].logprobs
+
+
+def test_the_episode_may_set_the_temperature(client):
+    episode = make_episode(temperature=0.0)
+    first, second = chat(client, episode=episode, times=2, max_tokens=8, temperature=1.3)
+    assert first.token_ids == second.token_ids
+    assert [call.temperature for call in episode.calls] == [0.0, 0.0]
+
+
+def test_without_a_budget_an_answer_may_fill_the_context(client, policy):
+    (reply,) = chat(client)
+    room = policy.engine.max_context_tokens - len(policy.template.prompt(QUESTION).ids)
+    assert len(reply.token_ids) == room if reply.finish_reason == "length" else len(reply.token_ids) <= room
+
+
+def test_a_stop_string_ends_the_answer(client):
+    def ask(**options):
+        return chat(client, episode=make_episode(), max_tokens=12, **options)[0]
+
+    free = ask()
+    readable = [character for character in free.content if character.isprintable() and character != "\ufffd"]
+    stop = readable[len(readable) // 2]
+    stopped = ask(stop=stop)
+    assert stopped.content == free.content[: free.content.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert free.token_ids[: len(stopped.token_ids)] == stopped.token_ids  # the stop string stays in the ids
+    assert free.logprobs[: len(stopped.token_ids)] == stopped.logprobs
+    assert ask(stop=["\x00never", stop]) == stopped
+    assert ask(stop=()) == ask(stop=["\x00never"]) == free
+
+
+def converse(client, episode, messages, stop, *, include_stop=False, put_back=""):
+    """Two turns: an answer that `stop` ends, put into the history with `put_back` behind it, and a short one."""
+
+    async def main():
+        with recording(episode):
+            first = await client.chat(messages, max_tokens=40, stop=stop, include_stop=include_stop)
+            said = {"role": "assistant", "content": first.content + put_back}
+            await client.chat([*messages, said, {"role": "user", "content": "y"}], max_tokens=1)
+            return first
+
+    return asyncio.run(main())
+
+
+def readable_characters(text):
+    """The printable ASCII characters after the first byte of the text that could not be decoded."""
+    return [character for character in text[text.index("\ufffd") :] if character.isprintable() and character.isascii()]
+
+
+def test_a_stop_string_that_is_included_stays_in_one_sequence_with_its_history(client):
+    (free,) = chat(client, episode=make_episode(), max_tokens=40)
+    stop = readable_characters(free.content)[0]
+    included, cut = make_episode(), make_episode()
+    first = converse(client, included, QUESTION, stop, include_stop=True)
+    assert first.content == free.content[: free.content.index(stop) + 1] and first.finish_reason == "stop"
+    assert len(token_sequences(included.calls)) == 1
+    # The same history, but of another text than the recorded answer: it is tokenised afresh.
+    assert converse(client, cut, QUESTION, stop, put_back=stop).token_ids == first.token_ids
+    assert cut.calls[1].messages == included.calls[1].messages and len(token_sequences(cut.calls)) == 2
+
+
+LONG = [{"role": "user", "content": "abc" * 40}]
+
+
+@pytest.mark.parametrize(("max_tokens", "fed"), [(5, 91), (90, 48), (None, 48)])
+def test_a_truncated_prompt_is_recorded_as_it_was_fed(policy, max_tokens, fed):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    whole = policy.template.prompt(LONG).ids
+    (reply,) = chat(client, LONG, episode=episode, max_tokens=max_tokens)
+    (call,) = episode.calls
+    assert call.prompt_ids == whole[-fed:] and call.truncated_tokens == len(whole) - fed
+    assert len(reply.token_ids) <= (max_tokens or 48) and call.context_ids == (*whole[-fed:], *reply.token_ids)
+    # The same ids, asked for by themselves, give the same tokens: nothing that was cut is remembered.
+    (repeated,) = chat(client, LONG, episode=make_episode(), max_tokens=max_tokens)
+    assert repeated == reply
+
+
+def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    (free,) = chat(client, LONG, episode=make_episode(), max_tokens=40)
+    stop = next(character for character in free.content if character.isprintable() and character.isascii())
+    converse(client, episode, LONG, stop, include_stop=True)
+    first, second = episode.calls
+    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
+    assert second.truncated_tokens == first.truncated_tokens == 123 - 56  # the same beginning is missing
+    (sequence,) = token_sequences(episode.calls)
+    assert tuple(sequence.tokens) == second.context_ids and sequence.completion_mask.index(True) == 56
+
+
+def test_what_is_cut_before_it_is_tokenised_is_counted(policy):
+    client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
+    chat(client, [{"role": "user", "content": "x " * 2**20}], episode=episode, max_tokens=5)
+    (call,) = episode.calls
+    assert policy.template.tokenizer.decode(call.prompt_ids) == " x" * 44 + " <|end|><|assistant|>"
+    assert call.truncated_tokens + len(call.prompt_ids) == pytest.approx(2**21 + 3, rel=1e-4)
+
+
+def test_prompts_that_fit_are_never_cut(policy):
+    for long_prompts in ("drop", "truncate_left"):
+        episode = make_episode()
+        chat(ChatClient(policy, "player", long_prompts), episode=episode, max_tokens=90)
+        assert episode.calls[0].truncated_tokens == 0 and not episode.is_dropped
+
+
+def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
+    for long_prompts, is_dropped in (("fail", False), ("drop", True)):
+        episode = make_episode()
+        with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+            chat(ChatClient(policy, "player", long_prompts), LONG, episode=episode)
+        assert episode.is_dropped == is_dropped
+    with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+        chat(ChatClient(policy, "player", "drop"), LONG)  # outside an episode there is nothing to drop
+
+
+def test_another_models_calls_are_not_continued(policy):
+    episode, (one, other) = make_episode(), (ChatClient(policy, name) for name in ("one", "other"))
+    (reply,) = chat(one, episode=episode, max_tokens=3)
+    longer = [*QUESTION, {"role": "assistant", "content": reply.content}, {"role": "user", "content": "y?"}]
+    chat(other, longer, episode=episode, max_tokens=3)
+    chat(one, longer, episode=episode, max_tokens=3)
+    first, apart, second = episode.calls
+    assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
+    assert apart.prompt_ids == policy.template.prompt(longer).ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stop": ""}, ValueError, "stop contains an empty string"),
+        ({"stop": ["a", ""]}, ValueError, "stop contains an empty string"),
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+        ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
+        ({"max_tokens": 0}, RequestError, "max_tokens is 0"),
+        ({"messages": []}, ValueError, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, ValueError, r"messages\[0\]\['content'\] .* U\+D800"),
+        ({"logit_bias": {300: 1.0}}, RequestError, r"logit_bias\[0\] is 300; .* 262 tokens"),
+        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias adds 1e\+300 to token 7"),
+        ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
+        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 2_500_000}]},
+            PromptTooLongError,
+            r"500\d{4} bytes.* 1048576 .* is 96 .*long_prompts",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(client, options, error, message):
+    with pytest.raises(error, match=message):
+        chat(client, **options)
+
+
+def test_waiting_for_a_reply_is_the_same_call(client):
+    """In a thread that an episode's event loop waits for, and in a program without an event loop."""
+    options = {"max_tokens": 8, "temperature": 0.9}
+    (awaited,) = chat(client, episode=make_episode(), **options)
+    episode = make_episode()
+
+    async def main():
+        async with asyncio.timeout(60):
+            with recording(episode):
+                return await asyncio.to_thread(client.chat_sync, QUESTION, **options)
+
+    assert asyncio.run(main()) == awaited and len(episode.calls) == 1
+    assert len(client.chat_sync(QUESTION, max_tokens=3).token_ids) == 3
+
+
+def test_waiting_where_an_event_loop_runs_is_refused(client):
+    async def main():
+        client.chat_sync(QUESTION)
+
+    with pytest.raises(RuntimeError, match=r"await llm\.chat"):
+        asyncio.run(main())
+
+
+def test_an_episode_that_has_ended_gets_no_answers(client):
+    episode = make_episode()
+
+    async def main():
+        with recording(episode):
+            calling = asyncio.create_task(asyncio.to_thread(client.chat_sync, QUESTION))
+            while not episode._waiting:
+                await asyncio.sleep(0.001)
+            assert episode.end()  # what waits is cancelled
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            assert not episode.end()
+            for call in (client.chat(QUESTION), asyncio.to_thread(client.chat_sync, QUESTION)):
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+
+    asyncio.run(main())
+    assert episode.calls == []
+
+
+def test_threads_that_know_no_episode_are_counted(client):
+    episode, before = make_episode(), outside_calls()
+
+    def run_in_thread(function):
+        thread = threading.Thread(target=function, args=(QUESTION,), kwargs={"max_tokens": 2})
+        thread.start()
+        return thread
+
+    async def main():
+        async with asyncio.timeout(60):
+            with recording(episode), jaxft.named_function("search"):
+                with recording(None):
+                    await client.chat(QUESTION, max_tokens=2)  # as an evaluator does, on purpose
+                threads = [run_in_thread(client.chat_sync), run_in_thread(jaxft.in_episode(client.chat_sync))]
+                carried = jaxft.in_episode(client.chat)
+            await carried(QUESTION, max_tokens=2)
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+
+    asyncio.run(main())
+    assert outside_calls() - before == 1
+    assert [call.functions for call in episode.calls] == [("search",), ("search",)]
+    with pytest.raises(RuntimeError, match="no current episode"):
+        jaxft.in_episode(client.chat_sync)
+
+
+class Counting:
+    """A chat template that counts how many tokens it was asked to make a text of."""
+
+    def __init__(self, template):
+        self.template, self.tokens = template, 0
+
+    def answer_text(self, token_ids):
+        self.tokens += len(token_ids)
+        return self.template.answer_text(token_ids)
+
+
+def first_of_all(template, ids, stops):
+    """The same by looking at every beginning."""
+    return next(
+        (n for n in range(1, len(ids) + 1) if any(stop in template.answer_text(ids[:n]) for stop in stops)), None
+    )
+
+
+def by_and_by(template, ids, stops, sizes):
+    finder, seen = StopFinder(template.answer_text, stops), 0
+    while seen < len(ids):
+        seen += next(sizes)
+        found = finder(ids[:seen])
+        if found is not None:
+            return found
+    return None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_found_where_a_search_of_everything_finds_it(policy, seed):
+    rng = random.Random(seed)
+    template = policy.template
+    eos = policy.tokenizer.eos_token_id
+    # Control tokens, which have no text, stand between the characters; two of them are longer than a byte.
+    pieces = [[eos] * rng.choice([0, 0, 0, 1, 30]) + policy.tokenizer.encode(rng.choice("ab.é€")) for _ in range(120)]
+    ids = [token for piece in pieces for token in piece]
+    text = template.answer_text(ids)
+    start = rng.randrange(len(text) - 6)
+    for stops in ([text[start : start + rng.randint(1, 6)]], ["ab€a.", "€é€é", "b.b.b"], ["never"]):
+        sizes = iter(lambda: rng.randint(1, 9), 0)
+        assert by_and_by(template, ids, stops, sizes) == first_of_all(template, ids, stops)
+
+
+def test_the_work_grows_with_the_answer_and_not_with_its_square(policy):
+    template = Counting(policy.template)
+    ids = policy.tokenizer.encode("a" * 4000)
+    assert by_and_by(template, ids, ["\nObservation:"], iter(lambda: 8, 0)) is None
+    assert template.tokens < 12 * len(ids)
+
+
+def test_the_text_is_cut_before_the_stop_string(policy):
+    ids = policy.tokenizer.encode("one. Two.")
+    assert StopFinder(policy.template.answer_text, [". T", "wo"])(ids) == 6
+    assert StopFinder(policy.template.answer_text, ["three"])(ids) is None
+    assert cut_at_stop("one. Two.", ["wo", "."]) == "one"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [(["wo", ". "], "one. "), ([". Two", "."], "one."), (["three"], "one. Two."), ([], "one. Two.")],
+)
+def test_the_text_may_end_with_the_stop_string(stops, expected):
+    assert cut_at_stop("one. Two.", stops, include_stop=True) == expected

@@ -1,0 +1,120 @@
+"""The device thread: whatever ends a job, or the thread itself, nobody waits for ever."""
+
+import asyncio
+import concurrent.futures
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxft.errors import DeviceThreadError
+from jaxft.rollout.device import DeviceThread, counting_compiles
+
+SOON = 20.0  # seconds; what hangs, hangs longer
+
+
+def within_time(coroutine):
+    async def limited():
+        return await asyncio.wait_for(coroutine, SOON)
+
+    return asyncio.run(limited())
+
+
+def raising(error):
+    def job(*arguments):
+        raise error
+
+    return job
+
+
+@pytest.fixture
+def device():
+    made = DeviceThread()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        StopIteration(),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        concurrent.futures.CancelledError(),
+    ],
+    ids=repr,
+)
+def test_a_job_may_raise_anything(device, error):
+    with pytest.raises(DeviceThreadError, match=f"work on the device thread was ended by {type(error).__name__}"):
+        within_time(device.run(raising(error)))
+    assert within_time(device.run(lambda: 1)) == 1  # the thread is still there
+
+
+def end_after_a_job(device):
+    """Ends the thread when it has done the next job, once `released`; gives that event."""
+    released = threading.Event()
+    device.submit(lambda: released.wait(SOON)).add_done_callback(raising(SystemExit(3)))
+    return released
+
+
+def test_a_thread_that_ends_tells_those_who_wait_and_those_who_come_later(device):
+    async def main():
+        released = end_after_a_job(device)
+        waiting = [asyncio.create_task(device.run(lambda: 1)) for _ in range(3)]
+        await asyncio.sleep(0)
+        released.set()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        with pytest.raises(DeviceThreadError, match=r"the device thread has ended \(SystemExit: 3\)"):
+            await device.run(lambda: 4)
+        return answers
+
+    answers = within_time(main())
+    assert [type(answer) for answer in answers] == [DeviceThreadError] * 3
+    device._thread.join(SOON)
+    assert not device._thread.is_alive()
+
+
+def test_a_thread_that_ends_while_it_is_idle_loses_no_job(device):
+    assert within_time(device.run(lambda: 1)) == 1
+    time.sleep(0.05)
+    # From outside: it goes off between taking the next job and doing it.
+    ended = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(device._thread.ident), ctypes.py_object(SystemExit)
+    )
+    assert ended == 1
+    with pytest.raises(DeviceThreadError, match="the policy can do no more work"):
+        within_time(device.run(lambda: 2))
+
+
+def test_a_closed_thread_finishes_what_was_queued_and_refuses_more(device):
+    jobs = [device.submit(lambda: time.sleep(0.01)) for _ in range(3)]
+    device.close()
+    assert all(job.done() for job in jobs) and not device._thread.is_alive()
+    with pytest.raises(DeviceThreadError, match="the policy has been closed"):
+        device.submit(lambda: 1)
+    device.close()
+
+
+def test_a_compilation_is_told_when_it_begins_and_when_it_has_ended():
+    told = []
+    with counting_compiles() as counter:
+        counter.show = told.append
+        jax.jit(lambda x: x * 3 + 1)(np.ones(3, np.float32))
+    assert told == [counter.names()[0], None] and counter.count == 1
+
+
+def test_a_thread_that_nobody_closed_keeps_no_process_alive():
+    program = """
+from jaxft.rollout.device import DeviceThread
+device = DeviceThread()
+device.submit(lambda: print("finished"))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "finished\n", "")

@@ -1,0 +1,638 @@
+import asyncio
+import math
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.logprobs import token_logprobs
+from jaxft.errors import DeviceThreadError, PolicyError
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
+from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.policy import PolicyLostError
+from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.requests import NonFiniteError, Request, RequestError
+from jaxft.rollout.sequences import token_sequences
+
+TIMEOUT_SECONDS = 60
+MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
+
+
+def request(number, prompt_tokens=5, **changes):
+    """A request with noise and a prompt of its own; nothing but its budget ends it."""
+    prompt = tuple((7 * number + 13 * place) % 200 + 6 for place in range(prompt_tokens))
+    fields = {"prompt_ids": prompt, "key_ids": (0, 0, 1, 2, 0, number), "max_tokens": 11}
+    return Request(**(fields | changes))
+
+
+def varied_requests(count):
+    """Requests of which no two ask for the same kind of sampling, length and budget."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}]
+    return [
+        request(number, prompt_tokens=1 + 3 * number % 40, max_tokens=1 + number % 13, **kinds[number % len(kinds)])
+        for number in range(count)
+    ]
+
+
+def record_of(completion):
+    return completion.token_ids, completion.sampler_logprobs, completion.behavior_logprobs, completion.finish_reason
+
+
+def run(main):
+    async def limited():
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            return await main()
+
+    return asyncio.run(limited())
+
+
+def test_neighbours_order_and_slots_change_no_bit(policy, serve):
+    requests = varied_requests(21)
+    alone = [record_of(serve(policy, each)[0]) for each in requests]
+    for seed in range(3):
+        order = random.Random(seed).sample(range(21), 21)
+        together = serve(policy, *(requests[index] for index in order))
+        assert [record_of(completion) for completion in together] == [alone[index] for index in order]
+
+
+@pytest.mark.parametrize("slot", range(1, 8))
+def test_every_slot_gives_the_same_bits(policy, serve, slot):
+    probe = request(100, top_p=0.9)
+    others = [request(number, max_tokens=20) for number in range(slot)]
+    assert record_of(serve(policy, *others, probe)[-1]) == record_of(serve(policy, probe)[0])
+
+
+def test_every_row_has_its_own_parameters(policy, serve):
+    greedy, top_one, hot = serve(
+        policy, request(0, temperature=0.0), request(0, top_k=1, key_ids=(9,) * 6), request(0, temperature=1.3)
+    )
+    assert greedy.token_ids == top_one.token_ids != hot.token_ids
+    assert top_one.behavior_logprobs == [0.0] * 11  # only one token could be drawn
+    assert greedy.sampler_logprobs == top_one.sampler_logprobs == greedy.behavior_logprobs
+    assert hot.sampler_logprobs == hot.behavior_logprobs
+
+
+def padded(rows, names):
+    width = max(len(row.tokens) for row in rows)
+    tables = {name: np.zeros((len(rows), width), dtype) for name, dtype in names.items()}
+    for line, row in enumerate(rows):
+        for name, table in tables.items():
+            table[line, : len(row.tokens)] = dict(row)[name]
+    return tables
+
+
+def recomputed_difference(policy, rows):
+    """The largest difference between recorded log-probabilities and those that the trainer's forward gives."""
+    names = {
+        "tokens": np.int32,
+        "completion_mask": bool,
+        "temperatures": np.float32,
+        "sampler_logprobs": np.float32,
+        "behavior_logprobs": np.float32,
+    }
+    tables = padded(rows, names)
+    score = jax.jit(
+        lambda params, tokens, temperature: token_logprobs(policy.model, params, tokens, temperature=temperature)
+    )
+    scored = run(lambda: policy.read(lambda params: score(params, tables["tokens"], tables["temperatures"])))
+    assert (tables["sampler_logprobs"] == tables["behavior_logprobs"]).all()
+    return float(jnp.abs(scored.logprobs - tables["sampler_logprobs"])[tables["completion_mask"]].max())
+
+
+def test_sampler_and_trainer_agree(policy, tokenizer):
+    """Mixed lengths and temperatures, several turns, and the pad token among the sampled ones."""
+    client = ChatClient(policy)
+
+    async def converse(generation):
+        episode = Episode(0, 0, 0, "agree", generation)
+        with recording(episode):
+            messages = []
+            for turn in range(1 + generation % 3):
+                messages.append({"role": "user", "content": "x" * (1 + (5 * generation + turn) % 9)})
+                temperature = (0.5, 1.0, 1.3)[(generation + turn) % 3]
+                reply = await client.chat(messages, temperature=temperature, max_tokens=4 + generation % 12)
+                messages.append({"role": "assistant", "content": reply.content})
+        return episode
+
+    async def main():
+        return await asyncio.gather(*(converse(generation) for generation in range(60)))
+
+    episodes = run(main)
+    rows = [row for episode in episodes for row in token_sequences(episode.calls)]
+    assert len(rows) == 60 and sum(len(episode.calls) for episode in episodes) == 120
+    sampled = [
+        (token, temperature)
+        for row in rows
+        for token, temperature, chosen in zip(row.tokens, row.temperatures, row.completion_mask, strict=True)
+        if chosen
+    ]
+    assert tokenizer.pad_token_id in {token for token, _ in sampled}
+    assert {temperature for _, temperature in sampled} == {0.5, 1.0, 1.3}
+    assert recomputed_difference(policy, rows) <= MAX_DIFFERENCE
+
+
+def test_a_stop_id_ends_the_answer_and_belongs_to_it(policy, serve):
+    (free,) = serve(policy, request(3))
+    stop = free.token_ids[6]
+    length = free.token_ids.index(stop) + 1
+    (stopped,) = serve(policy, request(3, stop_ids=(stop, 999)))
+    assert stopped.token_ids == free.token_ids[:length] and stopped.finish_reason == "stop"
+    assert stopped.sampler_logprobs == free.sampler_logprobs[:length]
+    # On the very limit it is still a stop.
+    (at_limit,) = serve(policy, request(3, stop_ids=(stop,), max_tokens=length))
+    assert record_of(at_limit) == record_of(stopped)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 10])
+def test_the_token_that_completes_a_stop_string_is_the_last(policy, serve, length):
+    (free,) = serve(policy, request(4))
+    completes = tuple(free.token_ids[:length])
+
+    def find_stop(ids):
+        return length if tuple(ids[:length]) == completes else None
+
+    neighbour, stopped = serve(policy, request(5, max_tokens=30), request(4, find_stop=find_stop))
+    assert record_of(stopped) == (
+        free.token_ids[:length],
+        free.sampler_logprobs[:length],
+        free.behavior_logprobs[:length],
+        "stop",
+    )
+    assert len(neighbour.token_ids) == 30
+
+
+def test_budget_and_context_end_an_answer_as_length(policy, serve):
+    budget, context, last_place = serve(
+        policy,
+        request(0, max_tokens=9),
+        request(1, prompt_tokens=90, max_tokens=1000),
+        request(2, prompt_tokens=95, max_tokens=1000),
+    )
+    assert [len(each.token_ids) for each in (budget, context, last_place)] == [9, 6, 1]
+    assert {each.finish_reason for each in (budget, context, last_place)} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": (7,) * 96}, "the prompt has 96 tokens, but max_context_tokens is 96 with the answer included"),
+        ({"prompt_ids": ()}, "the prompt has no tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0; wanted at least 1"),
+        ({"stop_ids": tuple(range(9))}, f"9 stop ids were given; at most {MAX_STOP_IDS} are supported"),
+        ({"key_ids": (0, -1, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"prompt_ids": (7, 262, 8)}, r"prompt_ids\[1\] is 262; .* 262 tokens"),
+        ({"prompt_ids": (-1, 7)}, r"prompt_ids\[0\] is -1; .* 262 tokens"),
+        ({"prompt_ids": (7, 8, 2**70)}, rf"prompt_ids\[2\] is {2**70}; .* 262 tokens"),
+        ({"stop_ids": (2**40,)}, f"stop_ids are \\({2**40},"),
+        ({"temperature": 1e39}, r"temperature is 1e\+39"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"top_k": 2**40}, f"top_k is {2**40}"),
+        ({"top_p": 1e-50}, "top_p is 1e-50"),
+        ({"logit_bias": ((5, 1e300),)}, r"logit_bias adds 1e\+300 to token 5"),
+        ({"logit_bias": ((5, float("inf")),)}, "logit_bias adds inf to token 5"),
+        ({"logit_bias": ((5, 1.0), (262, 1.0))}, r"logit_bias\[1\] is 262; .* 262 tokens"),
+        ({"temperature": -1.0}, "temperature is -1.0; wanted 0"),
+        ({"temperature": float("nan")}, "temperature is nan; wanted 0"),
+        ({"top_k": -1}, "top_k is -1; wanted 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; wanted a share"),
+        ({"min_p": 1.0}, "min_p is 1.0; wanted a share"),
+        ({"logit_bias": ((5, float("nan")),)}, "logit_bias adds nan to token 5"),
+        ({"logit_bias": ((-1, 1.0),)}, r"logit_bias\[0\] is -1"),
+        ({"logit_bias": ((1, 1.0),) * 33}, f"logit_bias names 33 tokens; at most {MAX_BIASED_IDS} are supported"),
+        (
+            {"prefix_boundaries": (3, 2)},
+            r"prefix_boundaries are \(3, 2\); wanted ascending places within a prompt of 5 tokens",
+        ),
+        (
+            {"prefix_boundaries": (5,)},
+            r"prefix_boundaries are \(5,\); wanted ascending places within a prompt of 5 tokens",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused_and_takes_nobody_with_it(policy, changes, message):
+    async def main():
+        requests = [request(1), request(0, **changes), request(2)]
+        return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+
+    first, refused, last = run(main)
+    assert isinstance(refused, RequestError) and re.search(message, str(refused))
+    assert [len(first.token_ids), len(last.token_ids)] == [11, 11]
+
+
+def test_the_largest_numbers_that_arrays_hold_are_served(policy, serve):
+    extremes = (
+        {"temperature": 1e-6},
+        {"temperature": 3.4e38},
+        {"top_k": 2**31 - 1},
+        {"top_p": 1e-30},
+        {"min_p": 1 - 1e-12},
+        {"logit_bias": ((7, 3.4e38), (8, -3.4e38), (9, -math.inf))},
+        {"max_tokens": 2**80},
+    )
+    for completion in serve(policy, *(request(n, **changes) for n, changes in enumerate(extremes))):
+        assert np.isfinite(completion.sampler_logprobs + completion.behavior_logprobs).all()
+
+
+def test_requests_of_keys_of_different_lengths_share_a_batch(policy, serve):
+    expected = [record_of(serve(policy, request(n, key_ids=(3,) * (n + 1)))[0]) for n in range(3)]
+    together = serve(policy, *(request(n, key_ids=(3,) * (n + 1)) for n in range(3)))
+    assert [record_of(completion) for completion in together] == expected
+
+
+def test_a_cancelled_request_frees_its_slot(policy, serve):
+    long = [request(number, max_tokens=80) for number in range(8)]
+    waiting = request(50)
+
+    async def main():
+        tasks = [asyncio.create_task(policy.engine.submit(each)) for each in (*long, waiting)]
+        decoded = policy.engine.counts.decoded_tokens
+        while policy.engine.counts.decoded_tokens == decoded:
+            await asyncio.sleep(0.001)
+        for task in (tasks[2], tasks[5]):
+            task.cancel()
+        first_done = (await asyncio.wait(tasks[:2] + tasks[8:], return_when="FIRST_COMPLETED"))[0]
+        assert first_done == {tasks[8]}  # it did not have to wait for the others
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    answers = run(main)
+    assert [index for index, each in enumerate(answers) if isinstance(each, asyncio.CancelledError)] == [2, 5]
+    assert record_of(answers[8]) == record_of(serve(policy, waiting)[0])
+    assert record_of(answers[7]) == record_of(serve(policy, long[7])[0])
+
+
+def test_a_request_cancelled_while_it_waits_is_never_decoded(policy):
+    async def main():
+        running = asyncio.create_task(policy.engine.submit(request(0)))
+        cancelled = asyncio.create_task(policy.engine.submit(request(1, max_tokens=80)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        decoded = policy.engine.counts.decoded_tokens
+        await running
+        return policy.engine.counts.decoded_tokens - decoded
+
+    assert run(main) == 11
+
+
+def test_an_error_of_one_request_is_its_own(policy, serve):
+    expected = [record_of(serve(policy, request(number))[0]) for number in range(20)]
+
+    def breaks(ids):
+        raise ZeroDivisionError("on the device thread")
+
+    async def main():
+        requests = [request(number, find_stop=breaks if number == 4 else None) for number in range(20)]
+        return await asyncio.gather(*(policy.engine.submit(each) for each in requests), return_exceptions=True)
+
+    answers = run(main)
+    assert isinstance(answers.pop(4), ZeroDivisionError)
+    expected.pop(4)
+    assert [record_of(answer) for answer in answers] == expected
+
+
+def test_an_error_on_the_device_thread_reaches_all_who_wait(make_policy, serve):
+    policy, good = make_policy(), []
+
+    def lose(params):
+        good.append(params)
+        return {}, None
+
+    async def main():
+        await policy.update(lose)  # parameters that nothing can be computed from
+        requests = [policy.engine.submit(request(number)) for number in range(20)]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    answers = run(main)
+    assert all(isinstance(answer, KeyError) for answer in answers) and len(answers) == 20
+    run(lambda: policy.restore(lambda params: good.pop(), 0))
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+
+
+def test_a_lost_policy_tells_those_who_wait(make_policy):
+    policy = make_policy()
+
+    def breaks(params):
+        raise ZeroDivisionError("in the update")
+
+    async def main():
+        running = asyncio.create_task(policy.engine.submit(request(0, max_tokens=80)))
+        while not policy.engine.counts.decoded_tokens:
+            await asyncio.sleep(0.001)
+        update = asyncio.create_task(policy.update(breaks))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(policy.engine.submit(request(1)))
+        return await asyncio.gather(running, update, later, return_exceptions=True)
+
+    ran, updated, refused = run(main)
+    assert len(ran.token_ids) == 80  # it was served before the update began
+    assert isinstance(updated, ZeroDivisionError)
+    assert isinstance(refused, PolicyLostError)
+
+
+def test_event_loops_come_and_go(policy, serve):
+    expected = record_of(serve(policy, request(0))[0])
+
+    async def leave_early():
+        async with asyncio.timeout(0.002):
+            await policy.engine.submit(request(1, max_tokens=80))
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            asyncio.run(leave_early())
+        # The device thread still decodes for a loop that is closed by now.
+        assert record_of(serve(policy, request(0))[0]) == expected
+
+
+def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
+    loop.run_until_complete(asyncio.sleep(0.002))
+    loop.close()
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+    task._log_destroy_pending = False
+
+
+def test_a_loop_closed_before_its_request_was_scheduled_takes_nobody_with_it(policy, serve):
+    """Its task has run, and has asked for a round; the callback that was to schedule it never does."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    decoded = policy.engine.counts.decoded_tokens
+    loop.close()
+    assert len(serve(policy, request(0))[0].token_ids) == 11
+    assert policy.engine.counts.decoded_tokens - decoded == 11  # nothing is decoded for whom nobody waits
+    task._log_destroy_pending = False
+
+
+def test_a_closed_policy_refuses(make_policy, serve):
+    policy = make_policy()
+    policy.close()
+    with pytest.raises(RuntimeError, match="the policy has been closed"):
+        serve(policy, request(0))
+
+
+def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, policy, serve):
+    updated = make_policy()
+    early, late = request(0, max_tokens=80), request(1, max_tokens=20)
+    double = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params))
+
+    async def main():
+        running = asyncio.create_task(updated.engine.submit(early))
+        while not updated.engine.counts.decoded_tokens:
+            await asyncio.sleep(0.001)
+        update = asyncio.create_task(updated.update(lambda params: (double(params), "done")))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(updated.engine.submit(late))
+        return await asyncio.gather(running, update, later)
+
+    first, result, second = run(main)
+    assert (first.policy_version, result, second.policy_version) == (0, "done", 1)
+    assert record_of(first) == record_of(serve(policy, early)[0])
+    assert record_of(second) == record_of(serve(updated, late)[0]) != record_of(serve(policy, late)[0])
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up(make_policy, serve):
+    policy = make_policy(max_context_tokens=200)
+    run(policy.engine.warm_up)
+    with counting_compiles() as compiles:
+        serve(policy, *varied_requests(30))
+        serve(policy, request(0, temperature=0.77, top_p=0.3, stop_ids=(3, 4), logit_bias=((7, 1.0),), max_tokens=17))
+        conversation = request(1, prompt_tokens=180, prefix_boundaries=(60, 110))
+        serve(policy, request(2, prompt_tokens=90, max_tokens=100), conversation)
+        branch = conversation.prompt_ids[:110] + (9,) * 20
+        serve(policy, request(3, prompt_ids=branch, prefix_boundaries=(60, 110)))
+        run(lambda: policy.update(lambda params: (params, None)))
+        serve(policy, request(0))
+    assert compiles.count == 0
+
+
+# --- Numbers that are not finite.
+
+
+def spoil(policy):
+    """Makes all parameters NaN; returns the good ones."""
+    good = []
+
+    def job(params):
+        good.append(params)
+        return jax.tree.map(lambda leaf: leaf * jnp.nan, params), None
+
+    run(lambda: policy.update(job))
+    return good[0]
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_what_spoilt_parameters_left_in_the_caches_reaches_no_later_request(make_policy, serve, is_restored):
+    fresh, spoilt = (make_policy(max_context_tokens=600) for _ in range(2))
+    good = spoil(spoilt)
+
+    async def fill():
+        requests = [request(number, prompt_tokens=530, max_tokens=40) for number in range(16)]
+        return await asyncio.gather(*map(spoilt.engine.submit, requests), return_exceptions=True)
+
+    answers = run(fill)
+    assert {type(answer) for answer in answers} == {NonFiniteError}
+    assert all("token 0" in str(answer) and "version 1" in str(answer) for answer in answers)
+    assert not run(spoilt.is_healthy)
+    if is_restored:
+        run(lambda: spoilt.restore(lambda params: good, 0))
+    else:
+        run(lambda: spoilt.update(lambda params: (good, None)))
+    assert run(spoilt.is_healthy)
+    later = [request(number, prompt_tokens=(1, 30, 110)[number % 3], max_tokens=40) for number in range(8)]
+    assert [record_of(answer) for answer in serve(spoilt, *later)] == [record_of(each) for each in serve(fresh, *later)]
+
+
+def test_a_request_whose_numbers_are_not_finite_fails_alone(policy, serve):
+    expected = [record_of(serve(policy, request(number))[0]) for number in range(8)]
+    overflowing = request(8, logit_bias=((7, 3.4e38), (7, 3.4e38)))  # together infinite in float32
+
+    async def main():
+        requests = [request(number) for number in range(8)]
+        requests.insert(3, overflowing)
+        return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+
+    answers = run(main)
+    assert isinstance(answers.pop(3), NonFiniteError)
+    assert [record_of(answer) for answer in answers] == expected
+
+
+# --- Prompts that are kept.
+
+
+def in_turns(number, turns):
+    """The requests of an episode: each prompt is the one before, what could be its answer, and something new."""
+    whole = request(number, prompt_tokens=20 * turns).prompt_ids
+    ends = [20 * turn for turn in range(1, turns + 1)]
+    return [
+        request(
+            number,
+            prompt_ids=whole[:end],
+            prefix_boundaries=tuple(cut - 1 for cut in ends if cut < end),
+            key_ids=(number, end),
+        )
+        for end in ends
+    ]
+
+
+def counted(policy, serve, *requests):
+    """The completions, and how many tokens of prompts were computed and were found."""
+    before = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
+    completions = [record_of(completion) for completion in serve(policy, *requests)]
+    after = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
+    return completions, after[0] - before[0], after[1] - before[1]
+
+
+def clear(policy):
+    run(lambda: policy.update(lambda params: (params, None)))
+
+
+def test_the_generations_of_a_prompt_share_its_keys_and_values(make_policy, policy, serve):
+    sharing = make_policy()
+    prompt = request(0, prompt_tokens=50).prompt_ids
+    group = [request(number, prompt_ids=prompt) for number in range(16)]
+    together, computed, found = counted(sharing, serve, *group)
+    assert (computed, found) == (49, 15 * 49)
+    clear(policy)
+    assert together == [record_of(serve(policy, each)[0]) for each in reversed(group)][::-1]
+    assert len({tuple(tokens) for tokens, *_ in together}) == 16
+
+
+def test_a_turn_goes_on_from_the_one_before(make_policy, serve):
+    policy = make_policy()
+    turns = in_turns(0, 4)
+    kept = [counted(policy, serve, turn) for turn in turns]
+    assert [(computed, found) for _, computed, found in kept] == [(19, 0), (20, 19), (20, 39), (20, 59)]
+    anew = []
+    for turn in turns:
+        clear(policy)
+        anew.append(counted(policy, serve, turn))
+    assert [(computed, found) for _, computed, found in anew] == [(19, 0), (39, 0), (59, 0), (79, 0)]
+    assert [record for record, *_ in anew] == [record for record, *_ in kept]
+
+
+@pytest.mark.parametrize("prefix_cache_rows", [8, 9, 40])
+def test_what_is_kept_changes_no_bit(make_policy, policy, serve, prefix_cache_rows):
+    """Thirty episodes that share first prompts in threes and take their turns in any order, in a store of any size."""
+    episodes = [in_turns(number, 1 + number % 4) for number in range(10) for _ in range(3)]
+    for index, turns in enumerate(episodes):
+        for place, turn in enumerate(turns):
+            changed = turn.prompt_ids[:20] + tuple(6 + (index + token) % 200 for token in turn.prompt_ids[20:])
+            turns[place] = request(
+                0, prompt_ids=changed, prefix_boundaries=turn.prefix_boundaries, key_ids=(index, place)
+            )
+    alone = {}
+    for index, turns in enumerate(episodes):
+        for place, turn in enumerate(turns):
+            clear(policy)
+            alone[index, place] = record_of(serve(policy, turn)[0])
+    small, rng = make_policy(prefix_cache_rows=prefix_cache_rows), random.Random(prefix_cache_rows)
+
+    async def converse(index):
+        found = []
+        for turn in episodes[index]:
+            await asyncio.sleep(rng.random() * 0.05)
+            found.append(record_of(await small.engine.submit(turn)))
+        return found
+
+    async def main():
+        order = rng.sample(range(30), 30)
+        return dict(zip(order, await asyncio.gather(*(converse(index) for index in order)), strict=True))
+
+    for index, found in run(main).items():
+        assert found == [alone[index, place] for place in range(len(found))]
+    assert small.engine.counts.reused_tokens > 0
+
+
+def test_a_store_too_small_to_work_in_is_refused(make_policy):
+    with pytest.raises(ValueError, match="prefix_cache_rows is 7; wanted at least 8"):
+        make_policy(prefix_cache_rows=7)
+
+
+def test_long_prompts_come_in_pieces_and_neighbours_change_no_bit(make_policy, serve):
+    policy = make_policy(max_context_tokens=600)
+    requests = [request(number, prompt_tokens=tokens, max_tokens=40) for number, tokens in enumerate((1, 30, 110, 530))]
+    together = [record_of(completion) for completion in serve(policy, *requests)]
+    for each, expected in zip(requests, together, strict=True):
+        clear(policy)
+        assert record_of(serve(policy, each)[0]) == expected
+
+
+def raising(error):
+    def job(*arguments):
+        raise error
+
+    return job
+
+
+def test_an_error_that_a_future_would_not_take_is_presented(policy):
+    async def main():
+        answer = policy.engine.submit(request(0, find_stop=raising(StopIteration())))
+        return await asyncio.gather(answer, return_exceptions=True)
+
+    (answer,) = run(main)
+    assert isinstance(answer, PolicyError) and "StopIteration" in str(answer)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_requests_hear_of_whatever_their_round_raised(policy, error):
+    async def main():
+        requests = [request(number, find_stop=raising(error) if number == 4 else None) for number in range(20)]
+        answers = await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
+        return answers, await policy.engine.submit(request(0))
+
+    answers, later = run(main)
+    assert {str(answer) for answer in answers} == {str(answers[0])} and len(later.token_ids) == 11
+    assert all(isinstance(answer, PolicyError) for answer in answers) and type(error).__name__ in str(answers[0])
+
+
+def test_requests_hear_of_the_end_of_the_thread(make_policy):
+    policy = make_policy()
+
+    async def main():
+        running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
+        while not policy.engine.counts.decoded_tokens:
+            await asyncio.sleep(0.001)
+        policy._device.submit(lambda: None).add_done_callback(raising(SystemExit(3)))  # it ends the thread
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        attempts = (policy.engine.submit(request(0)), policy.read(len), policy.update(lambda p: (p, None)))
+        return answers, await asyncio.gather(*attempts, return_exceptions=True)
+
+    answers, later = run(main)
+    assert len(answers) == 20 and all(isinstance(answer, DeviceThreadError) for answer in answers[8:])  # had no slot
+    assert all("the device thread has ended" in str(answer) for answer in later)
+
+
+def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
+    policy = make_policy()
+
+    async def main():
+        running = [asyncio.create_task(policy.engine.submit(request(number, max_tokens=90))) for number in range(20)]
+        while not policy.engine.counts.decoded_tokens:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(policy.close)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    answers = run(main)
+    assert all("the policy has been closed" in str(answer) for answer in answers[8:])
+
+
+def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
+    """The cache asked for is larger than any address space: the allocation really fails."""
+    policy = make_policy(max_context_tokens=2**40)
+
+    async def main():
+        return await asyncio.gather(*(policy.engine.submit(request(n)) for n in range(20)), return_exceptions=True)
+
+    answers = run(main)
+    assert all(answer is answers[0] for answer in answers)
+    assert isinstance(answers[0], PolicyError) and str(answers[0]).startswith(
+        "the device has too little memory to sample: lower llms.<name>.slots (now 8), prefix_cache_rows (now 8) or "
+        f"max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating"
+    )

@@ -1,0 +1,550 @@
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, NothingToTrain, TrajectoryError
+from jaxft.harness.data_models import (
+    DPOItem,
+    EpisodeItem,
+    FinetuneConfig,
+    OpenAIMessage,
+    TrainingJobRef,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+from jaxft.models.config import model_preset
+from jaxft.models.hf import init_model, save_model
+from jaxft.rollout.policy import PolicyLostError
+from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.shipped.local_adapter import LocalTrainerAdapter
+from jaxft.training.rows import has_signal
+
+# A row of the collections is 16 wide: one microbatch of four rows, one compiled update for all jobs of an adapter.
+MICROBATCH_TOKENS = 64
+
+
+def make_adapter(policy, warn=print, loss=None, **options):
+    fields = {"llm": "policy", "loss": loss or {}, "optimizer": {"learning_rate": 1e-3}}
+    # The collections of these tests were sampled by nobody.
+    fields |= {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0, "microbatch_tokens": MICROBATCH_TOKENS}
+    config = LocalTrainerAdapterConfig(**(fields | options))
+    return LocalTrainerAdapter(config, policy, warn)
+
+
+def train(adapter, *collections):
+    """The last status of a job for each collection, one after the other."""
+
+    async def main():
+        async with asyncio.timeout(120):
+            return [
+                await adapter.wait_until_complete(await adapter.submit(collection), poll_interval=1e9)
+                for collection in collections
+            ]
+
+    return asyncio.run(main())
+
+
+def flat_params(policy):
+    return asyncio.run(policy.read(lambda params: jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(params)])))
+
+
+@pytest.fixture(scope="module")
+def adapter(make_policy):
+    """Jobs of this module that need no policy of their own go to this one, in the order of the tests."""
+    return make_adapter(make_policy())
+
+
+def test_a_job_updates_the_policy_and_says_how(adapter, make_collection):
+    policy = adapter.policy
+    before, version = flat_params(policy), policy.version
+
+    async def main():
+        ref = await adapter.submit(make_collection("first"))
+        states = [(await adapter.status(ref)).status]
+        last = await adapter.wait_until_complete(ref)
+        adapter.log_progress(ref, {"epoch": 0})
+        return ref, states, last, await adapter.status(ref)
+
+    ref, states, last, after = asyncio.run(main())
+    assert (ref.run_id, ref.backend, states) == ("first", "local", [TrainingStatusEnum.PENDING])
+    assert (last.status, last.progress, last.message) == (TrainingStatusEnum.COMPLETED, 100.0, "updated")
+    assert policy.version == version + 1 and not bool((flat_params(policy) == before).all())
+    metrics, timings = last.metadata["metrics"], last.metadata["timings"]
+    assert timings.keys() == {"seconds_update", "compiles"} and timings["compiles"] > 0
+    expected = {
+        "groups": 2,
+        "no_signal_groups": 0,
+        "unscorable_trajectories": 0,
+        "foreign_sequences": 0,
+        "sequences_per_trajectory": 1.0,
+        "trained_tokens": 16,
+        "truncated_fraction": 0.0,
+        "stale_token_fraction": 0.0,
+        "applied_updates": 1.0,
+        "nonfinite_updates": 0.0,
+        "nothing_to_learn": 0.0,
+        "policy_version": version + 1,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+    assert metrics["grad_norm"] > 0 and metrics["entropy"] > 0 and metrics["sampler_logprob_diff_max"] > 0
+    assert "kl" not in metrics  # without beta there is no reference
+    assert after.metadata["history"] == [{"epoch": 0}]
+
+
+def test_without_signal_nothing_moves(adapter, make_collection):
+    policy = adapter.policy
+    before, version = flat_params(policy), policy.version
+    (status,) = train(adapter, make_collection("equal", rewards=(1.0, 1.0, 0.0, 0.0)))
+    assert status.status is TrainingStatusEnum.COMPLETED and "nothing to learn" in status.message
+    metrics = status.metadata["metrics"]
+    assert (metrics["no_signal_groups"], metrics["nothing_to_learn"], metrics["applied_updates"]) == (2, 1.0, 0.0)
+    assert (metrics["policy_version"], policy.version) == (version, version)
+    assert bool((flat_params(policy) == before).all())
+
+
+def test_a_trajectory_of_three_sequences_counts_once(adapter, make_collection, make_sequence):
+    collection = make_collection("in pieces")
+    good, bad = collection.trajectories[0]
+    bad = bad.model_copy(update={"sequences": [make_sequence(place) for place in range(3)]})
+    (status,) = train(adapter, collection.model_copy(update={"trajectories": [[good, bad]]}))
+    metrics = status.metadata["metrics"]
+    assert metrics["sequences_per_trajectory"] == 2.0 and metrics["applied_updates"] == 1.0
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)  # counted by sequences it would be half the advantage
+
+
+def test_tokens_of_other_versions_are_counted(adapter, make_collection):
+    def sampled_by(version):
+        return {"policy_versions": [-1, -1, version, version, version, version]}
+
+    version = adapter.policy.version
+    versions = dict(enumerate(map(sampled_by, (version, version, version + 1, version))))
+    (status,) = train(adapter, make_collection("stale", changes=versions))
+    assert status.metadata["metrics"]["stale_token_fraction"] == 0.25
+
+
+def test_groups_need_no_example_ids(adapter, make_collection):
+    def anonymous(run_id):
+        collection = make_collection(run_id, rewards=(1.0, 0.0, 5.0, 5.0))
+        unnamed = [[t.model_copy(update={"example_id": None}) for t in group] for group in collection.trajectories]
+        return collection.model_copy(update={"trajectories": unnamed})
+
+    (status,) = train(adapter, anonymous("anonymous"))
+    assert status.metadata["metrics"]["no_signal_groups"] == 1
+
+
+def test_jobs_have_names_of_their_own(adapter, make_collection):
+    train(adapter, make_collection("twice"))
+    with pytest.raises(ValueError, match="job 'twice' has been submitted before"):
+        train(adapter, make_collection("twice"))
+    with pytest.raises(ValueError, match=r"no job 'unknown' was submitted; jobs: .*twice"):
+        asyncio.run(adapter.status(TrainingJobRef(run_id="unknown", backend="local")))
+
+
+GREEDY = {"temperatures": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}
+FIRST = {"completion_mask": [True] * 6}
+UNEVEN = {"sampler_logprobs": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (GREEDY, "example 'example-1', generation 0 was sampled greedily"),
+        (FIRST, "example 'example-1', generation 0: the first token of a sequence has no context"),
+        (UNEVEN, "the lists of a sequence differ in length: .*'tokens': 6, .*'sampler_logprobs': 1"),
+    ],
+)
+def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, message):
+    with pytest.raises(TrajectoryError, match=message):
+        train(adapter, make_collection("refused", changes={2: changes}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("reward", 1e200, r"generation 1 has the reward 1e\+200"),
+        ("named_rewards", {"right": 1e200}, r"generation 1 has the named_rewards\['right'\] 1e\+200"),
+        ("shaped_rewards", [0.0, -1e200], r"generation 1 has the shaped_rewards\[1\] -1e\+200"),
+    ],
+)
+def test_rewards_beyond_float32_are_refused(adapter, make_collection, field, value, message):
+    collection = make_collection("huge")
+    good, bad = collection.trajectories[0]
+    groups = [[good, bad.model_copy(update={field: value})]]
+    with pytest.raises(TrajectoryError, match=message):
+        train(adapter, collection.model_copy(update={"trajectories": groups}))
+
+
+def test_nothing_to_train_on_is_an_error_that_says_why(adapter, make_collection):
+    with pytest.raises(NothingToTrain, match="job 'none' has no token to train on: 4 trajectories, 4 of them without"):
+        train(adapter, make_collection("none", rewards=(None,) * 4))
+    with pytest.raises(NothingToTrain, match="0 sequences, 0 of them truncated"):
+        train(adapter, make_collection("none", sequences=[]))
+    foreign = {place: {"llm": "opponent"} for place in range(4)}
+    with pytest.raises(ValueError, match="0 sequences, 0 of them truncated, 4 of other language models"):
+        train(adapter, make_collection("none", changes=foreign))
+
+
+def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection):
+    """Here also: what mask_truncated and another model's rows leave out, and one warning about filters."""
+    warnings = []
+    adapter = make_adapter(make_policy(), warnings.append, loss={"beta": 0.1, "mask_truncated": True})
+    filtered = {"behavior_logprobs": [0.0, 0.0, -4.5, -4.5, -4.5, -4.5]}
+
+    def collection(run_id):
+        made = make_collection(run_id, changes={1: filtered})
+        rows = made.trajectories[0][0].sequences
+        rows += [rows[0].model_copy(update={"truncated": True}), rows[0].model_copy(update={"llm": "opponent"})]
+        return made
+
+    first, second = train(adapter, collection("first"), collection("second"))
+    assert (first.status, second.status) == (TrainingStatusEnum.COMPLETED,) * 2
+    metrics = first.metadata["metrics"]
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert second.metadata["metrics"]["kl"] > 1e-7
+    assert (metrics["trained_tokens"], metrics["foreign_sequences"]) == (16, 1)
+    assert metrics["sequences_per_trajectory"] == 5 / 4  # of this language model, the truncated one among them
+    assert metrics["truncated_fraction"] == pytest.approx(1 / 5)
+    assert len(warnings) == 1 and "kept 90.2% of the mass on average" in warnings[0]  # 3/4 + exp(-0.5) / 4
+
+
+def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy, make_collection, tmp_path):
+    def breaks(params, tokens, positions, cache=None, segment_ids=None):
+        raise MemoryError("too large")
+
+    lost = make_adapter(make_policy(model=policy.model._replace(apply=breaks)))
+
+    async def main():
+        healthy = await lost.is_healthy()
+        status = await lost.wait_until_complete(await lost.submit(make_collection("broken")))
+        with pytest.raises(PolicyLostError):
+            await lost.export_model(tmp_path / "model")
+        return healthy, status, await lost.is_healthy()
+
+    before, status, after = asyncio.run(main())
+    assert (before, after) == (False, False)  # nothing can be sampled from it either
+    assert (status.status, status.message) == (TrainingStatusEnum.FAILED, "MemoryError: too large")
+    assert "in breaks" in status.metadata["traceback"]
+
+
+def test_health_is_finite_parameters(make_policy):
+    adapter = make_adapter(make_policy())
+
+    async def main():
+        before = await adapter.is_healthy()
+        await adapter.policy.update(lambda params: (jax.tree.map(lambda leaf: leaf * jnp.nan, params), None))
+        return before, await adapter.is_healthy()
+
+    assert asyncio.run(main()) == (True, False)
+
+
+def test_knobs_that_exclude_each_other_are_refused_at_once(policy):
+    with pytest.raises(ValueError, match="max_completion_tokens is None"):
+        make_adapter(policy, loss={"name": "dr_grpo"})
+
+
+def test_signal_is_a_spread_of_usable_rewards():
+    def group(*rewards):
+        return [Trajectory(episode=[], reward=r or 0.0, scorable=r is not None) for r in rewards]
+
+    assert has_signal(group(1.0, 0.0)) and has_signal(group(1.0, 1.1, None))
+    assert not any(map(has_signal, [group(), group(1.0), group(1.0, None), group(1.0, 1.0), group(1e6, 1e6 + 0.5)]))
+
+
+def test_ppo_in_minibatches_is_a_job_like_any_other(make_policy, make_collection):
+    adapter = make_adapter(make_policy(), loss={"name": "ppo"}, num_minibatches=2, num_iterations=2)
+    first, second = train(adapter, make_collection("first"), make_collection("second"))
+    metrics = second.metadata["metrics"]
+    assert (first.status, metrics["updates"], metrics["applied_updates"]) == (TrainingStatusEnum.COMPLETED, 4, 4.0)
+    assert metrics["value_loss"] > 0 and metrics["policy_version"] == adapter.policy.version == 2
+
+
+def test_reinforce_takes_one_update(policy):
+    for options in ({"num_minibatches": 2}, {"num_iterations": 2}):
+        with pytest.raises(ValueError, match="'reinforce' has no ratio"):
+            make_adapter(policy, loss={"name": "reinforce"}, **options)
+
+
+def test_the_reference_may_be_another_checkpoint_of_the_same_model(policy, tmp_path):
+    model, params = init_model(model_preset("qwen3-50k"), jax.random.key(7))
+    save_model(tmp_path / "same", model, params)
+    (tmp_path / "same" / "generation_config.json").write_text('{"top_p": 0.5}')  # of another checkpoint, and no matter
+    loss = {"beta": 0.1, "reference": {"path": str(tmp_path / "same")}}
+    loaded = make_adapter(policy, loss=loss).learner.ref_params
+    assert bool((loaded["ends"]["embedding"] == params["ends"]["embedding"]).all())
+    other, params = init_model(model_preset("qwen3-50k", vocab_size=300), jax.random.key(7))
+    save_model(tmp_path / "other", other, params)
+    with pytest.raises(ComponentError, match=r"loss\.reference\.path: .*other holds .*vocab_size=300"):
+        make_adapter(policy, loss=loss | {"reference": {"path": str(tmp_path / "other")}})
+
+
+FOREIGN = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
+
+
+def make_small_adapter(policy, loss=None, warn=print, **options):
+    fields = {"llm": "policy", "loss": loss or {}, "optimizer": {"learning_rate": 1e-2}, "microbatch_tokens": 64}
+    return LocalTrainerAdapter(LocalTrainerAdapterConfig(**(fields | options)), policy, warn)
+
+
+def run(adapter, *collections):
+    async def main():
+        async with asyncio.timeout(120):
+            return [await adapter.wait_until_complete(await adapter.submit(each)) for each in collections]
+
+    return asyncio.run(main())
+
+
+def flat(policy):
+    return asyncio.run(policy.read(lambda params: jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(params)])))
+
+
+async def sampled_rows(policy, make_sequence, count):
+    """Rows that the policy really sampled, by their log-probabilities."""
+    from jaxft.core.logprobs import token_logprobs
+
+    rows = [make_sequence(number) for number in range(count)]
+    tokens = jnp.array([row.tokens for row in rows])
+    scored = await policy.read(lambda params: token_logprobs(policy.model, params, tokens).logprobs)
+    return [
+        row.model_copy(
+            update={
+                "sampler_logprobs": own,
+                "behavior_logprobs": own,
+                "policy_versions": [-1 if version < 0 else policy.version for version in row.policy_versions],
+            }
+        )
+        for row, own in zip(rows, scored.tolist(), strict=True)
+    ]
+
+
+def group(rows, run_id, rewards=(1.0, 0.0, 1.0, 0.0)):
+    trajectories = [
+        Trajectory(episode=[], reward=reward, example_id=f"{place // 2}", generation=place % 2, sequences=[row])
+        for place, (row, reward) in enumerate(zip(rows, rewards, strict=True))
+    ]
+    return TrajectoryCollection(trajectories=[trajectories[:2], trajectories[2:]], run_id=run_id)
+
+
+@pytest.fixture(scope="module")
+def strict(make_policy):
+    """An adapter with the thresholds it has by itself."""
+    return make_small_adapter(make_policy())
+
+
+def test_own_trajectories_are_trained(strict, make_sequence):
+    rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
+    (status,) = run(strict, group(rows, "own"))
+    assert (status.status, status.message) == (TrainingStatusEnum.COMPLETED, "updated")
+    metrics = status.metadata["metrics"]
+    assert (
+        metrics["sampler_disagreement_fraction"]
+        == metrics["stale_trajectory_fraction"]
+        == metrics["refused_updates"]
+        == 0
+    )
+
+
+def test_foreign_log_probabilities_are_refused(strict, make_sequence):
+    before, version = flat(strict.policy), strict.policy.version
+    rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
+    rows[2] = rows[2].model_copy(update={"sampler_logprobs": [x - 0.2 for x in rows[2].sampler_logprobs]})
+    (status,) = run(strict, group(rows, "foreign"))
+    assert status.status is TrainingStatusEnum.FAILED
+    assert "refused: the log-probabilities recorded with 25% of the sequences are more than 0.1 nats" in status.message
+    assert status.metadata["metrics"]["refused_updates"] == 1
+    assert strict.policy.version == version and bool((flat(strict.policy) == before).all())
+
+
+def test_stale_trajectories_are_refused(strict, make_sequence):
+    before = flat(strict.policy)
+    rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
+    rows[1] = rows[1].model_copy(update={"policy_versions": [-1, -1, 99, 99, 99, 99]})
+    collection = group(rows, "stale")
+    assert strict.validate_trajectories(collection)["stale_trajectory_fraction"] == 0.25
+    (status,) = run(strict, collection)
+    assert status.status is TrainingStatusEnum.FAILED
+    assert "refused: another version of the policy sampled 25% of the trajectories" in status.message
+    assert bool((flat(strict.policy) == before).all())
+
+
+def test_the_second_of_two_queued_jobs_is_stale(strict, make_sequence):
+    async def main():
+        rows = await sampled_rows(strict.policy, make_sequence, 4)
+        refs = [await strict.submit(group(rows, name)) for name in ("queued first", "queued second")]
+        return [await strict.wait_until_complete(ref) for ref in refs]
+
+    version = strict.policy.version
+    first, second = asyncio.run(main())
+    assert (first.status, second.status) == (TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED)
+    assert first.metadata["metrics"]["policy_version"] == version + 1 == second.metadata["metrics"]["policy_version"]
+
+
+def test_what_is_validated_is_not_trained(strict, make_sequence):
+    rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
+    figures = strict.validate_trajectories(group(rows, "looked at"))
+    assert figures["trained_tokens"] == 16 and figures["groups"] == 2
+    broken = rows[0].model_copy(update={"sampler_logprobs": [float("nan")] * 6})
+    with pytest.raises(TrajectoryError, match="a recorded log-probability of a trained token is not finite"):
+        strict.validate_trajectories(group([broken, *rows[1:]], "broken"))
+    with pytest.raises(NothingToTrain):
+        strict.validate_trajectories(TrajectoryCollection(trajectories=[], run_id="none"))
+
+
+def test_a_job_can_be_cancelled_before_and_while_it_runs(make_policy, make_collection):
+    adapter = make_small_adapter(make_policy(), num_minibatches=2, num_iterations=100, **FOREIGN)  # time to cancel it
+
+    async def main():
+        first, second = [await adapter.submit(make_collection(name)) for name in ("first", "second")]
+        never = await adapter.cancel(second)
+        whole = await adapter.wait_until_complete(first)
+        third = await adapter.submit(make_collection("third"))
+        while (await adapter.status(third)).status is TrainingStatusEnum.PENDING:
+            await asyncio.sleep(0)
+        part = await adapter.cancel(third)
+        return never, whole, part, await adapter.cancel(first), await adapter.status(second)
+
+    never, whole, part, again, later = asyncio.run(main())
+    assert (never.status, never.message) == (TrainingStatusEnum.CANCELED, "canceled before it began") and later == never
+    assert (whole.status, whole.progress) == (TrainingStatusEnum.COMPLETED, 100.0) and again == whole
+    assert part.status is TrainingStatusEnum.CANCELED and part.progress < 100
+    updates = part.metadata["metrics"]["updates"]
+    assert part.message == f"canceled after {updates} of 200 updates"
+    assert adapter.policy.version == 1 + (updates > 0)
+
+
+def hungry(policy):
+    """A model that wants more memory than any address space has: the allocation really fails."""
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        hidden, cache = policy.model.apply(params, tokens, positions, cache, segment_ids)
+        return hidden + jnp.cumsum(jnp.ones((2**16, 2**30)), axis=0)[tokens, :1], cache
+
+    return policy.model._replace(apply=apply)
+
+
+def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy, make_collection):
+    adapter = make_small_adapter(make_policy(model=hungry(policy)), **FOREIGN)
+    (status,) = run(adapter, make_collection("large"))
+    assert status.status is TrainingStatusEnum.FAILED
+    assert status.message.startswith(
+        "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now 64), "
+        "or of llms.policy slots (now 8), prefix_cache_rows (now 8) or max_context_tokens (now 96); it said: "
+    )
+    assert "Out of memory allocating" in status.message
+    assert "\n" not in status.message and "JaxRuntimeError" in status.metadata["traceback"]
+
+
+def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"lower llms\.<name>\.slots \(now 8\), prefix_cache_rows \(now 8\) or max_context_tokens",
+    ):
+        asyncio.run(make_small_adapter(make_policy(max_context_tokens=2**40)).is_healthy())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_collection, error):
+    """A model may call `sys.exit`: the job is over, the process is not."""
+
+    def apply(params, tokens, positions, cache=None, segment_ids=None):
+        raise error
+
+    adapter = make_small_adapter(make_policy(model=policy.model._replace(apply=apply)), **FOREIGN)
+    first, second = run(adapter, make_collection("first"), make_collection("second"))
+    assert first.status is second.status is TrainingStatusEnum.FAILED
+    assert f"DeviceThreadError: work on the device thread was ended by {type(error).__name__}" in first.message
+    assert "PolicyLostError: the policy's parameters were lost" in second.message
+
+
+def test_training_is_aimed_at_the_model_of_the_adapter(policy):
+    adapter = make_small_adapter(policy)
+    asyncio.run(adapter.initialize(FinetuneConfig(target_model="policy")))
+    with pytest.raises(ConfigError, match="target_model: is 'judge', but the adapter trains 'policy'"):
+        asyncio.run(adapter.initialize(FinetuneConfig(target_model="judge")))
+
+
+def pair(number, chosen="7", rejected="8", **changes):
+    prompt = [OpenAIMessage(role="user", content=f"{number}")]
+    item = DPOItem(prompt=prompt, chosen_response=chosen, rejected_response=rejected)
+    return Trajectory(episode=[item], reward=1.0, example_id=f"{number}", generation=0, **changes)
+
+
+def pairs(run_id, *trajectories):
+    return TrajectoryCollection(trajectories=[[one] for one in trajectories], run_id=run_id)
+
+
+def test_pairs_of_texts_are_learned(make_policy):
+    adapter = make_small_adapter(make_policy(), {"name": "dpo", "beta": 0.5}, num_minibatches=3, num_iterations=10)
+    first, second = run(adapter, *(pairs(name, *map(pair, range(6))) for name in ("one", "two")))
+    assert (first.status, first.message) == (TrainingStatusEnum.COMPLETED, "updated")
+    metrics = second.metadata["metrics"]
+    assert metrics["preference_accuracy"] == 1.0 and metrics["reward_margin"] > 0.5
+    # Each answer is a token and its end.
+    assert (metrics["pairs_trained"], metrics["trained_tokens"], metrics["updates"]) == (6, 24, 30)
+    assert metrics["pair_reward_mean"] == 1.0 and adapter.policy.version == 2
+
+
+def test_recorded_pairs_keep_their_tokens(make_policy, make_sequence):
+    adapter = make_small_adapter(make_policy(), {"name": "dpo"})
+    chosen, rejected = make_sequence(0), make_sequence(0, tokens=[3, 10, 30, 31, 32, 1])
+    (status,) = run(adapter, pairs("recorded", pair(0, sequences=[chosen, rejected])))
+    assert status.metadata["metrics"]["trained_tokens"] == 8
+    assert status.metadata["metrics"]["loss"] == pytest.approx(0.693147, abs=1e-6)  # the policy is its reference
+
+
+def test_pairs_that_make_no_sense_are_refused(policy, make_sequence):
+    adapter = make_small_adapter(policy, {"name": "dpo"})
+    other, empty = make_sequence(0, tokens=[3, 11, 20, 21, 22, 1]), make_sequence(0, completion_mask=[False] * 6)
+    strange = {
+        "is no preference": Trajectory(episode=[], reward=0.0, sequences=[make_sequence(0)]),
+        "has 1 sequences for 1 pairs": pair(0, sequences=[make_sequence(0)]),
+        "to different prompts": pair(0, sequences=[make_sequence(0), other]),
+        "has no token to train": pair(0, sequences=[make_sequence(0), empty]),
+    }
+    for message, trajectory in strange.items():
+        with pytest.raises(TrajectoryError, match=message):
+            adapter.validate_trajectories(pairs("strange", trajectory))
+    with pytest.raises(NothingToTrain, match="has no pair to train on"):
+        adapter.validate_trajectories(pairs("none"))
+
+
+def test_examples_are_imitated_when_they_are_good_enough(make_policy, make_collection):
+    adapter = make_small_adapter(make_policy(), {"name": "sft", "min_reward": 0.5}, num_iterations=5)
+    first, second = run(adapter, make_collection("one"), make_collection("two"))
+    metrics = first.metadata["metrics"], second.metadata["metrics"]
+    assert metrics[0]["imitated_trajectories"] == 2 and metrics[0]["trained_tokens"] == 8
+    assert metrics[1]["loss"] < metrics[0]["loss"]
+    with pytest.raises(NothingToTrain, match="0 of 4 trajectories are good enough"):
+        adapter.validate_trajectories(make_collection("bad", rewards=(0.0,) * 4))
+
+
+def test_conversations_without_tokens_are_imitated(policy):
+    said = [("user", "1+1"), ("assistant", "2"), ("tool", "ok"), ("assistant", "done")]
+    episode = [EpisodeItem(role=role, content=text, logprobs=[]) for role, text in said]
+    texts = TrajectoryCollection(trajectories=[[Trajectory(episode=episode, reward=1.0)]], run_id="texts")
+    figures = make_small_adapter(policy, {"name": "sft"}).validate_trajectories(texts)
+    assert figures["trained_tokens"] == len("2") + len("done") + 2  # the ends of both answers, too
+    bad = Trajectory(episode=episode[:1], reward=1.0)
+    with pytest.raises(TrajectoryError, match="cannot be imitated: a conversation to be learned must end"):
+        make_small_adapter(policy, {"name": "sft"}).validate_trajectories(
+            TrajectoryCollection(trajectories=[[bad]], run_id="bad")
+        )
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("loss", [{"name": "grpo"}, *(pytest.param({"name": n}, marks=SLOW) for n in ("ppo", "dpo"))])
+def test_memory_is_told_without_training(policy, loss):
+    before = flat(policy)
+    memory = asyncio.run(make_small_adapter(policy, loss).memory())
+    parts = {"parameters", "optimizer", "reference", "gradients", "update", "sampling weights", "sampling"}
+    assert set(memory) == parts
+    assert memory["gradients"] == pytest.approx(memory["parameters"], rel=1e-3)  # of a value head, too
+    layers = asyncio.run(policy.read(lambda params: sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))))
+    assert memory["sampling weights"] == layers / 2**20  # the ends are shared
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=1e-3) and memory["update"] > 0
+    assert (memory["reference"] > 0) == (loss["name"] == "dpo")
+    assert bool((flat(policy) == before).all())

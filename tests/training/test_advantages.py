@@ -1,0 +1,225 @@
+"""From rewards to the advantages of rows, as the configuration wants them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxft.core.advantages import group_advantages, leave_one_out_advantages
+from jaxft.errors import TrajectoryError
+from jaxft.harness.data_models import Trajectory
+from jaxft.training.advantages import collect_rewards, compute_advantages, with_usable_rewards
+from jaxft.training.batch import Row
+from jaxft.training.config import LossConfig
+
+
+@pytest.fixture
+def make_group(make_sequence):
+    def make(*rewards, **fields):
+        return [
+            Trajectory(
+                episode=[],
+                reward=reward or 0.0,
+                scorable=reward is not None,
+                generation=place,
+                sequences=[make_sequence(place, turns=[-1, -1, 0, 0, 1, 1])],
+                **{name: values[place] for name, values in fields.items()},
+            )
+            for place, reward in enumerate(rewards)
+        ]
+
+    return make
+
+
+def advantages_of(groups, signals=None, **knobs):
+    """Advantages of the rows of the scorable trajectories, and the rows."""
+    loss = LossConfig(**knobs)
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rows = [
+        Row(sequence, index, dict(signals or {}))
+        for index, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+        if trajectory.scorable
+    ]
+    compute_advantages(rows, collect_rewards(groups, loss), loss)
+    return [row.signals["advantages"] for row in rows], rows
+
+
+def test_rows_share_the_advantage_of_their_trajectory(make_group):
+    groups = [make_group(1.0, 0.0, None), make_group(2.0, 4.0)]
+    groups[0][0].sequences.append(groups[0][0].sequences[0])
+    got, _ = advantages_of(groups)
+    first, second, _, third, fourth = group_advantages([1.0, 0.0, np.nan, 2.0, 4.0], [0, 0, 0, 1, 1])
+    assert got == [first, first, second, third, fourth]
+
+
+def test_rows_know_the_tokens_of_their_trajectory(make_group):
+    groups = [make_group(1.0, 0.0)]
+    groups[0][1].sequences.append(groups[0][1].sequences[0])
+    _, rows = advantages_of(groups)
+    assert [row.signals["trajectory_tokens"] for row in rows] == [4, 8, 8]
+    for knobs in ({"weigh": "sequence"}, {"name": "dapo"}, {"name": "gspo", "aggregation": "token_mean"}):
+        _, rows = advantages_of(groups, **knobs)
+        assert "trajectory_tokens" not in rows[0].signals
+
+
+def test_named_rewards_are_weighted_before_or_after_they_are_normalised(make_group):
+    named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 8.0}, {"right": 0.0, "short": 0.0}]
+    group = make_group(1.0, 8.0, 0.0, named_rewards=named)
+    weights = {"short": 0.5, "right": 2.0}
+    summed, _ = advantages_of([group], name="reinforce", advantages="leave_one_out", reward_weights=weights)
+    assert summed == leave_one_out_advantages([2.0, 4.0, 0.0], [0, 0, 0]).tolist()
+    apart, _ = advantages_of([group], reward_weights=weights, multi_objective_aggregation="normalize_then_sum")
+    by_hand = 0.5 * group_advantages([0.0, 8.0, 0.0], [0] * 3) + 2 * group_advantages([1.0, 0.0, 0.0], [0] * 3)
+    np.testing.assert_allclose(apart, by_hand, rtol=1e-12)
+
+
+def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {"right": math.nan, "short": 1.0}, None]
+    loss = LossConfig(reward_weights={"right": 1.0})
+    (group,) = with_usable_rewards([make_group(1.0, 1.0, 1.0, 1.0, named_rewards=named)], loss)
+    assert [trajectory.scorable for trajectory in group] == [True, False, False, False]
+    with pytest.raises(TrajectoryError, match="reward_weights names rigth; the evaluator gave right, short"):
+        with_usable_rewards([group], LossConfig(reward_weights={"rigth": 1.0}))
+    (unchanged,) = with_usable_rewards([group], LossConfig())
+    assert unchanged == group
+
+
+def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {}]
+    group, loss = make_group(2.0, 1.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert all(trajectory.scorable for trajectory in zeros)
+    assert collect_rewards([zeros], loss).rewards.tolist() == [1.0, 0.0, 0.0]
+    with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right"):
+        with_usable_rewards([group], loss, "error")
+    # An epoch in which the evaluator gave nothing at all does not tell that a name is wrong.
+    (empty,) = with_usable_rewards([make_group(0.0, 0.0, named_rewards=[{}, {}])], loss, "zero")
+    assert collect_rewards([empty], loss).rewards.tolist() == [0.0, 0.0]
+
+
+def test_a_price_that_the_builder_set_is_the_weighted_sum(make_group):
+    named = [{"right": 1.0}, {}, {"right": math.nan}]
+    group, loss = make_group(1.0, -3.0, 1.0, named_rewards=named), LossConfig(reward_weights={"right": 2.0})
+    (usable,) = with_usable_rewards([group], loss)
+    assert collect_rewards([usable], loss).rewards.tolist() == pytest.approx([2.0, -3.0, math.nan], nan_ok=True)
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert collect_rewards([zeros], loss).rewards.tolist() == [2.0, -3.0, 0.0]
+    with_usable_rewards([group[:2]], loss, "error")
+    apart = LossConfig(reward_weights={"right": 2.0}, multi_objective_aggregation="normalize_then_sum")
+    (usable,) = with_usable_rewards([group], apart)
+    assert [trajectory.scorable for trajectory in usable] == [True, False, False]
+
+
+def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
+    group = make_group(1.0)
+    group[0].sequences.append(make_sequence(1, llm="opponent"))
+    loss = LossConfig(max_completion_tokens=8, overlong_buffer_tokens=4)
+    assert collect_rewards([group], loss, "policy").rewards.tolist() == [1.0]
+    assert collect_rewards([group], loss).rewards.tolist() == [0.0]
+
+
+def test_long_answers_lose_reward(make_group):
+    group = make_group(1.0, 1.0)
+    group[0].sequences.append(group[0].sequences[0])  # 8 trained tokens against 4
+    loss = LossConfig(max_completion_tokens=8, overlong_buffer_tokens=4)
+    credit = collect_rewards([group], loss)
+    assert credit.rewards.tolist() == [0.0, 1.0] and credit.metrics == {"overlong_penalty_mean": -0.5}
+
+
+def test_step_rewards_take_the_place_of_the_outcome(make_group):
+    group = make_group(9.0, 9.0, 9.0, shaped_rewards=[[1.0, 2.0], [1.0, 0.0], None])
+    got, _ = advantages_of([group], name="dr_grpo", max_completion_tokens=8, gamma=0.5)
+    # To go: (2, 2), (1, 0), and (0, 0) for the one that gave none.
+    np.testing.assert_allclose(got[0], [0, 0, 1, 1, 4 / 3, 4 / 3])
+    np.testing.assert_allclose(got[1], [0, 0, 0, 0, -2 / 3, -2 / 3])
+    np.testing.assert_allclose(got[2], [0, 0, -1, -1, -2 / 3, -2 / 3])
+
+
+def test_step_rewards_pay_for_length_and_kl_too(make_group):
+    group = make_group(9.0, 9.0, shaped_rewards=[[1.0, 2.0], [0.0, 0.0]])
+    credit = collect_rewards([group], LossConfig(max_completion_tokens=4, overlong_buffer_tokens=2))
+    assert credit.step_rewards.tolist() == [[1.0, 1.0], [0.0, -1.0]]  # all four tokens of the budget used
+    knobs = {"name": "reinforce", "advantages": "group_mean", "beta": 0.5, "kl": "k1_in_reward"}
+    loss = LossConfig(**knobs)
+    rows = [Row(t.sequences[0], i, dict(K1)) for i, t in enumerate(group)]
+    rows[1].signals["old_logprobs"] = K1["ref_logprobs"]
+    compute_advantages(rows, collect_rewards([group], loss), loss)
+    # To go: (1 - 0.5 + 2, 2) against (0, 0).
+    assert rows[0].signals["advantages"].tolist() == [0, 0, 1.25, 1.25, 1.0, 1.0]
+
+
+def test_step_rewards_need_turns(make_group, make_sequence):
+    group = make_group(1.0, 1.0, shaped_rewards=[[1.0, 2.0], None])
+    group[1].sequences[0] = make_sequence()
+    with pytest.raises(TrajectoryError, match="generation 1: with shaped_rewards in a job every sequence has to say"):
+        collect_rewards([group], LossConfig())
+
+
+K1 = {"old_logprobs": np.array([9.0, 9, -1, -1, -1, -1]), "ref_logprobs": np.array([0.0, 0, -2, -1, -1, -1])}
+"""A KL of 1 on the first trained token; what stands on the prompt counts for nothing."""
+
+
+def test_kl_in_the_reward_comes_before_the_baseline(make_group):
+    group = make_group(1.0, 0.0)
+    kl = {"beta": 0.5, "kl": "k1_in_reward", "name": "reinforce"}
+    got, _ = advantages_of([group], K1, advantages="leave_one_out", **kl)
+    assert got == [1.0, -1.0]  # the same divergence for both
+    rows_apart = [Row(t.sequences[0], i, dict(K1)) for i, t in enumerate(group)]
+    rows_apart[1].signals["old_logprobs"] = K1["ref_logprobs"]
+    loss = LossConfig(advantages="leave_one_out", **kl)
+    metrics = compute_advantages(rows_apart, collect_rewards([group], loss), loss)
+    assert metrics == pytest.approx({"kl": np.exp(-1) / 8, "kl_k1": 1 / 8})  # one of eight tokens, where k3 is 1 / e
+    assert [row.signals["advantages"] for row in rows_apart] == [0.5, -0.5]
+
+
+def test_reinforce_pp_is_outcome_minus_kl_to_go_whitened(make_group):
+    got, _ = advantages_of(
+        [make_group(1.0, 0.0)], K1, name="reinforce", advantages="reinforce_pp", beta=0.5, kl="k1_in_reward"
+    )
+    to_go = np.array([[0.5, 1, 1, 1], [-0.5, 0, 0, 0]])
+    expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=1e-12)
+    assert not np.array(got)[:, :2].any()
+
+
+def test_reinforce_pp_takes_step_rewards_where_turns_end(make_group):
+    group = make_group(9.0, 9.0, shaped_rewards=[[1.0, 2.0], [0.0, 0.0]])
+    got, _ = advantages_of([group], name="reinforce", advantages="reinforce_pp", gamma=0.5)
+    to_go = np.array([[0.75, 1.5, 1.0, 2.0], [0.0] * 4])  # from the back: 2, 2 / 2, 1 + 1 / 2, 1.5 / 2
+    expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name, knobs", [("ppo", {}), ("reinforce", {"advantages": "reinforce_pp"})])
+def test_a_later_step_in_another_row_counts_for_the_earlier_one(make_group, make_sequence, name, knobs):
+    """Two turns that are two rows: the first one led to the second, which alone was rewarded."""
+
+    def rows(first):
+        return [make_sequence(0, turns=[-1, -1, *[first] * 4]), make_sequence(1, turns=[-1, -1, *[1 - first] * 4])]
+
+    good, bad = make_group(1.0, 0.0, shaped_rewards=[[0.0, 1.0], [0.0, 0.0]])
+    for first in (0, 1):  # whichever row comes first
+        groups = [[trajectory.model_copy(update={"sequences": rows(first)}) for trajectory in (good, bad)]]
+        values = {"old_values": np.zeros(6)}
+        got, made = advantages_of(groups, values, name=name, **knobs)
+        assert (got[0][2:] > got[2][2:]).all()
+        assert np.allclose(got[0], got[1]) and np.allclose(got[2], got[3])
+        if name == "ppo":
+            assert made[0].signals["returns"][2:].tolist() == pytest.approx([0.95**3, 0.95**2, 0.95, 1.0])
+
+
+def test_gae_goes_on_where_an_episode_was_cut(make_group):
+    loss, group = LossConfig(name="ppo", gae_lambda=1.0, gamma=0.5), make_group(1.0, 1.0)
+    rows = [Row(t.sequences[0], i, {"old_values": np.zeros(6)}) for i, t in enumerate(group)]
+    rows[1].bootstrap_value = 4.0
+    compute_advantages(rows, collect_rewards([group], loss), loss)
+    assert [row.signals["returns"][2:].tolist() for row in rows] == [[0.125, 0.25, 0.5, 1], [0.375, 0.75, 1.5, 3]]
+
+
+def test_gae_gives_returns_too(make_group):
+    values = {"old_values": np.array([7.0, 7, 0.5, 0.5, 0.5, 0.5])}
+    got, rows = advantages_of([make_group(1.0, 0.0)], values, name="ppo", gae_lambda=1.0)
+    np.testing.assert_allclose([row.signals["returns"] for row in rows], [[0, 0, 1, 1, 1, 1], [0] * 6])
+    scale = 0.5 / np.sqrt(np.var([0.5] * 4 + [-0.5] * 4, ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.array(got)[:, 2:], [[scale] * 4, [-scale] * 4], rtol=1e-12)

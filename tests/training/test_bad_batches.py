@@ -1,0 +1,166 @@
+"""Batches of updates that were not finite: kept whole, named, and few of them."""
+
+import asyncio
+import io
+import unicodedata
+import zipfile
+from functools import partial
+
+import numpy as np
+import pytest
+
+from jaxft.harness.data_models import TrainingStatusEnum
+from jaxft.redaction import hiding
+from jaxft.runs.directory import RunDirectory, RunDirectoryError
+from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.shipped.local_adapter import LocalTrainerAdapter
+from jaxft.training.bad_batches import MAX_KEPT, BadBatches, BadUpdate
+from jaxft.training.batch import make_batch
+from jaxft.training.rows import gather_rows
+
+HUGE = 3e38  # a reward that fits float32; the difference from its negative does not
+STRANGE_IDS = [
+    *("../../escaped", "/absolute", "..", ".hidden", "a/b", "a\\b", "C:\\x", "nul", "con.txt", "dot.", "dot"),
+    *("NUL\0inside", "line\nfeed", "x" * 300, "emoji \N{GRINNING FACE}", "lone \ud800", "CAPITAL", "capital", ""),
+    *(unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")),
+]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with RunDirectory.create(tmp_path / "run") as made:
+        yield made
+
+
+@pytest.fixture
+def make_bad_update(make_collection):
+    """An update on the four trajectories of a collection, and their groups."""
+
+    def make(number=1, changes=None):
+        gathered = gather_rows(make_collection("any", changes=changes), llm="policy", mask_truncated=False)
+        metrics = {"loss": np.float32("nan"), "entropy": np.float32(0.5)}
+        again = partial(make_batch, gathered.rows, microbatch_tokens=64, packed=True)
+        return BadUpdate(number, metrics, gathered.rows, again), gathered.groups
+
+    return make
+
+
+def files(directory):
+    return sorted(path.name for path in (directory.path / "bad_batches").iterdir())
+
+
+def test_a_job_says_where_the_batches_of_its_bad_updates_are(make_policy, directory, make_collection):
+    """Two updates on two trajectories each; those with a huge reward are bad, or one of them is in each."""
+    config = LocalTrainerAdapterConfig(
+        llm="policy",
+        loss={"advantages": "leave_one_out"},
+        **{"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0, "microbatch_tokens": 64, "num_minibatches": 2},
+    )
+    adapter = LocalTrainerAdapter(config, make_policy(), bad_batches=BadBatches(directory, print))
+    collection = make_collection("epoch_00000", rewards=(HUGE, -HUGE, 1.0, 0.0))
+
+    async def main():
+        async with asyncio.timeout(60):
+            return await adapter.wait_until_complete(await adapter.submit(collection))
+
+    status = asyncio.run(main())
+    metrics = status.metadata["metrics"]
+    assert status.status is TrainingStatusEnum.COMPLETED and metrics["updates"] == 2
+    names = [name for name in files(directory) if name.endswith(".npz")]
+    assert len(names) == metrics["nonfinite_updates"] > 0
+    kept = ", ".join(f"bad_batches/{name}" for name in names)
+    assert status.message.startswith("loss, gradient or new parameters were not finite; ")
+    assert status.message.endswith(f"; the batch of each is kept: {kept}")
+
+    trajectories = {(t.example_id, t.generation): t for group in collection.trajectories for t in group}
+    for name in names:
+        described = directory.read_json(f"bad_batches/{name[:-3]}json")
+        assert described["metrics"]["loss"] is None and "metrics.loss" in described["non_finite"]
+        assert described["metrics"]["entropy"] > 0 and len(described["sequences"]) == 2
+        with np.load(directory.path / "bad_batches" / name, allow_pickle=False) as arrays:
+            assert np.isinf(arrays["advantages"]).any() and "old_logprobs" in arrays and "ref_logprobs" not in arrays
+            for place in described["sequences"]:
+                span = place["row"], slice(place["start"], place["start"] + place["tokens"])
+                trajectory = trajectories[place["example_id"], place["generation"]]
+                assert arrays["tokens"][span].tolist() == trajectory.sequences[0].tokens
+
+
+def test_equal_runs_keep_equal_files(make_bad_update, tmp_path):
+    """To the byte; arrays in a zip file carry a date."""
+    contents = []
+    for name in ("one", "two"):
+        with RunDirectory.create(tmp_path / name) as directory:
+            update, groups = make_bad_update()
+            BadBatches(directory, print).keep("epoch_00000", [update], groups)
+        contents.append([path.read_bytes() for path in sorted((directory.path / "bad_batches").iterdir())])
+    assert len(contents[0]) == 2 and contents[0] == contents[1]
+    with zipfile.ZipFile(io.BytesIO(contents[0][1])) as arrays:
+        assert {info.date_time for info in arrays.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
+def test_so_many_are_kept_and_no_more_which_is_said_once(make_bad_update, directory):
+    said = []
+    batches = BadBatches(directory, said.append)
+    kept = [
+        batches.keep(f"epoch_{epoch:05d}", [make_bad_update(1)[0], make_bad_update(2)[0]], make_bad_update()[1])
+        for epoch in range(3)
+    ]
+    stems = ["epoch_00000-1", "epoch_00000-2", "epoch_00001-1"]
+    assert MAX_KEPT == 3 and kept == [
+        [f"bad_batches/{stem}.npz" for stem in stems[:2]],
+        [f"bad_batches/{stems[2]}.npz"],
+        [],
+    ]
+    assert files(directory) == [f"{stem}.{kind}" for stem in stems for kind in ("json", "npz")]
+    assert said == ["bad_batches holds 3 batches; those of later updates are not kept"]
+    # A run that is resumed repeats the epoch that was cut off, and counts what is there.
+    update, groups = make_bad_update()
+    resumed = BadBatches(directory, said.append)
+    assert resumed.keep("epoch_00001", [update], groups) == ["bad_batches/epoch_00001-1.npz"]
+    assert resumed.keep("epoch_00002", [update], groups) == [] and len(said) == 2
+
+
+def test_token_ids_that_spell_a_secret_are_masked(make_bad_update, directory, tokenizer):
+    spelled = tokenizer.encode("key sk-TEST-SENTINEL!")
+    names = ("sampler_logprobs", "behavior_logprobs", "temperatures", "policy_versions")
+    row = {name: [1] * len(spelled) for name in names} | {"tokens": spelled}
+    row["completion_mask"] = [False] + [True] * (len(spelled) - 1)
+    update, groups = make_bad_update(changes={0: row})
+    with hiding(["sk-TEST-SENTINEL"]):
+        BadBatches(directory, print, tokenizer.decode).keep("epoch_00000", [update], groups)
+    place = directory.read_json("bad_batches/epoch_00000-1.json")["sequences"][0]
+    with np.load(directory.path / "bad_batches" / "epoch_00000-1.npz") as arrays:
+        kept = arrays["tokens"][place["row"], place["start"] :][: len(spelled)].tolist()
+        assert (arrays["tokens"] == -1).sum() == kept.count(-1)  # of the other sequences none
+    assert tokenizer.decode([token for token in kept if token >= 0]) == "key !"
+
+
+def test_pairs_are_counted_where_episodes_are_not_known(make_bad_update, directory):
+    update, _ = make_bad_update()
+    BadBatches(directory, print).keep("epoch_00000", [update], [])
+    described = directory.read_json("bad_batches/epoch_00000-1.json")
+    assert [each["trajectory"] for each in described["sequences"]] == [0, 1, 2, 3]
+
+
+def test_jobs_of_any_name_stay_inside_and_apart(make_bad_update, directory, tmp_path):
+    update, groups = make_bad_update()
+    names = []
+    for number, run_id in enumerate(STRANGE_IDS):
+        (name,) = BadBatches(directory, print).keep(run_id, [update], groups)
+        assert directory.read_json(f"{name[:-3]}json")["run_id"] == run_id
+        names.append(name.casefold())
+        (directory.path / "bad_batches").rename(directory.path / f"bad_batches_{number}")  # room for the next
+    assert len(set(names)) == len(STRANGE_IDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == 2 * len(STRANGE_IDS) + 2  # the lock and its holder
+    assert all(path.parent.name.startswith("bad_batches_") for path in written if not path.name.startswith("LOCK"))
+
+
+def test_a_folder_that_leads_outside_is_refused(make_bad_update, directory, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (directory.path / "bad_batches").symlink_to(tmp_path / "outside")
+    update, groups = make_bad_update()
+    with pytest.raises(RunDirectoryError, match=r"'bad_batches/epoch_00000-1\.npz' is not .* a symbolic link leads"):
+        BadBatches(directory, print).keep("epoch_00000", [update], groups)
+    assert list((tmp_path / "outside").iterdir()) == []

@@ -1,0 +1,222 @@
+"""Jobs of learning: several updates, minibatches, references, values, and what packing must not change."""
+
+import warnings
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft.training.learner as learner_module
+from jaxft.harness.data_models import Trajectory
+from jaxft.models.bridge import from_function
+from jaxft.models.config import model_preset
+from jaxft.models.decoder import decoder
+from jaxft.training.advantages import collect_rewards, compute_advantages
+from jaxft.training.batch import Row
+from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.learner import Learner, merge_metrics
+
+MODEL = decoder(model_preset("qwen3-50k"))
+SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)
+
+
+@pytest.fixture(scope="module")
+def start():
+    return jax.jit(MODEL.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def job(make_sequence):
+    """Rows and credit of four trajectories of two examples."""
+
+    def make(loss):
+        groups = [
+            [
+                Trajectory(episode=[], reward=float(place), sequences=[make_sequence(2 * group + place)])
+                for place in range(2)
+            ]
+            for group in range(2)
+        ]
+        rows = [Row(t.sequences[0], i) for i, t in enumerate(t for group in groups for t in group)]
+        return rows, collect_rewards(groups, loss)
+
+    return make
+
+
+HEAD = {"kernel": jnp.linspace(-1.0, 1.0, MODEL.config.hidden_size), "bias": jnp.array(0.5)}
+
+
+def learn(job, start, knobs, jobs=1, **options):
+    """A learner after `jobs` jobs, the parameters, and the metrics of each job."""
+    loss = LossConfig(**knobs)
+    learner = Learner(MODEL, loss, **{"optimizer": SGD, "microbatch_tokens": 64, **options})
+    params, history = jax.tree.map(jnp.copy, start), []
+    for _ in range(jobs):
+        params, metrics = learner.learn(*job(loss), params)
+        history.append(metrics)
+    return learner, params, history
+
+
+def difference(first, second):
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True))
+
+
+def test_packed_and_padded_rows_make_the_same_update(job, start):
+    _, padded, (one,) = learn(job, start, {"name": "grpo"}, packing=False, microbatch_tokens=16)
+    _, packed, (other,) = learn(job, start, {"name": "grpo"}, packing=True, microbatch_tokens=16)
+    assert (one["batch_rows"], other["batch_rows"]) == (4, 2)
+    moved = difference(padded, start)
+    assert difference(padded, packed) <= 1e-5 * moved
+    assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-5)
+
+
+def test_rows_are_not_packed_where_fused_attention_takes_them(job, start, monkeypatch):
+    def batch_rows(**options):
+        return learn(job, start, {"name": "grpo"}, microbatch_tokens=16, **options)[2][0]["batch_rows"]
+
+    assert batch_rows() == batch_rows(packing=True) == 2
+    monkeypatch.setattr(learner_module, "can_use_flash", lambda dtype, head_dim, devices: True)
+    assert (batch_rows(), batch_rows(packing=True)) == (4, 2)
+
+
+def test_several_updates_divide_by_the_policy_before_the_first(job, start):
+    _, params, (metrics,) = learn(job, start, {"name": "dapo"}, num_iterations=3)
+    assert (metrics["updates"], metrics["applied_updates"]) == (3, 3.0)
+    assert metrics["log_ratio_abs_max"] > 1e-3  # of the later updates
+    _, once, (single,) = learn(job, start, {"name": "dapo"})
+    assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
+
+
+def test_minibatches_take_every_trajectory_once_a_pass(job, start):
+    loss = LossConfig()
+    learner = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
+    rows, _ = job(loss)
+    parts = [[row.trajectory for row in part] for part in learner._parts(rows)]
+    assert [len(part) for part in parts] == [2, 1, 1] * 2
+    assert sorted(chain(*parts[:3])) == sorted(chain(*parts[3:])) == [0, 1, 2, 3]
+    assert parts[:3] != parts[3:]
+    again = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
+    assert [[row.trajectory for row in part] for part in again._parts(rows)] == parts
+    _, _, (metrics,) = learn(job, start, {}, num_minibatches=2)
+    assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
+
+
+def test_what_is_not_finite_stays_so_without_a_warning():
+    updates = [{"loss": value, "kl": value} for value in (np.inf, -np.inf, 1.0)]
+    counts = [{"tokens": tokens, "updates": 1} for tokens in (0, 2, 2)]
+    with warnings.catch_warnings(action="error"):
+        merged = merge_metrics(updates, counts, {"loss": "updates"})
+    assert np.isnan(merged["loss"]) and merged["kl"] == -np.inf
+    assert merge_metrics([{"kl": 0.0}], [{"tokens": 0}], {}) == {"kl": 0.0}
+
+
+def still(params, tokens, positions):
+    return jax.nn.one_hot(tokens, 64) @ params["table"]
+
+
+@pytest.mark.parametrize("knobs", [{"name": "grpo"}, {"name": "dapo"}])
+def test_metrics_of_several_updates_are_weighted_by_what_they_are_means_of(make_sequence, knobs):
+    """Three trajectories, of four, one and eight trained tokens in two sequences, in updates of two and of one."""
+    last = {"completion_mask": [False] * 5 + [True]}
+    pieces = [[make_sequence(0)], [make_sequence(1, **last)], [make_sequence(2), make_sequence(3)]]
+    group = [Trajectory(episode=[], reward=float(place**2), sequences=each) for place, each in enumerate(pieces)]
+    params = {"table": jax.random.normal(jax.random.key(2), (64, 64))}
+    loss, slowly = LossConfig(**knobs), SGD.model_copy(update={"learning_rate": 1e-12})
+
+    def metrics(num_minibatches):
+        rows = [Row(sequence, i) for i, each in enumerate(pieces) for sequence in each]
+        learner = Learner(
+            from_function(still), loss, slowly, num_minibatches=num_minibatches, packing=False, microbatch_tokens=64
+        )
+        return learner.learn(rows, collect_rewards([group], loss), jax.tree.map(jnp.copy, params))[1]
+
+    whole, parts = metrics(1), metrics(2)
+    assert (parts["updates"], parts["applied_updates"]) == (2, 2.0)
+    for name in ("loss", "policy_loss", "entropy", "sampler_logprob_diff_mean", "sampler_disagreement_fraction"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+
+
+def test_references_stay_follow_or_average(job, start):
+    other = jax.tree.map(lambda x: x * 1.1, start)  # of another checkpoint
+    still, _, history = learn(job, start, {"beta": 0.1}, jobs=2, ref_params=other)
+    assert difference(still.ref_params, other) == 0.0 and history[0]["kl"] > 0
+    follows, params, _ = learn(job, start, {"beta": 0.1, "reference": {"update_every": 2}}, jobs=2)
+    assert difference(follows.ref_params, params) == 0.0
+    half = {"beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}}
+    averages, params, _ = learn(job, start, half)
+    expected = jax.tree.map(lambda a, b: (a + b) / 2, params, start)
+    assert difference(averages.ref_params, expected) < 1e-7
+
+
+def test_ppo_trains_policy_and_values(job, start):
+    slowly = SGD.model_copy(update={"learning_rate": 0.02})
+    learner, params, history = learn(job, start, {"name": "ppo"}, jobs=3, num_iterations=2, optimizer=slowly)
+    assert difference(params, start) > 0
+    assert np.abs(learner.value_head["kernel"]).max() > 0
+    assert history[-1]["value_loss"] < history[0]["value_loss"]
+    assert learner.step == 6
+
+
+def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, start, make_sequence):
+    def values_behind(packing, **knobs):
+        loss = LossConfig(name="ppo", **knobs)
+        rows, credit = job(loss)
+        rows[1].sequence = make_sequence(1, episode_truncated=True)
+        rows[2].sequence = make_sequence(2, truncated=True)  # an answer in the middle
+        learner = Learner(MODEL, loss, SGD, packing=packing, microbatch_tokens=64)
+        learner.arrays(start)  # makes what a first job starts from
+        learner.value_head = HEAD
+        learner._score(rows, start)
+        compute_advantages(rows, credit, loss)
+        return rows
+
+    rows = values_behind(packing=False)
+    assert [row.bootstrap_value for row in values_behind(packing=True)] == pytest.approx(
+        [row.bootstrap_value for row in rows], rel=1e-4
+    )
+    tokens = jnp.array([rows[1].sequence.tokens])
+    hidden, _ = MODEL.apply(start, tokens, jnp.arange(6)[None])
+    by_hand = float(hidden[0, -1] @ HEAD["kernel"] + HEAD["bias"])
+    assert [row.bootstrap_value for row in rows] == pytest.approx([0, by_hand, 0, 0], rel=1e-4)
+    # With a discount of 1 the last return is the reward and the value behind it.
+    assert [row.signals["returns"][-1] for row in rows] == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
+    assert not any(row.bootstrap_value for row in values_behind(packing=False, bootstrap="none"))
+
+
+@pytest.mark.parametrize("advantages", ["leave_one_out", "reinforce_pp"])
+def test_kl_in_the_reward_trains(job, start, advantages):
+    knobs = {"name": "reinforce", "advantages": advantages, "beta": 0.1, "kl": "k1_in_reward"}
+    _, params, (metrics,) = learn(job, start, knobs)
+    assert metrics["applied_updates"] == 1.0 and difference(params, start) > 0
+    assert metrics["kl"] == metrics["kl_k1"] == 0.0  # the reference is the start itself
+
+
+def test_the_correction_reaches_the_loss(job, start):
+    knobs = {"name": "dapo", "correction": {"name": "token_truncate", "high": 1.5}}
+    _, _, (metrics,) = learn(job, start, knobs)
+    assert metrics["correction_weight_mean"] <= 1.5 and 0 <= metrics["correction_fraction"] <= 1
+
+
+def echo(params, tokens, positions):
+    return jax.nn.one_hot(tokens, 8) * params["scale"]
+
+
+def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
+    assert learner_module.can_pack(MODEL, start)
+    assert not learner_module.can_pack(from_function(echo), {"scale": jnp.ones(())})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss", [{"name": "ppo"}, {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}}]
+)
+def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss):
+    learner = Learner(MODEL, LossConfig(**loss), SGD, microbatch_tokens=32, num_iterations=2)
+    given = jax.tree.map(jnp.copy, start)
+    warm = learner.warm_up(given, 32)  # two widths and several heights: the state is donated from one to the next
+    jax.tree.map(np.testing.assert_array_equal, warm, start)
+    assert learner.step == 0 and learner.jobs == 0
+    assert (learner.value_head is not None) == (loss["name"] == "ppo")
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))
