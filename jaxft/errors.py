@@ -5,22 +5,26 @@ import contextlib
 import difflib
 import traceback
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from jaxft.redaction import redacted
 
 
 class JaxftError(Exception):
-    """Something that a run says in one clear message; a command that ends by it exits with `exit_code`."""
+    """Base of all errors with one clear message; a command that ends with one exits with its `exit_code`.
+
+    1: something broke, 2: bad configuration or input, 3: nothing to learn from.
+    """
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(JaxftError, ValueError):
-    """A configuration that cannot be used, with all its faults.
+    """The configuration cannot be used; the message lists every fault.
 
     Attributes:
-        faults: one line each, beginning with the dotted path or with file:line.
+        faults: one line each, which begins with the dotted path or with file:line.
     """
 
     exit_code = 2
@@ -35,57 +39,153 @@ class ConfigError(JaxftError, ValueError):
 
 
 class DatasetError(JaxftError, ValueError):
-    """A dataset that cannot be used; the message begins with file:line where there is one."""
+    """A dataset cannot be used; the message begins with file:line where there is one."""
 
     exit_code = 2
 
 
+class ModelFileError(JaxftError, ValueError):
+    """The files of a model are missing, damaged or not supported; the message names the file and the way out."""
+
+    exit_code = 2
+
+
+class ManifestError(JaxftError, ValueError):
+    """A folder differs from its manifest, or has no readable one; the message names every bad file."""
+
+    exit_code = 2
+
+
+class NewerFormatError(ManifestError):
+    """A folder was written by a newer version of jaxft; nothing is wrong with it."""
+
+
+class RunDirectoryError(JaxftError, ValueError):
+    """A run directory cannot be used; the message names it, the reason and the way out."""
+
+    exit_code = 2
+
+
+class CheckpointError(JaxftError, RuntimeError):
+    """A checkpoint could not be written; the message names the folder and the reason."""
+
+
+class RestoreError(CheckpointError):
+    """A checkpoint is damaged or does not fit this run; the message names each fault and the way out."""
+
+    exit_code = 2
+
+
+class DiskFull(JaxftError, RuntimeError):
+    """A file could not be written for lack of space; the message names it, the free bytes and the way out.
+
+    Attributes:
+        then: the next step once there is space: the end of the message, filled in by the open run.
+    """
+
+    def __init__(self, path: Path, reason: str, free_bytes: int) -> None:
+        super().__init__(
+            f"'{path}' cannot be written: {reason}; {free_bytes} bytes are free on its file system: free space, "
+            "or raise the quota or file-size limit (ulimit -f)"
+        )
+        self.then = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.then
+
+
 class ComponentError(JaxftError, RuntimeError):
-    """A component could not be made from its configuration, or broke its contract; the message begins with its name."""
+    """A component could not be made, or broke its contract; the message begins with the component's path."""
 
     exit_code = 2
 
 
 class CheckFailed(JaxftError, RuntimeError):
-    """Something that a run needs does not work."""
+    """A check of the machine or of a component failed, as in `jaxft doctor` and `--dry-run`."""
 
 
 class JobFailed(JaxftError, RuntimeError):
     """A training job ended as failed or canceled."""
 
 
+class Stopped(JaxftError):
+    """A signal ended the run; the message says whether it was saved."""
+
+
 class TrajectoryError(JaxftError, ValueError):
-    """Trajectories that cannot be trained on; the message names the episode."""
+    """Trajectories cannot be trained on; the message names the episode."""
 
     exit_code = 2
 
 
 class NothingToTrain(TrajectoryError):
-    """Not one token of a collection can be trained; other collections may still teach something."""
+    """No token of a collection can be trained; other collections may still teach something."""
 
     exit_code = 3
 
 
 class NoLearningSignal(JaxftError, RuntimeError):
-    """Nothing in the collected trajectories could teach the policy anything."""
+    """No collected trajectory gave the policy a learning signal."""
 
     exit_code = 3
 
 
 class TooManyFailures(JaxftError, RuntimeError):
-    """So many episodes failed that what is left says nothing."""
+    """Too many episodes failed for the rest to be trusted."""
 
     exit_code = 3
 
 
+class RequestError(JaxftError, ValueError):
+    """A request can never be served: too long for the context, or with impossible sampling parameters."""
+
+    exit_code = 2
+
+
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for an answer in the context."""
+
+    @classmethod
+    def of(cls, size: str, max_context_tokens: int) -> "PromptTooLongError":
+        """The error for a prompt of this size, such as "600 tokens"."""
+        return cls(
+            f"the prompt has {size}, but max_context_tokens is {max_context_tokens} with the answer included; shorten "
+            "the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
+        )
+
+
+class NonFiniteError(JaxftError, FloatingPointError):
+    """A sampled token has a log-probability that is not finite, so the parameters are not to be trusted."""
+
+
+class PolicyError(JaxftError, RuntimeError):
+    """The policy cannot go on."""
+
+
+class PolicyLostError(PolicyError):
+    """An update failed after it took the parameters; they must be restored from a checkpoint."""
+
+
+class DeviceMemoryError(PolicyError):
+    """The device has too little memory for the configuration; the message names the settings to lower."""
+
+
+class DeviceThreadError(PolicyError):
+    """The device thread takes no more work, or was stopped in the middle of it."""
+
+
+class ErrorWithSecrets(JaxftError, RuntimeError):
+    """Stands for an error whose message or traceback held a secret; its message is that traceback, redacted."""
+
+
 class UserCodeError(JaxftError):
-    """What code of the user's (a workflow, an evaluator, a factory, a module) raised.
+    """An exception from the user's code: a workflow, an evaluator, a factory or a module.
 
     Attributes:
         error: the exception.
         summary: its type and message in one line.
         traceback: the whole traceback, as text.
-        tail: its last three frames.
+        tail: the last three frames of the traceback, as text.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -97,8 +197,7 @@ class UserCodeError(JaxftError):
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Turns whatever the body raises into a `UserCodeError` that keeps the traceback; `sys.exit()`, too, but not
-    cancellation and Ctrl-C."""
+    """Raise every exception of the body, `sys.exit()` included, as a `UserCodeError`; cancellation and Ctrl-C pass."""
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, UserCodeError):
@@ -107,21 +206,36 @@ def user_code() -> Iterator[None]:
         raise UserCodeError(error) from error
 
 
+@contextlib.contextmanager
+def without_secrets() -> Iterator[None]:
+    """Raise an exception of the body as `ErrorWithSecrets` if a secret is in its text or traceback; others pass."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        if redacted(text) == text:
+            raise
+        message = redacted(text)
+    else:
+        return
+    raise ErrorWithSecrets(message)
+
+
 def one_line(error: BaseException) -> str:
-    """Type and message of an exception.
+    """Type and message of an exception, secrets masked, on one line.
 
     >>> one_line(ValueError("a\\nb"))
     'ValueError: a b'
     """
     try:
         message = " ".join(redacted(str(error)).split())
-    except Exception as failure:  # a class of the user's, whose text has a fault
+    except Exception as failure:  # the __str__ of a user's class has a fault
         message = f"its text cannot be shown, as that raises {type(failure).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def did_you_mean(name: str, known: Collection[str], *, what: str) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them.
+    """The end of a message about an unknown name: the closest known name, or all of them under the word `what`.
 
     >>> did_you_mean("num_epoch", ["seed", "num_epochs"], what="fields")
     "; did you mean 'num_epochs'?"
@@ -138,21 +252,3 @@ def _text(error: BaseException, limit: int | None = None) -> str:
     # The first frame is `user_code` itself.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return redacted("".join(traceback.format_exception(type(error), error, frames, limit=limit))).rstrip()
-
-
-class PolicyError(RuntimeError):
-    """The policy cannot go on."""
-
-    exit_code = 1
-
-
-class PolicyLostError(PolicyError):
-    """The parameters were given up to an update that failed; they have to be restored from a checkpoint."""
-
-
-class DeviceMemoryError(PolicyError):
-    """The device has too little memory for what the configuration asks; the message names what to lower."""
-
-
-class DeviceThreadError(PolicyError):
-    """The thread that does the work on the device takes no more of it, or was stopped in the middle of it."""

@@ -15,30 +15,11 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
+from jaxft.errors import DiskFull, ManifestError, NewerFormatError
 from jaxft.redaction import redacted_values
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space is left, a quota is used up, a file is larger than it may be."""
-
-
-class DiskFull(RuntimeError):
-    """A file could not be written for want of space; names it, what is free, and the way out.
-
-    Attributes:
-        then: what to do when there is space; the end of the message, known to whoever knows the run.
-    """
-
-    exit_code = 1
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(
-            f"'{path}' cannot be written: {reason}; {_free_bytes(path)} bytes are free on its file system: free space, "
-            "or raise the quota or file-size limit (ulimit -f)"
-        )
-        self.then = ""
-
-    def __str__(self) -> str:
-        return super().__str__() + self.then
 
 
 class disk_errors(contextlib.AbstractContextManager[None]):
@@ -55,7 +36,7 @@ class disk_errors(contextlib.AbstractContextManager[None]):
     ) -> None:
         reason = _reason(error)
         if reason is not None:
-            raise DiskFull(self._path, reason) from error
+            raise DiskFull(self._path, reason, _free_bytes(self._path)) from error
 
 
 def _reason(error: BaseException | None) -> str | None:
@@ -152,14 +133,6 @@ FORMAT_VERSION = 1
 OWN_KEYS = ("format_version", "files", "sha256")
 
 
-class ManifestError(ValueError):
-    """A folder is not what its manifest says, or has none that can be read; names every bad file."""
-
-
-class NewerFormatError(ManifestError):
-    """A folder was finished by a newer program, and is no worse for it."""
-
-
 def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
     """Writes the manifest of all regular files under a folder, in one step, once they are on the disk.
 
@@ -252,7 +225,7 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
     ...     size = Path(folder, "weights").write_bytes(b"abd")
     ...     verify_manifest(Path(folder))
     Traceback (most recent call last):
-    jaxft.files.ManifestError: ... is not what its manifest.json says: weights: other content (sha256)
+    jaxft.errors.ManifestError: ... is not what its manifest.json says: weights: other content (sha256)
 
     Args:
         folder: a finished one.

@@ -7,7 +7,6 @@ it, in whatever task, passes through `redacted`.
 import bisect
 import contextlib
 import json
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -88,25 +87,6 @@ def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
         masked[start:end] = [-1] * (end - start)
         place = end
     return masked
-
-
-class ErrorWithSecrets(RuntimeError):
-    """Stands for an error whose message or traceback held a secret; its own message is that traceback, redacted."""
-
-
-@contextlib.contextmanager
-def without_secrets() -> Iterator[None]:
-    """Lets errors through as they are, unless a secret is in them: then as an `ErrorWithSecrets`."""
-    try:
-        yield
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        if redacted(text) == text:
-            raise
-        message = redacted(text)
-    else:
-        return
-    raise ErrorWithSecrets(message)
 
 
 def redacted_values(value: Any) -> Any:

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxft.errors import DiskFull, ManifestError
 from jaxft.files import (
     MANIFEST,
     MAX_NAME_CHARACTERS,
-    DiskFull,
-    ManifestError,
     disk_errors,
     read_manifest,
     safe_name,
@@ -31,7 +30,8 @@ LIMITED = """
 import asyncio, json, resource, signal, sys
 from jaxft.harness.runtime import exit_code_of
 from jaxft.runs.directory import RunDirectory
-from jaxft.files import DiskFull, disk_errors
+from jaxft.errors import DiskFull
+from jaxft.files import disk_errors
 from jaxft.runs.metrics import MetricsLog
 
 def limit(size):
@@ -135,7 +135,7 @@ UNTIL_FULL = """
 import os, sys
 from pathlib import Path
 from jaxft.runs.directory import RunDirectory
-from jaxft.files import DiskFull
+from jaxft.errors import DiskFull
 
 directory = RunDirectory.create(sys.argv[1])
 path = directory.write_bytes("extra/weights", bytes(20000))

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxft.files import DiskFull
+from jaxft.errors import CheckpointError, ConfigError, DiskFull, RestoreError
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.datasets import digest_of
-from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from jaxft.errors import ConfigError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.redaction import redacted

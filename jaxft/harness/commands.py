@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import ConfigError
+from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.session import (
@@ -23,7 +23,6 @@ from jaxft.harness.session import (
     MODEL_FOLDER,
     RESUME_COMMAND,
     UNHEALTHY,
-    CheckFailed,
     Session,
     open_session,
     resume_command,
@@ -255,7 +254,7 @@ def _show_sharding(show: Any, config: Config | None) -> None:
 
 def _check_writable(folder: Path) -> None:
     """A run directory locks and replaces files; both are tried next to where it will be."""
-    from jaxft.runs.directory import RunDirectory, RunDirectoryError
+    from jaxft.runs.directory import RunDirectory
 
     parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:

@@ -9,7 +9,16 @@ from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from jaxft.errors import ComponentError, ConfigError, JaxftError, UserCodeError, did_you_mean, user_code
+from jaxft.errors import (
+    ComponentError,
+    ConfigError,
+    DatasetError,
+    DiskFull,
+    JaxftError,
+    UserCodeError,
+    did_you_mean,
+    user_code,
+)
 from jaxft.harness.config import Config, validation_config
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
@@ -258,10 +267,11 @@ async def _close(what: str, generator: Any) -> None:
 
 
 def _failure(what: str, failure: UserCodeError) -> JaxftError:
-    if isinstance(failure.error, JaxftError):  # of a component that this one needs
+    if isinstance(failure.error, ComponentError | ConfigError | DatasetError | DiskFull):  # names its place already
         return failure.error
-    # A value or a file that is not right is told in its own words; anything else is a fault of the code.
-    told = failure.summary if isinstance(failure.error, ValueError | OSError) else f"\n{failure.tail}"
+    # For a wrong value or file the message is enough; anything else is a fault in code and needs its traceback.
+    is_input = isinstance(failure.error, JaxftError | ValueError | OSError)
+    told = failure.summary if is_input else f"\n{failure.tail}"
     return ComponentError(f"{what}: {told}")
 
 

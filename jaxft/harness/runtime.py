@@ -27,18 +27,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jaxft.errors import ConfigError, JaxftError, PolicyError
-from jaxft.files import DiskFull
+from jaxft.errors import JaxftError, Stopped
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.devices import order_cpu_devices, use_compile_cache
 from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
-from jaxft.harness.signals import Shutdown, Stopped
-from jaxft.redaction import ErrorWithSecrets
+from jaxft.harness.signals import Shutdown
 from jaxft.runs.console import Console, LogHandler, program_console
-from jaxft.runs.directory import CheckpointError, RunDirectoryError
 from jaxft.runs.environment import masked_command, version
 
 P = ParamSpec("P")
@@ -248,12 +245,6 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
         if shutdown.signal is None:
             raise
         return _complain(shutdown.message, shutdown.exit_code)
-    except ErrorWithSecrets as error:
-        return _complain(f"error: {error}", JaxftError.exit_code)
-    except RunDirectoryError as error:
-        return _complain(f"error: {error}", ConfigError.exit_code)
-    except (CheckpointError, DiskFull, PolicyError) as error:
-        return _complain(f"error: {error}", error.exit_code)
     except JaxftError as error:
         return _complain(f"error: {error}", error.exit_code)
     return 0

@@ -9,15 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import CheckFailed, ConfigError, JobFailed, NoLearningSignal, TooManyFailures, one_line
-from jaxft.files import DiskFull, disk_errors
+from jaxft.errors import (
+    CheckFailed,
+    ConfigError,
+    DiskFull,
+    JobFailed,
+    NoLearningSignal,
+    Stopped,
+    TooManyFailures,
+    one_line,
+    without_secrets,
+)
+from jaxft.files import disk_errors
 from jaxft.harness.checkpointing import Checkpointing, check_changes, masked_paths, record
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.contracts import Trainer, TrainerAdapter
 from jaxft.harness.data_models import EvalInputItem, EvaluationRunOutput, TrainingJobStatus, TrainingStatusEnum
-from jaxft.harness.signals import Shutdown, Stopped, current_shutdown
-from jaxft.redaction import hiding, redactor, without_secrets
+from jaxft.harness.signals import Shutdown, current_shutdown
+from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import LOG_FILE, RunDirectory, is_run
 from jaxft.runs.environment import environment, script, secrets_of_environment

@@ -14,14 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from jaxft.errors import JaxftError
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-
-
-class Stopped(JaxftError):
-    """A signal ended a run after it had been saved."""
 
 
 class Shutdown:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxft.core.sharding import check_one_process, constrain
 from jaxft.core.types import Model, Params
+from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import decoder, sharding_for
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, load_config, source_files
@@ -25,7 +26,6 @@ from jaxft.models.hf_files import (
     DTYPES,
     INDEX,
     WEIGHTS,
-    ModelFileError,
     StoredTensor,
     check_manifest,
     local_folder,

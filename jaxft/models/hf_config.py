@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, RopeScaling
-from jaxft.models.hf_files import ModelFileError, load_json
+from jaxft.models.hf_files import load_json
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxft.files import MANIFEST, ManifestError, sync_folder, verify_manifest, write_manifest
+from jaxft.errors import ManifestError, ModelFileError
+from jaxft.files import MANIFEST, sync_folder, verify_manifest, write_manifest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -30,10 +31,6 @@ CONVERT = (
     "convert them to safetensors: load them with transformers in an environment with PyTorch, then "
     "save_pretrained(folder, safe_serialization=True)"
 )
-
-
-class ModelFileError(ValueError):
-    """A model's files do not say, or cannot say, what they should; names the file and the way out."""
 
 
 class StoredTensor(NamedTuple):

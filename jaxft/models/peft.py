@@ -20,11 +20,11 @@ from safetensors.numpy import save_file
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
+from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.hf import load_model, save_model
 from jaxft.models.hf_files import (
     DTYPES,
-    ModelFileError,
     StoredTensor,
     check_manifest,
     load_json,

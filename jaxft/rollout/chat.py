@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxft.errors import PromptTooLongError
 from jaxft.rollout.recorder import Call
 
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
@@ -134,8 +135,6 @@ class ChatTemplate:
         if max_tokens is None or max_bytes is None or count <= max_bytes:
             return Prompt(text, self._encode(text))
         if not truncate_left:
-            from jaxft.rollout.requests import PromptTooLongError
-
             raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
         kept = self._tail(text, max_bytes)
         ids, kept_bytes = self._encode(kept), _num_bytes(kept)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxft.core.sampling import check_sampling
+from jaxft.errors import PromptTooLongError
 from jaxft.rollout.chat import Message, Prompt
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.recorder import Call, Episode, current_functions, find_episode, note_outside_call
-from jaxft.rollout.requests import Completion, PromptTooLongError, Request
+from jaxft.rollout.requests import Completion, Request
 
 SLACK = 8
 """Characters looked at beyond the longest stop string: the first of a part of a text may be rendered otherwise."""

@@ -22,10 +22,10 @@ from typing import Any
 
 from jaxft.core.checks import vocabulary_size
 from jaxft.core.types import Model, Params
-from jaxft.errors import DeviceMemoryError, DeviceThreadError
+from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.rollout.model_runner import Counts, Decoded, ModelRunner
-from jaxft.rollout.requests import Completion, NonFiniteError, Request, check_request
+from jaxft.rollout.requests import Completion, Request, check_request
 
 
 @dataclass

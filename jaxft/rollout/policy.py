@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import device_bytes
 from jaxft.core.types import Model, Params
-from jaxft.errors import PolicyLostError
+from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
 from jaxft.rollout.engine import Engine
-from jaxft.rollout.requests import NonFiniteError, Request
+from jaxft.rollout.requests import Request
 
 HEALTH = 3
 """Stream of random numbers of the health check."""

@@ -8,27 +8,8 @@ from typing import Any, SupportsIndex
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.checks import check_token_ids
 from jaxft.core.sampling import check_sampling
+from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
-
-
-class RequestError(ValueError):
-    """A request that can never be served: too long for the context, or impossible parameters."""
-
-
-class PromptTooLongError(RequestError):
-    """A prompt that leaves no room for an answer in the context."""
-
-    @classmethod
-    def of(cls, size: str, max_context_tokens: int) -> "PromptTooLongError":
-        """The error for a prompt of this size, such as "600 tokens"."""
-        return cls(
-            f"the prompt has {size}, but max_context_tokens is {max_context_tokens} with the answer included; shorten "
-            "the conversation, raise llms.<name>.max_context_tokens, or set llms.<name>.long_prompts"
-        )
-
-
-class NonFiniteError(FloatingPointError):
-    """The parameters gave a request a log-probability that is not finite: what was sampled with it means nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
     >>> check_request(request, max_context_tokens=8, vocabulary=4)
     Traceback (most recent call last):
-    jaxft.rollout.requests.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1], at least 1e-30
+    jaxft.errors.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1], at least 1e-30
     """
     length = len(request.prompt_ids)
     if length == 0:

@@ -18,18 +18,16 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxft.errors import CheckpointError, DiskFull, ManifestError, NewerFormatError, RestoreError
 from jaxft.files import (
     MANIFEST,
-    DiskFull,
-    ManifestError,
-    NewerFormatError,
     disk_errors,
     read_manifest,
     sync_folder,
     verify_manifest,
     write_manifest,
 )
-from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory
+from jaxft.runs.directory import RunDirectory
 
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1

@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from jaxft.errors import RunDirectoryError
 from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non_finite_named
 
 RESUMES_FILE = "resumes.jsonl"
@@ -96,22 +97,6 @@ def bring_back_earlier_run(path: Path) -> bool:
 
 def _run_files(path: Path) -> list[str]:
     return [name for name in RUN_FILES if os.path.lexists(path / name)]
-
-
-class RunDirectoryError(ValueError):
-    """A run directory cannot be used; the message names it, the reason and the way out."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; names the folder and the reason."""
-
-    exit_code = 1
-
-
-class RestoreError(CheckpointError):
-    """No checkpoint of a run can be restored, or not into this run; names each fault and the way out."""
-
-    exit_code = 2
 
 
 class RunDirectory:

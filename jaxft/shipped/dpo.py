@@ -4,7 +4,15 @@ import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxft.errors import ConfigError, NoLearningSignal, PolicyError, TooManyFailures, UserCodeError, user_code
+from jaxft.errors import (
+    ConfigError,
+    NoLearningSignal,
+    PolicyError,
+    RestoreError,
+    TooManyFailures,
+    UserCodeError,
+    user_code,
+)
 from jaxft.harness.data_models import (
     DPOItem,
     FinetuneConfig,
@@ -18,7 +26,7 @@ from jaxft.harness.evaluation import EpisodeOutcome
 from jaxft.rollout.recorder import Call
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
-from jaxft.runs.directory import RestoreError, RunDirectory
+from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
 from jaxft.shipped.rollout_builder import RolloutBuilder
 from jaxft.shipped.run_log import PAIRS_FILE, mean, reward_metrics

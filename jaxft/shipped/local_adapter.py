@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, UserCodeError, user_code
+from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
     FinetuneConfig,
@@ -28,7 +28,6 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
-from jaxft.runs.directory import RestoreError
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.memory import advice, memory_errors, memory_needs, what_to_lower
 from jaxft.training.advantages import CollectedRewards, collect_rewards, with_usable_rewards

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from jaxft.cli import main
+from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
 from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
-from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
+from jaxft.models.hf import init_model, load_model, save_model
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from jaxft.errors import ModelFileError
 from jaxft.models.config import PRESETS, RopeScaling
-from jaxft.models.hf_config import DEFAULTS, ModelFileError, config_json, decoder_config, load_config
+from jaxft.models.hf_config import DEFAULTS, config_json, decoder_config, load_config
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
 SIZES = {

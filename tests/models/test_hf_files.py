@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from jaxft.files import MANIFEST, ManifestError, verify_manifest
-from jaxft.models.hf import ModelFileError, load_model, save_model
+from jaxft.errors import ManifestError, ModelFileError
+from jaxft.files import MANIFEST, verify_manifest
+from jaxft.models.hf import load_model, save_model
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"

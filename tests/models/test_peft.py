@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxft
+from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
-from jaxft.models.hf_files import ModelFileError
 from jaxft.models.lora import lora_decoder, merge_lora
 from jaxft.models.peft import (
     ABOUT_BASE,

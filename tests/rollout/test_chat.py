@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxft.errors import PromptTooLongError
 from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
 from jaxft.rollout.recorder import Call
-from jaxft.rollout.requests import PromptTooLongError
 
 END = 1  # of the embedded tokenizer
 

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 import jaxft
+from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.client import ChatClient, StopFinder, cut_at_stop
 from jaxft.rollout.recorder import Episode, outside_calls, recording
-from jaxft.rollout.requests import PromptTooLongError, RequestError
 from jaxft.rollout.sequences import token_sequences
 
 QUESTION = [{"role": "user", "content": "x?"}]

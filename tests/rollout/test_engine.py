@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from jaxft.core.logprobs import token_logprobs
-from jaxft.errors import DeviceThreadError, PolicyError
+from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyLostError, RequestError
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
-from jaxft.rollout.policy import PolicyLostError
 from jaxft.rollout.recorder import Episode, recording
-from jaxft.rollout.requests import NonFiniteError, Request, RequestError
+from jaxft.rollout.requests import Request
 from jaxft.rollout.sequences import token_sequences
 
 TIMEOUT_SECONDS = 60

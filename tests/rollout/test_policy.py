@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxft.errors import PolicyLostError
 from jaxft.models.hf import load_model
 from jaxft.rollout.chat import load_tokenizer
-from jaxft.rollout.policy import Policy, PolicyLostError
+from jaxft.rollout.policy import Policy
 
 
 def embedding_sum(params):

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxft.errors import CheckpointError, RestoreError, RunDirectoryError
 from jaxft.files import MANIFEST, read_manifest, write_manifest
 from jaxft.runs import checkpoint as module
 from jaxft.runs.checkpoint import Checkpoints, layout
-from jaxft.runs.directory import CheckpointError, RestoreError, RunDirectory, RunDirectoryError
+from jaxft.runs.directory import RunDirectory
 from tests.faults.injection import damages, small_disk
 
 FIXTURE = Path(__file__).parents[1] / "data" / "checkpoint_v1"

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from jaxft.runs.directory import RUN_FILES, RunDirectory, RunDirectoryError
+from jaxft.errors import RunDirectoryError
+from jaxft.runs.directory import RUN_FILES, RunDirectory
 
 HOLD = """
 import sys, time

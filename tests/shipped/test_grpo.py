@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxft.errors import JobFailed, NoLearningSignal, NothingToTrain, TooManyFailures, TrajectoryError
+from jaxft.errors import JobFailed, NoLearningSignal, NothingToTrain, RequestError, TooManyFailures, TrajectoryError
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
     EpisodeItemRole,
@@ -20,7 +20,6 @@ from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.redaction import hiding
 from jaxft.rollout.recorder import episode
-from jaxft.rollout.requests import RequestError
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig

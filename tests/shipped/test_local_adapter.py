@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, NothingToTrain, TrajectoryError
+from jaxft.errors import (
+    ComponentError,
+    ConfigError,
+    DeviceMemoryError,
+    NothingToTrain,
+    PolicyLostError,
+    TrajectoryError,
+)
 from jaxft.harness.data_models import (
     DPOItem,
     EpisodeItem,
@@ -17,7 +24,6 @@ from jaxft.harness.data_models import (
 )
 from jaxft.models.config import model_preset
 from jaxft.models.hf import init_model, save_model
-from jaxft.rollout.policy import PolicyLostError
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.rows import has_signal

@@ -11,11 +11,10 @@ import pytest
 
 import jaxft
 from jaxft.core.partition import combine
-from jaxft.errors import ComponentError
+from jaxft.errors import ComponentError, RestoreError
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.lora import merge_lora
 from jaxft.rollout.policy import Policy
-from jaxft.runs.directory import RestoreError
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.local_policy import with_adapters

@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jaxft.errors import RunDirectoryError
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.redaction import hiding
-from jaxft.runs.directory import RunDirectory, RunDirectoryError
+from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.bad_batches import MAX_KEPT, BadBatches, BadUpdate
