@@ -1,4 +1,4 @@
-"""The command line: `jaxft finetune --config_file run.yml`. Nothing here, nor what it imports, imports jax."""
+"""The command line: `jaxft finetune --config_file run.yml`. Importing this module imports no jax."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxft.bench.arguments import add_arguments as bench_arguments
 from jaxft.bench.main import bench
-from jaxft.harness.commands import doctor, dry_run, evaluate, export, finetune, resume
+from jaxft.harness.commands import dry_run, evaluate, finetune, resume
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.runtime import (
     exit_code_of,
@@ -20,15 +20,15 @@ from jaxft.harness.runtime import (
 )
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
-FINETUNE = "Trains as the configuration says, and leaves a run directory with the model, the metrics and a plot."
-RESUME = "Goes on with a run from its newest good checkpoint, as if nothing had happened."
-EVAL = "Runs the agent over the dataset, greedily, and shows what every evaluator says of it. Trains nothing."
-EXPORT = "Writes the model of a run, or any other, in Hugging Face's file format and in the dtype that is wanted."
-DOCTOR = "Shows versions, components and devices, and tries what a run needs of this machine."
+FINETUNE = "Trains as the configuration says; the run directory then holds the model, the metrics and a plot."
+RESUME = "Continues a run from its newest good checkpoint; it ends as if it had never stopped."
+EVAL = "Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. Trains nothing."
+EXPORT = "Writes the model of a run, or any other model, in Hugging Face's file format and in the dtype given."
+DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """The parser of a verb; where a configuration is read, its help ends with every knob of it."""
+    """The parser of one verb; if the verb reads a configuration, its help ends with every field of it."""
 
     reads_configuration = False
 
@@ -37,10 +37,10 @@ class _VerbParser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the verb that the command line names; the exit code.
+    """Run the verb that the command line names, and return the exit code.
 
     Args:
-        arguments: by default those of the process.
+        arguments: the command line; by default that of the process.
     """
     parser = make_parser()
     parsed = parser.parse_args(arguments)
@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     async def run() -> None:
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
-        elif parsed.verb == "export":
+            return
+        from jaxft.harness.device_commands import doctor, export  # imports jax, which --help does without
+
+        if parsed.verb == "export":
             export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
         else:
             config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
@@ -74,38 +77,42 @@ def make_parser() -> argparse.ArgumentParser:
     training = verbs.add_parser("finetune", help="train as a configuration says")
     training.reads_configuration = True
     run_arguments(FINETUNE, parser=training).add_argument(
-        "--dry-run", action="store_true", help="make every part, compile the largest update, show its memory; no run"
+        "--dry-run",
+        action="store_true",
+        help="make every component, compile the largest update and show its memory; write nothing",
     )
 
-    continuing = verbs.add_parser("resume", help="go on with a run", description=RESUME)
+    continuing = verbs.add_parser("resume", help="continue a run", description=RESUME)
     continuing.add_argument("folder", type=Path, help="the run directory")
     override_arguments(continuing)
     log_arguments(continuing)
     continuing.set_defaults(resume=True, overwrite=False)
 
-    judging = verbs.add_parser("eval", help="run the agent over a dataset and judge it")
+    judging = verbs.add_parser("eval", help="run the agent over a dataset and score it")
     judging.reads_configuration = True
     run_arguments(EVAL, parser=judging)
     judging.add_argument(
-        "--temperature", type=_temperature, default=0.0, help="of all calls; 'own': of each its own (default: greedy)"
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        help="of every model call; 'own': each call keeps its own (default: 0, greedy)",
     )
     judging.add_argument("--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)")
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
-    writing.add_argument("folder", type=Path, help="where to; it must not hold anything")
-    writing.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default %(default)s)")
-
+    writing.add_argument("folder", type=Path, help="the folder to write; empty or not there yet")
     writing.add_argument(
-        "--merge", action="store_true", help="of adapters: write the whole model, merged with the base"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
     )
+    writing.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
 
     bench_arguments(verbs.add_parser("bench", help="measure what this machine does per second, and of its limit"))
 
-    checking = verbs.add_parser("doctor", help="show what this machine has, and try it", description=DOCTOR)
+    checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")
     checking.add_argument(
-        "--sharding", action="store_true", help="show how parameters are cut over a mesh of devices, as is configured"
+        "--sharding", action="store_true", help="show how the parameters are split over the devices of a mesh"
     )
     override_arguments(checking)
     return parser

@@ -1,46 +1,42 @@
-"""What stands between the epochs of a trainer and the disk: when a run is saved, of what, and how it goes on.
+"""Saving a run between its epochs, restoring it, and checking that a resumed run is the one that was begun.
 
-A checkpoint holds everything that decides the future of a run: the adapter's arrays and counters, the trainer's and the
-builder's state, the curriculum, how often was validated, the notes of a script, and how long each log was. It is taken
-at the boundaries between epochs only; an epoch that was cut off is repeated, from the same random numbers.
+A checkpoint holds everything that decides the future of a run: the adapter's arrays and counters, the state of trainer,
+builder and curriculum, the number of validations, the notes of a script, and the length of each log. Checkpoints are
+taken between epochs only; an epoch that was cut off is repeated with the same random numbers.
 """
 
 import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from jaxft.errors import CheckpointError, ConfigError, DiskFull, RestoreError
-from jaxft.harness.contracts import Trainer
+from jaxft.harness.config import Config, resolved_yaml
+from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.datasets import digest_of
-from jaxft.runs.directory import RunDirectory
-from jaxft.runs.metrics import METRICS_FILE
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.redaction import redacted
+from jaxft.runs.directory import METRICS_FILE, RESUMES_FILE, RunDirectory
 
 if TYPE_CHECKING:
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
-
-from jaxft.harness.config import Config, resolved_yaml
-from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.redaction import redacted
-from jaxft.runs.directory import RESUMES_FILE
 
 TRAINED = ("result.json", "model")
 """Files that exist only after training."""
 
 
 class Checkpointing:
-    """Saves the parts of one run, and restores them.
+    """Saves and restores the components of one run.
 
     Attributes:
-        notes: what a script wants to know again after a resume; for JSON, saved with every checkpoint.
-        found: the step that the run goes on from; None for a run from its beginning.
-        when_restored: called once the run goes on from what was found.
-        say: shows a sentence.
+        notes: values of a script that a resumed run gets back; for JSON, saved with every checkpoint.
+        found: the checkpoint that the run continues from; None for a new run.
+        when_restored: called once, after the run was restored.
+        log: shows a line of text.
     """
 
     def __init__(self, directory: RunDirectory, config: CheckpointConfig, log: Callable[[str], None]) -> None:
@@ -59,25 +55,25 @@ class Checkpointing:
 
     @property
     def seconds(self) -> float:
-        """Seconds of this session, and of those before it up to the checkpoints that the next went on from."""
+        """Seconds of this session and of the earlier ones, each up to the checkpoint that the next continued from."""
         return self._seconds_before + time.perf_counter() - self._started
 
     async def find(self) -> None:
-        """Looks for the step to go on from; changes nothing but the logs of a run that has nothing to go on from.
+        """Find the newest good checkpoint. If the run never finished one, empty its logs: it starts from the beginning.
 
         Raises:
-            RestoreError: steps are there, but none verifies, or what was trained has no checkpoint.
+            RestoreError: checkpoints are there but none verifies, or the run was trained but has no checkpoint.
         """
         self.found = await asyncio.to_thread(self._open().newest, self.log)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
             self._seconds_before = self.found.seconds
-            self.log(f"going on from checkpoint {self.found.step}")
+            self.log(f"continuing from checkpoint {self.found.step}")
             return
         # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
         if any(map(self._directory.holds, TRAINED)) or self._directory.log_sizes(lines=True).get(METRICS_FILE, 0) > 1:
             raise RestoreError(
-                f"'{self._directory.path}' holds what was trained, but no finished checkpoint to go on from: put "
+                f"'{self._directory.path}' holds trained files, but no finished checkpoint to continue from: put "
                 "checkpoints/ back, or start anew with --overwrite"
             )
         self.log("no checkpoint was finished: the run starts from its beginning")
@@ -85,10 +81,10 @@ class Checkpointing:
         self._directory.cut_logs({})
 
     async def check_dataset(self, items: Sequence[EvalInputItem]) -> None:
-        """Remembers the examples of the run, for its checkpoints.
+        """Record the digest of the examples for the checkpoints of the run.
 
         Raises:
-            RestoreError: those of the checkpoint that was found were others, or in another order.
+            RestoreError: the checkpoint that was found had other examples, or another order of them.
         """
         self._dataset_sha256 = await asyncio.to_thread(digest_of, items)
         # Checkpoints of earlier versions do not have it.
@@ -96,20 +92,20 @@ class Checkpointing:
         if self.found is not None and before not in (None, self._dataset_sha256):
             raise RestoreError(
                 f"eval.general.dataset: the examples are not those of checkpoint {self.found.step}: their sha256 was "
-                f"{before} and is {self._dataset_sha256}: put the data set back as it was, or begin another run, with "
+                f"{before} and is {self._dataset_sha256}: put the dataset back as it was, or start another run, with "
                 "--overwrite or another output_dir"
             )
 
     async def restore(self, trainer: Trainer) -> None:
-        """Puts a trainer, with its parts, into the state that was found; once, and not for a run from its beginning.
+        """Restore trainer, builder and adapter from the checkpoint that was found; do nothing without one, or again.
 
         Raises:
-            RestoreError: the checkpoint does not fit the run, which is then left as it was.
+            RestoreError: the checkpoint does not fit the run, which stays as it was.
         """
         if self.found is None or self._is_restored:
             return
         found, checkpoints, state = self.found, self._open(), self.found.state
-        builder, adapter = _parts(trainer)
+        builder, adapter = _bound(trainer)
         if state["trainer_type"] != type(trainer).__name__:
             raise RestoreError(
                 f"checkpoint {found.step} is of a {state['trainer_type']}; this run has a {type(trainer).__name__}"
@@ -122,22 +118,22 @@ class Checkpointing:
             builder.evaluation.num_validations = state["num_validations"]
         trainer.restore_curriculum_state(state["curriculum"])
         trainer.restore_state(state["trainer"])
-        for part, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
+        for component, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
             if not saved:
-                self.log(f"warning: {type(part).__name__} saved no state: it goes on as it was made")
+                self.log(f"warning: {type(component).__name__} saved no state: it continues as if newly made")
         checkpoints.set_aside(after=found.step)
         self._begun_step, self._is_restored = found.step, True
         self.when_restored()
 
     async def boundary(self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool) -> None:
-        """Remembers the state between two epochs, and saves it when it is due.
+        """Capture the state between two epochs, and save it if a checkpoint is due.
 
         Raises:
-            CheckpointError, DiskFull: it, or the one before, could not be written.
+            CheckpointError, DiskFull: this checkpoint, or the one before, could not be written.
         """
         if self._config.every is None:
             return
-        builder, adapter = _parts(trainer)
+        builder, adapter = _bound(trainer)
         state = {
             "step": step,
             "trainer_type": type(trainer).__name__,
@@ -158,7 +154,7 @@ class Checkpointing:
             await self.wait()
 
     async def save_boundary(self, trainer: Trainer) -> int | None:
-        """Saves the latest boundary unless it is saved; its step, or None when the parameters have changed since."""
+        """Save the latest boundary unless it is saved, and return its step; None if the adapter has changed since."""
         if self._boundary is None:
             return None
         state, checkpoints = self._boundary, self._open()
@@ -173,7 +169,7 @@ class Checkpointing:
             return True
 
         if not self._is_saved:
-            self._is_saved = await _parts(trainer)[1].save_state(save)
+            self._is_saved = await _bound(trainer)[1].save_state(save)
         if not self._is_saved:
             return None
         self._begun_step = state["step"]
@@ -181,24 +177,24 @@ class Checkpointing:
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """Lets a checkpoint that cannot be written end the run, or says so, as `when_unwritable` wants it."""
+        """Raise the error of a checkpoint that cannot be written, or log it, as `when_unwritable` says."""
         try:
             yield
         except (CheckpointError, DiskFull) as error:
             if self._config.when_unwritable == "stop":
                 raise
-            self.log(f"warning: {error}; the run goes on without this checkpoint")
+            self.log(f"warning: {error}; the run continues without this checkpoint")
 
     @property
     def saved_step(self) -> int | None:
-        """The newest checkpoint to go on from; None when none is finished."""
+        """The newest finished checkpoint of this run; None before the first."""
         saved = None if self._checkpoints is None else self._checkpoints.saved_step
         if saved is None and self._is_restored and self.found is not None:
             return self.found.step
         return saved
 
     async def wait(self) -> None:
-        """Waits until what was saved is on the disk, without holding up the event loop.
+        """Wait until the last save is on the disk, without blocking the event loop.
 
         Raises:
             CheckpointError, DiskFull: it could not be written, and `when_unwritable` is `stop`.
@@ -208,12 +204,13 @@ class Checkpointing:
                 await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
-        """Waits for the save in the background; its errors are those of `wait`."""
+        """Wait for the save in the background; `wait` alone raises its errors."""
         if self._checkpoints is not None:
             self._checkpoints.close()
 
     def _open(self) -> "Checkpoints":
         if self._checkpoints is None:
+            # orbax and jax take seconds to import: a run that saves nothing does without them.
             from jaxft.runs.checkpoint import Checkpoints
 
             config = self._config
@@ -221,18 +218,18 @@ class Checkpointing:
         return self._checkpoints
 
 
-def _parts(trainer: Trainer) -> tuple[Any, Any]:
+def _bound(trainer: Trainer) -> tuple[TrajectoryBuilder, TrainerAdapter]:
     assert trainer.trajectory_builder is not None and trainer.trainer_adapter is not None
     return trainer.trajectory_builder, trainer.trainer_adapter
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy as JSON gives it back: strings for keys, lists for tuples."""
+    """A copy as JSON returns it: keys become strings, tuples lists."""
     try:
         return json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the state of the run has no form in JSON ({error}): give finite plain values"
+            f"the state of the run cannot be written as JSON ({error}): give finite plain values"
         ) from error
 
 
@@ -254,14 +251,14 @@ IMMUTABLE = (
     "trainer_adapters.*.llm",
     "trainer_adapters.*.optimizer.name",
 )
-"""What a run is: with another model, optimiser or seed it would be another run."""
+"""Paths that a resume must not change: with another model, optimiser or seed it would be another run."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""Values before and now, by dotted path."""
+"""`(old, new)` values by dotted path."""
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Where two trees of plain values differ; None stands for what is not there.
+    """Differences between two trees of plain values; None stands for a missing value.
 
     >>> changes_of({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": [1]})
     {'a.y': (2, 3), 'b': (None, [1])}
@@ -277,21 +274,21 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def check_changes(directory: RunDirectory, config: Config, config_file: str) -> Changes:
-    """What was changed since the run was begun.
+    """Differences between `config` and the configuration that the run was begun with.
 
     Raises:
-        ConfigError: something that must not be, or a secret that the run did not keep is missing.
+        ConfigError: one of them is in `IMMUTABLE`, or the recorded configuration cannot be read.
     """
     recorded = directory.path / config_file
     try:
         before = parse_yaml(recorded.read_text("utf-8"), str(recorded))
     except OSError as error:
-        raise ConfigError([f"{recorded}: cannot be read ({error.strerror}): without it a run cannot go on"]) from None
+        raise ConfigError([f"{recorded}: cannot be read ({error.strerror}): no run continues without it"]) from None
     now = parse_yaml(resolved_yaml(config), "the configuration")
     changes = changes_of(before, now)
     changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
     faults = [
-        f"{path}: was {_shown(old)} and is {_shown(new)}: a run goes on with what it was begun with"
+        f"{path}: was {_shown(old)} and is {_shown(new)}: a run continues with what it was begun with"
         for path, (old, new) in changes.items()
         if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
     ]
@@ -301,7 +298,7 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
 
 
 def masked_paths(config: Config) -> list[str]:
-    """Where a configuration holds secrets, alone or in a longer text, which a run does not keep."""
+    """Paths of the fields that hold a secret, alone or inside a longer text: a run directory does not keep these."""
 
     def search(value: Any, path: str) -> list[str]:
         if isinstance(value, Mapping):
@@ -315,8 +312,14 @@ def masked_paths(config: Config) -> list[str]:
 
 
 def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, now: Mapping[str, Any]) -> list[str]:
-    """Writes down that the run goes on, from which checkpoint and with what, and gives what in its surroundings is not
-    as it was, in words; `now` is its `environment`."""
+    """Append a line about this resume to `resumes.jsonl`, and return a warning per package whose version has changed.
+
+    Args:
+        directory: the run.
+        checkpoint: the step that it continues from; None for a start from the beginning.
+        changes: in the configuration.
+        now: the `environment` of this process.
+    """
     try:
         before = directory.read_json("environment.json").get("versions", {})
     except (OSError, ValueError):
@@ -324,7 +327,7 @@ def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, no
     row = {"checkpoint": checkpoint, "changes": {path: list(values) for path, values in changes.items()}, **now}
     directory.append_jsonl(RESUMES_FILE, row)
     return [
-        f"{name} was {before[name]} when the run was begun and is {version}: figures may differ in the last digits"
+        f"{name} was {before[name]} when the run was begun and is {version}: metrics may differ in the last digits"
         for name, version in now["versions"].items()
         if name in before and before[name] != version
     ]

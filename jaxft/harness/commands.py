@@ -2,17 +2,14 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
-import os
-import pkgutil
 import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
+from jaxft.errors import CheckFailed, ConfigError
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.session import (
@@ -20,7 +17,6 @@ from jaxft.harness.session import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     MASKED,
-    MODEL_FOLDER,
     RESUME_COMMAND,
     UNHEALTHY,
     Session,
@@ -29,7 +25,6 @@ from jaxft.harness.session import (
 )
 from jaxft.runs.console import Console
 from jaxft.runs.directory import bring_back_earlier_run, holds_run
-from jaxft.runs.environment import environment
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -151,114 +146,3 @@ async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept:
     session.console.message(
         "\n".join(f"{name:<{width}}  {f'{x:.4g}' if isinstance(x, float) else x}" for name, x in figures.items())
     )
-
-
-def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
-    """Loads a model (a run directory's, or any folder in Hugging Face's file format) and writes it in another dtype;
-    with `merge` the whole model that adapters make of their base.
-
-    Raises:
-        ConfigError: no model is there, it is not complete, the folder is not empty, or it cannot be written.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from jaxft.models.hf import load_model, save_model
-    from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-    from jaxft.models.peft import load_merged
-    from jaxft.rollout.chat import load_tokenizer
-
-    model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
-    is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
-    if is_adapter and not merge:
-        raise ConfigError([f"{source}: holds adapters, which are ready to use: copy {model_folder}, or give --merge"])
-    if merge and not is_adapter:
-        raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
-    if not is_adapter and not (model_folder / "config.json").is_file():
-        raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
-    if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
-        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
-    try:
-        load = load_merged if merge else load_model
-        model, params = load(model_folder, dtype=jnp.dtype(dtype))
-        tokenizer = load_tokenizer(model_folder)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"{model_folder}: {error}"]) from error
-    try:
-        save_model(folder, model, params, tokenizer=tokenizer)
-    except OSError as error:
-        raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    Console().message(f"{count:,} parameters in {dtype} written to {folder}")
-
-
-def doctor(config: Config | None, *, sharding: bool = False) -> None:
-    """Shows what this machine has, and tries what a run needs of it; with `sharding` how parameters are cut as well.
-
-    Raises:
-        CheckFailed: something does not work.
-        ConfigError: an installed package of components cannot be imported.
-    """
-    from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
-
-    show = Console().message
-    about = environment()
-    show("\n".join(f"{name:<14} {version}" for name, version in about["versions"].items()))
-    import_installed()
-    entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
-    show(f"{'packages':<14} {', '.join(sorted(entries))}")
-    for kind in KINDS:
-        show(f"{kind.component_kind:<14} {', '.join(registry.names(kind)) or 'none'}")
-    _show_devices(show)
-    folder = Path.cwd() if config is None else config.finetuning.output_dir
-    _check_writable(folder)
-    show(f"{'writable':<14} {folder}")
-    if config is not None:
-        show(f"{'configuration':<14} no faults")
-    if sharding:
-        _show_sharding(show, config)
-    show("all checks passed")
-
-
-def _show_devices(show: Any) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    try:
-        devices = jax.devices()
-        found = float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64))))
-    except RuntimeError as error:
-        raise CheckFailed(f"jax finds no device that works: {error}") from error
-    if found != 64.0**3:
-        raise CheckFailed(f"{devices[0]} multiplies wrongly: {found} in the place of {64.0**3}")
-    for device in devices:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
-        show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
-    show(f"{'cores':<14} {os.cpu_count()}")
-
-
-def _show_sharding(show: Any, config: Config | None) -> None:
-    """The rules of all families, and what becomes of them with the models of a configuration."""
-    from jaxft.models.decoder import rules_table
-
-    show(f"\n{rules_table()}\n")
-    for name, llm in ({} if config is None else config.llms).items():
-        try:
-            table = None if llm.sharding_table is None else pkgutil.resolve_name(llm.sharding_table)(llm)
-        except ValueError as error:
-            raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
-        if table is not None:
-            show(f"llms.{name}\n{table}\n")
-
-
-def _check_writable(folder: Path) -> None:
-    """A run directory locks and replaces files; both are tried next to where it will be."""
-    from jaxft.runs.directory import RunDirectory
-
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    try:
-        with tempfile.TemporaryDirectory(dir=parent) as name, RunDirectory.create(name) as directory:
-            directory.write_json("result.json", {})
-    except (OSError, RunDirectoryError) as error:
-        raise CheckFailed(f"{parent} cannot hold a run: {error}") from error

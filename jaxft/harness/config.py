@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from jsonpath_ng.exceptions import JSONPathError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -92,8 +93,6 @@ AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], _chosen_by_type(TrainerCon
 
 
 def _json_path(text: str) -> str:
-    from jsonpath_ng.exceptions import JSONPathError
-
     try:
         jsonpath_of(text)
     except JSONPathError as error:
@@ -106,42 +105,49 @@ JSONPath = Annotated[str, AfterValidator(_json_path)]
 
 
 class EvalGeneralConfig(ConfigModel):
-    """How the workflow is run over the dataset."""
+    """The dataset, and how the workflow runs over it."""
 
-    max_concurrency: int = Field(default=64, ge=1, description="Episodes that run at once, at most.")
+    max_concurrency: int = Field(default=64, ge=1, description="Largest number of episodes that run at once.")
     timeout_seconds: float | None = Field(
         default=3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="An episode fails when the workflow takes longer. Waiting for the policy counts, and so does "
-        "compiling for its first answers, which takes minutes for a large model; null: it may take for ever.",
+        description="Seconds that the workflow may take for an episode, which fails after that. Waiting for the policy "
+        "counts, and so does compiling for its first replies (minutes for a large model); null: no limit.",
     )
-    dataset: AnyDataset = Field(description="The examples.")
+    dataset: AnyDataset = Field(description="The examples to run the workflow on.")
     result_json_path: JSONPath | None = Field(
         default=None,
-        description="Where in the workflow's output the result is that evaluators see, as $.answer; null: all of it.",
+        description="JSON path of the result inside the workflow's output, as in $.answer, for the evaluators; null: "
+        "the whole output.",
     )
     output_dir: OutputPath | None = Field(
         default=None,
-        description="Where `jaxft eval` writes, relative to the working directory; null: nowhere. Training writes to "
-        "finetuning.output_dir alone, and says so when this is set, too.",
+        description="Directory that `jaxft eval` writes to, relative to the working directory; null: it writes no "
+        "file. Training ignores it and writes to finetuning.output_dir.",
     )
 
 
 class ValidationConfig(ConfigModel):
-    """Held-out examples that the policy is judged on while it is trained."""
+    """Validation of the policy on held-out examples while it is trained."""
 
-    dataset: AnyDataset | None = Field(default=None, description="They; null: those of config_file.")
+    dataset: AnyDataset | None = Field(
+        default=None, description="The held-out examples; null: the dataset of config_file."
+    )
     config_file: InputPath | None = Field(
         default=None,
-        description="A configuration whose workflow and evaluators are used; null: this one's. Its llms of names that "
-        "this one has are this one's, so that the policy in training is judged.",
+        description="Another configuration file, whose workflow and evaluators are used; null: those of this file. Its "
+        "llms give way to this file's llms of the same names, so that the policy in training is validated.",
     )
-    interval: int = Field(default=5, ge=1, description="Epochs between two passes; there is one before and one after.")
+    interval: int = Field(
+        default=5,
+        ge=1,
+        description="Epochs between two validations; one also runs before the first epoch and after the last.",
+    )
     temperature: float | None = Field(
-        default=0.0, ge=0.0, description="Of all calls, 0: greedy; null: each call keeps its own."
+        default=0.0, ge=0.0, description="Temperature of every model call (0: greedy); null: each call keeps its own."
     )
-    num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
+    num_generations: int = Field(default=1, ge=1, description="Number of episodes per example.")
 
     @model_validator(mode="after")
     def _has_examples(self) -> "ValidationConfig":
@@ -151,11 +157,13 @@ class ValidationConfig(ConfigModel):
 
 
 class EvalConfig(ConfigModel):
-    """The examples, and what judges the workflow on them."""
+    """The section `eval`: dataset, validation and evaluators."""
 
     general: EvalGeneralConfig
-    validation: ValidationConfig | None = Field(default=None, description="Validation while training; null: none.")
-    evaluators: dict[str, AnyEvaluator] = Field(default={}, description="What scores an output, by name.")
+    validation: ValidationConfig | None = Field(
+        default=None, description="Validation while training; null: no validation."
+    )
+    evaluators: dict[str, AnyEvaluator] = Field(default={}, description="Functions that score an episode, by name.")
 
     @field_validator("evaluators")
     @classmethod
@@ -170,18 +178,23 @@ class EvalConfig(ConfigModel):
 
 
 class Config(ConfigModel):
-    """The whole tree."""
+    """The whole configuration of a run."""
 
     imports: tuple[Annotated[str, BeforeValidator(locate_module)], ...] = Field(
         default=(),
-        description="Modules that register components: next to the file, in the working directory, or installed.",
+        description="Python modules to import, which register components: next to this file, in the working directory, "
+        "or installed.",
     )
     llms: dict[str, AnyLLM] = Field(default={}, description="Language models, by name.")
-    workflow: AnyWorkflow = Field(description="The agent.")
+    workflow: AnyWorkflow = Field(description="The agent: a function from an example to an output.")
     eval: EvalConfig
-    trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(default={}, description="By name.")
-    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(default={}, description="By name.")
-    trainers: dict[str, AnyTrainer] = Field(default={}, description="By name.")
+    trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(
+        default={}, description="Builders of trajectories from episodes, by name."
+    )
+    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(
+        default={}, description="Adapters that update the weights from trajectories, by name."
+    )
+    trainers: dict[str, AnyTrainer] = Field(default={}, description="Training loops, by name.")
     finetuning: FinetuneConfig = FinetuneConfig()
 
 
@@ -289,7 +302,7 @@ def secrets_of(config: Config) -> set[str]:
 
 
 def help_text() -> str:
-    """Every knob of the tree and of the registered components, made from the fields' descriptions."""
+    """Help on every field of the configuration and of the registered components, from the fields' descriptions."""
     import_installed()
     return config_help.describe(Config)
 

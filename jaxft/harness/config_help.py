@@ -1,4 +1,4 @@
-"""Reading the config classes themselves: which fields stand at a path, and what every knob means."""
+"""Fields of the config classes: their names at a path, for messages, and their descriptions, for `--help`."""
 
 import json
 import types
@@ -21,16 +21,16 @@ SECTIONS = {
     "trainer adapter": "trainer_adapters.<name>",
     "trainer": "trainers.<name>",
 }
-"""Where a component of each kind stands in a configuration."""
+"""Path in a configuration of each kind of component."""
 
 
 def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -> list[str]:
-    """The names of the fields that may stand under a path; empty where anything may, or nothing.
+    """Names of the fields allowed under a path; empty if any name is allowed, or none.
 
     Args:
         root: the class of the whole tree.
         path: keys and list indices from the root.
-        values: the tree's plain values, which say by `_type` what class a component has.
+        values: the plain values of the whole tree; `_type` in them tells the class of a component.
     """
     annotation: Any = root
     for part in path:
@@ -48,28 +48,28 @@ def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -
 
 
 def describe(root: type[ConfigModel]) -> str:
-    """Every knob with its type, default and meaning: the sections of the tree, then the registered components."""
-    lines = ["Fields of the configuration (set one with --set path=value):", *_knobs(root, "")]
+    """Every field with its type, default and description: the sections of the tree, then the registered components."""
+    lines = ["Fields of the configuration (set one with --set path=value):", *_fields(root, "")]
     for base in KINDS:
         for name in registry.names(base):
             config_type = registry.find(base, name).config_type
-            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_knobs(config_type, "")]
+            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_fields(config_type, "")]
     return "\n".join(lines)
 
 
-def _knobs(model: type[ConfigModel], prefix: str) -> Iterator[str]:
+def _fields(model: type[ConfigModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if name == "reward" and issubclass(model, ComponentConfig):
-            continue  # nobody's knob: the run sets it
+            continue  # set by the run, not by a person
         inner = _model(field.annotation)
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner
-        # A section that is always there is told by its fields; one that may be null is a knob itself.
+        # A section that may be null is listed itself; one that is always there by its fields alone.
         if section is None or field.default is None:
             yield f"  {prefix}{name} ({_words(field.annotation)}, {_default(field)})"
             if field.description:
                 yield f"      {field.description}"
         if section is not None:
-            yield from _knobs(section, f"{prefix}{name}.")
+            yield from _fields(section, f"{prefix}{name}.")
 
 
 def _item(values: Any, part: str | int) -> Any:
@@ -79,7 +79,7 @@ def _item(values: Any, part: str | int) -> Any:
 
 
 def _model(annotation: Any) -> type[ConfigModel] | None:
-    """The config class that an annotation stands for: itself, or the one in `X | None` or `Annotated[X, ...]`."""
+    """The config class of an annotation: itself, or the one inside `X | None` or `Annotated[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation
     inner = (_model(argument) for argument in _arguments(annotation, (types.UnionType, typing.Union, typing.Annotated)))
@@ -87,14 +87,14 @@ def _model(annotation: Any) -> type[ConfigModel] | None:
 
 
 def _arguments(annotation: Any, origins: tuple[Any, ...]) -> Iterator[Any]:
-    """The types that can stand inside an annotation of one of the origins: for a dict, those of its values."""
+    """The type arguments of an annotation if its origin is one of these; of a dict only the type of its values."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in origins:
         yield from arguments[1:] if origin is dict else arguments
 
 
 def _default(field: FieldInfo) -> str:
-    """The default as it would stand in YAML."""
+    """The default as JSON, which YAML reads too."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
+from jsonpath_ng import parse
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -120,9 +121,7 @@ REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer
 
 @functools.cache
 def jsonpath_of(text: str) -> Any:
-    """The parsed path (jsonpath-ng, which takes long to import and to parse)."""
-    from jsonpath_ng import parse
-
+    """The parsed JSON path; cached, because jsonpath-ng parses slowly."""
     return parse(text)
 
 

@@ -1,7 +1,7 @@
-"""What crosses the contracts: jobs, episodes, trajectories, rewards, evaluations. Names and fields are the toolkit's.
+"""Data models of the contracts: jobs, episodes, trajectories, evaluations, and the section `finetuning`.
 
-What jaxft adds stands in fields of its own, marked so. A trajectory without a usable reward has `scorable=False` and
-reward 0.0: NaN has no word in JSON, and None would break readers that know the toolkit's `reward: float`.
+Names and fields are those of the toolkit; fields that jaxft adds are marked. A trajectory without a usable reward has
+`scorable=False` and reward 0.0: JSON has no NaN, and None would break readers of the toolkit's `reward: float`.
 """
 
 from enum import StrEnum
@@ -26,13 +26,13 @@ from jaxft.rollout.sequences import TokenSequence
 
 
 class DataModel(BaseModel):
-    """The base of the models below: fields are known, and JSON never gets a NaN."""
+    """Base of the models below: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class TrainingJobRef(DataModel):
-    """Names a submitted job; a job of each epoch has a `run_id` of its own."""
+    """Name of a submitted job; each epoch's job has its own `run_id`."""
 
     run_id: str
     backend: str
@@ -40,7 +40,7 @@ class TrainingJobRef(DataModel):
 
 
 class TrainingStatusEnum(StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -50,7 +50,7 @@ class TrainingStatusEnum(StrEnum):
 
 
 class TrainingJobStatus(DataModel):
-    """Where a job stands; `progress` is in percent."""
+    """State of a job; `progress` is in percent."""
 
     run_id: str
     backend: str
@@ -61,7 +61,7 @@ class TrainingJobStatus(DataModel):
 
 
 class EpisodeItemRole(StrEnum):
-    """Who speaks."""
+    """Speaker of an episode item."""
 
     USER = "user"
     ASSISTANT = "assistant"
@@ -73,7 +73,7 @@ class EpisodeItemRole(StrEnum):
 
 
 class EpisodeItem(DataModel):
-    """One message of an episode. An assistant's must carry log-probabilities."""
+    """One message of an episode; an assistant's message must have `logprobs`."""
 
     role: EpisodeItemRole
     content: str
@@ -88,14 +88,14 @@ class EpisodeItem(DataModel):
 
 
 class OpenAIMessage(DataModel):
-    """A chat message."""
+    """One chat message."""
 
     role: str
     content: str
 
 
 class DPOItem(DataModel):
-    """A preference: two responses to one prompt."""
+    """A preference pair: two responses to one prompt."""
 
     prompt: list[OpenAIMessage] | str
     chosen_response: str
@@ -105,8 +105,8 @@ class DPOItem(DataModel):
 class Trajectory(DataModel):
     """An episode and its reward.
 
-    `sequences` are the token ids that were recorded while sampling, of the calls that training is aimed at; None when
-    nothing was recorded, as for texts of another origin. A `reward` of None makes the trajectory not scorable.
+    `sequences` are the token ids recorded while sampling, of the calls that are trained; None when nothing was
+    recorded, as for texts of another origin. A `reward` of None sets `scorable=False`.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -129,12 +129,12 @@ class Trajectory(DataModel):
 
 
 class TrajectoryCollection(DataModel):
-    """All trajectories of one run, a list per example.
+    """All trajectories of one run, one list per example.
 
     Attributes:
-        metrics: what was counted while collecting; equal for equal runs.
-        timings: what the clock said, in seconds.
-        failures: a report per episode that failed and so is not among the trajectories.
+        metrics: counts taken while collecting; equal in equal runs.
+        timings: in seconds.
+        failures: a report of each failed episode; failed episodes have no trajectory.
     """
 
     trajectories: list[list[Trajectory]]
@@ -146,7 +146,7 @@ class TrajectoryCollection(DataModel):
 
 
 class EvalInputItem(DataModel):
-    """One example: what the agent gets, what is wanted of it and, afterwards, what it gave."""
+    """One example: the agent's input, the expected output and, after an episode, the agent's output."""
 
     id: str
     input_obj: Any = None
@@ -156,13 +156,13 @@ class EvalInputItem(DataModel):
 
 
 class EvalInput(DataModel):
-    """Examples."""
+    """A list of examples."""
 
     eval_input_items: list[EvalInputItem]
 
 
 class EvalOutputItem(DataModel):
-    """One evaluator's verdict on one episode. `score` is None when it failed or gave nothing usable."""
+    """One evaluator's score of one episode; None when the episode failed or the score is not a finite number."""
 
     id: str
     score: float | None = Field(allow_inf_nan=False)
@@ -174,23 +174,23 @@ class EvalOutputItem(DataModel):
 
 
 class EvalOutput(DataModel):
-    """One evaluator's verdicts; the average is over the usable ones, None when there is none."""
+    """One evaluator's scores and their average without the None ones; None when no score is left."""
 
     average_score: float | None
     eval_output_items: list[EvalOutputItem]
 
 
 class EvaluationRunOutput(DataModel):
-    """What an evaluation found, in the order of (example, generation).
+    """Results of an evaluation, in the order of (example, generation).
 
     Attributes:
         eval_input: an item per episode, with its output.
-        evaluation_results: verdicts by evaluator.
+        evaluation_results: pairs of an evaluator's name and its scores.
         average_reward: over episodes with a usable reward; None when there is none, or no reward function.
-        num_episodes: all of them.
-        num_failed: in which the workflow or an evaluator raised.
-        num_unscorable: that ended well but whose reward was None, NaN or infinite.
-        first_error: message of the first failure, with its example and its traceback.
+        num_episodes: number of all episodes.
+        num_failed: number of episodes in which the workflow or an evaluator raised.
+        num_unscorable: number of episodes without an error whose reward was None, NaN or infinite.
+        first_error: the first failure: example, error and traceback.
     """
 
     workflow_interrupted: bool = False
@@ -205,52 +205,65 @@ class EvaluationRunOutput(DataModel):
 
 
 class RewardFunctionConfig(ConfigModel):
-    """The evaluator whose score is the reward."""
+    """The evaluator whose score is the reward, and the treatment of unusable scores."""
 
-    name: EvaluatorRef = Field(description="An entry of eval.evaluators.")
+    name: EvaluatorRef = Field(description="The evaluator whose score is the reward: an entry of eval.evaluators.")
     unusable: Literal["unscorable", "zero", "error"] = Field(
         default="unscorable",
-        description="The treatment of an episode whose reward is None, NaN or infinite: 'unscorable' trains nothing of "
-        "it and leaves it out of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
+        description="Treatment of an episode whose reward is None, NaN or infinite: 'unscorable' leaves it out of "
+        "training and of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
     )
 
 
 class CurriculumLearningConfig(ConfigModel):
-    """Which groups of an epoch are trained: those that tell something, the easy ones first."""
+    """Selection of the groups that an epoch trains: those whose rewards differ, the easy ones first."""
 
-    enabled: bool = Field(default=False, description="Whether groups are chosen at all.")
-    initial_percentile: float = Field(default=0.3, gt=0.0, le=1.0, description="Share of the groups at the start.")
-    increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0, description="Share added by each expansion.")
-    expansion_interval: int = Field(default=5, ge=1, description="Epochs between expansions.")
-    min_reward_diff: float = Field(
-        default=0.1, ge=0.0, allow_inf_nan=False, description="Groups whose rewards differ by less are dropped."
+    enabled: bool = Field(default=False, description="Train only selected groups; false: all of them.")
+    initial_percentile: float = Field(
+        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups that the first epochs train."
     )
-    sort_ascending: bool = Field(default=False, description="Hard examples (low mean reward) first, not easy ones.")
+    increment_percentile: float = Field(
+        default=0.2, gt=0.0, le=1.0, description="Fraction of the groups that each expansion adds."
+    )
+    expansion_interval: int = Field(default=5, ge=1, description="Epochs between two expansions.")
+    min_reward_diff: float = Field(
+        default=0.1,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Least difference between the largest and smallest reward of a group; groups below it are dropped.",
+    )
+    sort_ascending: bool = Field(
+        default=False, description="Train hard examples (low mean reward) first; false: easy ones first."
+    )
     random_subsample: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="Draw at most this share of the groups that tell something."
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="Largest fraction of the groups, after min_reward_diff, that an epoch trains, drawn at random; "
+        "null: no limit.",
     )
 
 
 class CheckpointConfig(ConfigModel):
-    """When a run is saved, and what is kept."""
+    """Checkpoints: how often, and which are kept."""
 
     every: int | None = Field(
         default=1,
         ge=1,
-        description="Epochs between checkpoints; there is one before the first and after the last. "
-        "null: none, and the run cannot be continued.",
+        description="Epochs between two checkpoints; one is also taken before the first epoch and after the last. "
+        "null: no checkpoints, and the run cannot be resumed.",
     )
-    max_to_keep: int = Field(default=2, ge=1, description="The newest so many checkpoints are kept.")
-    keep_best: bool = Field(default=True, description="That of the best validation reward is kept, too.")
+    max_to_keep: int = Field(default=2, ge=1, description="Number of the newest checkpoints to keep.")
+    keep_best: bool = Field(default=True, description="Also keep the checkpoint of the best validation reward.")
     when_unwritable: Literal["stop", "go_on"] = Field(
         default="stop",
-        description="A checkpoint that cannot be written ends the run (stop), or is left out with a warning (go_on): "
-        "the run then goes on without it and tries again when the next one is due.",
+        description="Treatment of a checkpoint that cannot be written: 'stop' ends the run, 'go_on' warns and tries "
+        "again when the next one is due.",
     )
 
 
 class FinetuneRunConfig(ConfigModel):
-    """What the command line of a run said."""
+    """Options of the command line of a run."""
 
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()
@@ -265,37 +278,52 @@ class FinetuneRunConfig(ConfigModel):
 
 
 class FinetuneConfig(ConfigModel):
-    """The section `finetuning`: which parts make up the run, and how long and where it goes."""
+    """The section `finetuning`: the components of the run, its length, its seed and its directory."""
 
-    enabled: bool = Field(default=False, description="Whether `jaxft finetune` may train.")
-    trainer: TrainerRef | None = Field(default=None, description="An entry of trainers.")
-    trajectory_builder: TrajectoryBuilderRef | None = Field(
-        default=None, description="An entry of trajectory_builders."
+    enabled: bool = Field(default=False, description="Allow `jaxft finetune` to train.")
+    trainer: TrainerRef | None = Field(
+        default=None, description="The training loop: an entry of trainers; null only where enabled is false."
     )
-    trainer_adapter: TrainerAdapterRef | None = Field(default=None, description="An entry of trainer_adapters.")
-    reward_function: RewardFunctionConfig | None = Field(default=None, description="Where rewards come from.")
-    num_epochs: int = Field(default=1, ge=1, description="Passes over the dataset, each with its update(s).")
-    seed: Seed = Field(default=0, description="The one seed of the run: sampling, order of data, weights.")
+    trajectory_builder: TrajectoryBuilderRef | None = Field(
+        default=None,
+        description="The builder of trajectories: an entry of trajectory_builders; null only where enabled is false.",
+    )
+    trainer_adapter: TrainerAdapterRef | None = Field(
+        default=None,
+        description="The updater of the weights: an entry of trainer_adapters; null only where enabled is false.",
+    )
+    reward_function: RewardFunctionConfig | None = Field(
+        default=None, description="The source of the rewards; null: episodes get none, and enabled must be false."
+    )
+    num_epochs: int = Field(
+        default=1, ge=1, description="Number of epochs: passes over the dataset, each followed by its updates."
+    )
+    seed: Seed = Field(
+        default=0, description="Seed of all randomness of the run: sampling, order of the data, new weights."
+    )
     output_dir: OutputPath = Field(
-        default=Path("runs/finetuning"), description="The run directory, relative to the working directory."
+        default=Path("runs/finetuning"), description="Run directory, relative to the working directory."
     )
     target_functions: tuple[str, ...] = Field(
         default=(WORKFLOW,),
-        description="Functions (jaxft.function) whose calls are trained; <workflow> stands for all calls.",
+        description="Functions (jaxft.named_function) whose model calls are trained, by name; <workflow>: all calls.",
     )
     target_model: LLMRef | None = Field(
-        default=None, description="An entry of llms: only its calls are trained; null: those of any."
+        default=None, description="The language model whose calls are trained: an entry of llms; null: all models."
     )
     curriculum_learning: CurriculumLearningConfig = Field(
-        default=CurriculumLearningConfig(), description="Which examples take part in an epoch."
+        default=CurriculumLearningConfig(), description="Selection of the groups that an epoch trains."
     )
-    checkpoints: CheckpointConfig = Field(default=CheckpointConfig(), description="How the run is saved.")
+    checkpoints: CheckpointConfig = Field(default=CheckpointConfig(), description="How often the run is saved.")
     strict_compile: bool = Field(
         default=False,
-        description="Everything is compiled before the first epoch, and a later one that compiles anything fails.",
+        description="Compile every program before the first epoch, and fail if a later epoch compiles another.",
     )
     grace_seconds: float = Field(
-        default=30.0, ge=0.0, allow_inf_nan=False, description="How long an update may go on after SIGINT or SIGTERM."
+        default=30.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds that a running update may still take after SIGINT or SIGTERM.",
     )
 
     @field_validator("target_functions")

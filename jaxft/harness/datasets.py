@@ -21,23 +21,23 @@ from jaxft.harness.registry import DatasetConfig, register_dataset_loader
 
 
 class DatasetStructureConfig(ConfigModel):
-    """Which fields of a row mean what."""
+    """Names of the fields of a row that hold input and expected output."""
 
     question_key: str | None = Field(
         default="question",
-        description="Field with the input, which evaluators see and which an agent, called with the whole row, finds "
-        "in `jaxft.episode().input_obj`; null: the whole row is the input.",
+        description="Field of a row with the input that evaluators see; the agent gets the whole row, and the input as "
+        "`jaxft.episode().input_obj`; null: the whole row is the input.",
     )
-    answer_key: str | None = Field(default="answer", description="Field with the expected output; null: there is none.")
+    answer_key: str | None = Field(default="answer", description="Field of a row with the expected output; null: none.")
 
 
 class FileDatasetConfig(DatasetConfig):
-    """What datasets in files have in common."""
+    """Settings of all datasets that are read from a file."""
 
-    file_path: InputPath = Field(description="The file, relative to the folder of the YAML file.")
-    id_key: str = Field(default="id", description="Field with a unique id; when no row has it, rows are numbered.")
+    file_path: InputPath = Field(description="File of examples, relative to the folder of the YAML file.")
+    id_key: str = Field(default="id", description="Field with a unique id; if no row has it, rows are numbered from 0.")
     structure: DatasetStructureConfig = Field(
-        default=DatasetStructureConfig(), description="Which fields of a row mean what."
+        default=DatasetStructureConfig(), description="Names of the fields with input and expected output."
     )
 
 

@@ -1,36 +1,32 @@
-"""A CPU that was divided into several devices, to try a mesh on."""
+"""Settings of jax for the whole process: the cache of compiled programs, and a CPU divided into several devices."""
 
 import os
 import sys
 from pathlib import Path
 
 DIVIDED = "xla_force_host_platform_device_count"
-"""The flag of XLA that divides it."""
+"""The XLA flag that divides a CPU into several devices, to try a mesh on."""
 
 THREADS = "32"
-"""Of XLA's pools, unless `NPROC` says otherwise; by default no more than devices."""
+"""Size of XLA's thread pools for a divided CPU, unless `NPROC` sets it; the default is no more than the devices."""
+
+CACHE_SETTINGS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+}
+"""Small programs are cached, too: a run compiles many."""
 
 
 def order_cpu_devices() -> None:
-    """Lets such devices compute without waiting for each other's threads; nothing without the flag in `XLA_FLAGS`.
+    """Keep collectives on a divided CPU from blocking each other; do nothing where `XLA_FLAGS` divides no CPU.
 
-    The devices share the threads of the CPU. In a collective each holds one until all have come, and one that still
-    computes, or another program, needs more of them: so there are more, and one program runs after the other. Otherwise
-    all can wait, until XLA ends the process. To be called before jax has counted its devices.
+    In a collective every device holds a thread of the CPU until all have arrived. With too few threads, or with two
+    programs at once, all of them may wait until XLA ends the process. So XLA gets more threads and runs one program
+    after the other. Call this before jax counts its devices.
     """
     if DIVIDED in os.environ.get("XLA_FLAGS", ""):
         os.environ.setdefault("NPROC", THREADS)
-
-        import jax
-
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
-CACHE_VARIABLES = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-"""So that small programs are kept, too: a run compiles many."""
+        _configure("JAX_CPU_ENABLE_ASYNC_DISPATCH", False)
 
 
 def compile_cache_folder() -> Path:
@@ -39,20 +35,18 @@ def compile_cache_folder() -> Path:
 
 
 def use_compile_cache() -> None:
-    """Turns the cache on for this process and those that it starts, and leaves alone what the user has set.
+    """Turn on jax's cache of compiled programs for this process and its children, except for what the user has set.
 
     `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, `JAX_ENABLE_COMPILATION_CACHE=0` turns it off.
     """
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache_folder()), **CACHE_VARIABLES}
+    settings: dict[str, str | int] = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache_folder()), **CACHE_SETTINGS}
     for name, value in settings.items():
-        if name in os.environ:
-            continue
-        os.environ[name] = value
-        if "jax" in sys.modules:  # it read its variables when it was imported
-            _tell_jax(name.lower(), value)
+        if name not in os.environ:
+            _configure(name, value)
 
 
-def _tell_jax(option: str, value: str) -> None:
-    import jax
-
-    jax.config.update(option, value if option.endswith("_dir") else int(value))
+def _configure(name: str, value: str | int) -> None:
+    """Set an option of jax by its environment variable, and in jax itself if it has read its variables already."""
+    os.environ[name] = str(value)
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update(name.lower(), value)

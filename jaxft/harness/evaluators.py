@@ -236,7 +236,7 @@ class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
     """Named rewards, `{name: weight * score}`; not usable when one of the scores is not."""
 
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
-        min_length=1, description="Weights of the scores of other entries of eval.evaluators, by name."
+        min_length=1, description="Weight of each score in the sum, by its name: another entry of eval.evaluators."
     )
 
     # `values`: before pydantic makes 1.0 of true. `info` is its ValidationInfo.

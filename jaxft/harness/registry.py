@@ -75,8 +75,8 @@ class EvaluatorConfig(ComponentConfig):
         default=None,
         gt=0.0,
         allow_inf_nan=False,
-        description="Episodes fail that take it longer to judge. A sync evaluator is then called in a thread of its "
-        "own, and so must allow for calls at the same time. null: it may take for ever.",
+        description="Seconds that it may take to score an episode, which fails after that. With a limit, a sync "
+        "evaluator runs in a thread of its own and so may be called several times at once; null: no limit.",
     )
 
 

@@ -15,6 +15,8 @@ from filelock import FileLock, Timeout
 from jaxft.errors import RunDirectoryError
 from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non_finite_named
 
+METRICS_FILE = "training_metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
 RESUMES_FILE = "resumes.jsonl"
 """A line for every time that the run was continued."""
 LOG_FILE = "run.log"
@@ -30,8 +32,8 @@ RUN_FILES = (
     LOG_FILE,
     "result.json",
     "evaluation.json",
-    "training_metrics.jsonl",
-    "timings.jsonl",
+    METRICS_FILE,
+    TIMINGS_FILE,
     "reward_history.json",
     "validation_history.json",
     "curriculum_state.json",
@@ -67,7 +69,7 @@ def is_run(path: Path) -> bool:
 
 
 def _has_rows(path: Path) -> bool:
-    metrics = path / "training_metrics.jsonl"
+    metrics = path / METRICS_FILE
     return metrics.is_file() and metrics.stat().st_size > 0
 
 

@@ -1,9 +1,13 @@
-"""The reward of a run as one picture, and how much of the data the curriculum let in."""
+"""The reward plot of a run: training and validation rewards per epoch, and the share the curriculum selects."""
 
 import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jaxft.runs.directory import RunDirectory
 
@@ -16,28 +20,23 @@ def plot_rewards(
     reward_history: Sequence[Mapping[str, float | None]],
     validation_history: Sequence[Mapping[str, float | None]] = (),
 ) -> Path:
-    """Draws `reward_plot.png`: the mean training reward, the band between the quartiles of the examples' mean rewards,
-    a moving average, what the curriculum chose, and validation; the curriculum's share has an axis of its own.
+    """Draw `reward_plot.png` and return its path; it replaces an earlier plot in one step.
+
+    It shows the mean training reward with its moving average, a band between the quartiles of the examples' mean
+    rewards, the validation reward and, on a second axis, the percentage of groups that the curriculum selects.
 
     Args:
-        directory: the run, whose name becomes the title.
+        directory: the run; its name becomes the title.
         reward_history: a row per epoch with `epoch`, which counts from 0, `reward_mean`, `group_reward_q25` and
             `group_reward_q75`. A reward that is missing, None or not finite leaves a gap. With a curriculum also
             `reward_mean_chosen`, over the groups that were trained, and `curriculum_percentile`.
-        validation_history: a row per validation with `avg_reward` and the `epoch` that it came before.
-
-    Returns:
-        The path of the picture. It replaces an earlier one in one step.
+        validation_history: a row per validation with `avg_reward` and the `epoch` that followed it.
     """
-    # matplotlib takes most of a second to import. Its pyplot would keep figures in global state and look for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     epochs = _column(reward_history, "epoch")
     means, lows, highs = (
         _column(reward_history, name) for name in ("reward_mean", "group_reward_q25", "group_reward_q75")
     )
+    # Not pyplot, which keeps figures in global state and looks for a screen.
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -97,7 +96,7 @@ def plot_rewards(
 
 
 def moving_average_window(epochs: int) -> int:
-    """The epochs that one point of the moving average looks back over: a tenth of the run, 3 to 25.
+    """Number of epochs that the moving average covers: a tenth of the run, at least 3, at most 25.
 
     >>> [moving_average_window(epochs) for epochs in (2, 20, 100, 500)]
     [3, 3, 10, 25]
@@ -106,7 +105,7 @@ def moving_average_window(epochs: int) -> int:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and those up to `window - 1` before it; gaps (NaN) are left out.
+    """Mean of each value and the `window - 1` values before it; NaN values are left out.
 
     >>> moving_average([0.0, 1.0, 2.0, float("nan"), 4.0], 2)
     [0.0, 0.5, 1.5, 2.0, 4.0]

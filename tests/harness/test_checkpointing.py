@@ -167,7 +167,7 @@ def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
     word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
     assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; go on with:\n  jaxft resume run\n")
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
-    assert "going on from checkpoint 2" in capsys.readouterr().out
+    assert "checkpoint 2" in capsys.readouterr().out
     assert epochs_logged() == [0, 1, 2, 3]
     result = json.loads(Path("run/result.json").read_text())
     assert (result["num_epochs"], result["jobs_completed"]) == (4, 2)
@@ -262,7 +262,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(run_file, capsys):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("finetuning.seed", "5", "finetuning.seed: was 0 and is 5: a run goes on with what it was begun with"),
+        ("finetuning.seed", "5", "finetuning.seed: was 0 and is 5"),
         ("trainers.loop._type", "toy_trainer", "trainers.loop._type: was 'steady_trainer' and is 'toy_trainer'"),
         ("finetuning.trainer_adapter", "other", "finetuning.trainer_adapter: was 'local' and is 'other'"),
     ],
@@ -355,7 +355,8 @@ def test_what_was_trained_is_never_taken_for_a_beginning(run_file, capsys, left)
     shutil.rmtree("run/checkpoints", ignore_errors=True)
     before = contents(Path("run"))
     assert main(["resume", "run", "--set", "finetuning.num_epochs=9"]) == 2
-    assert "holds what was trained, but no finished checkpoint to go on from" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no finished checkpoint" in error and "--overwrite" in error
     assert contents(Path("run")) == before
 
 
@@ -457,7 +458,7 @@ def test_parts_that_save_nothing_are_named(run_file, toy_run, capsys):
     toy_run["trainer_adapters"]["local"] = {"_type": "toy_adapter"}
     stopped(run_file, capsys)
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
-    assert "warning: ToyAdapter saved no state: it goes on as it was made" in capsys.readouterr().out
+    assert "warning: ToyAdapter saved no state" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [[], ["--resume"]])

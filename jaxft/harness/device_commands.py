@@ -1,0 +1,121 @@
+"""The verbs `export` and `doctor`, which compute with jax in this process."""
+
+import importlib.metadata
+import os
+import pkgutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
+from jaxft.harness.config import Config
+from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
+from jaxft.harness.session import MODEL_FOLDER
+from jaxft.models.decoder import rules_table
+from jaxft.models.hf import load_model, save_model
+from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
+from jaxft.models.peft import load_merged
+from jaxft.rollout.chat import load_tokenizer
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.environment import environment
+
+
+def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
+    """Write the model of a run directory, or of a folder in Hugging Face's file format, in the dtype given.
+
+    With `merge` the source holds LoRA adapters, and the model written is their base with them merged in.
+
+    Raises:
+        ConfigError: the source holds no complete model, or the folder is not empty or cannot be written.
+    """
+    model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
+    is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
+    if is_adapter and not merge:
+        raise ConfigError([f"{source}: holds adapters, which are ready to use: copy {model_folder}, or give --merge"])
+    if merge and not is_adapter:
+        raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
+    if not is_adapter and not (model_folder / "config.json").is_file():
+        raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
+    if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
+        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
+    try:
+        load = load_merged if merge else load_model
+        model, params = load(model_folder, dtype=jnp.dtype(dtype))
+        tokenizer = load_tokenizer(model_folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{model_folder}: {error}"]) from error
+    try:
+        save_model(folder, model, params, tokenizer=tokenizer)
+    except OSError as error:
+        raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    Console().message(f"{count:,} parameters in {dtype} written to {folder}")
+
+
+def doctor(config: Config | None, *, sharding: bool = False) -> None:
+    """Show versions, components and devices, and check that a run can compute and write here.
+
+    With `sharding`, also show how parameters are split over a mesh.
+
+    Raises:
+        CheckFailed: a device computes wrongly, or no run can be written here.
+        ConfigError: an installed package of components cannot be imported.
+    """
+    show = Console().message
+    about = environment()
+    show("\n".join(f"{name:<14} {version}" for name, version in about["versions"].items()))
+    import_installed()
+    entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    show(f"{'packages':<14} {', '.join(sorted(entries))}")
+    for kind in KINDS:
+        show(f"{kind.component_kind:<14} {', '.join(registry.names(kind)) or 'none'}")
+    _show_devices(show)
+    folder = Path.cwd() if config is None else config.finetuning.output_dir
+    _check_writable(folder)
+    show(f"{'writable':<14} {folder}")
+    if config is not None:
+        show(f"{'configuration':<14} no faults")
+    if sharding:
+        _show_sharding(show, config)
+    show("all checks passed")
+
+
+def _show_devices(show: Callable[[str], None]) -> None:
+    try:
+        devices = jax.devices()
+        found = float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64))))
+    except RuntimeError as error:
+        raise CheckFailed(f"jax finds no device that works: {error}") from error
+    if found != 64.0**3:
+        raise CheckFailed(f"{devices[0]} multiplies wrongly: {found} instead of {64.0**3}")
+    for device in devices:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
+        show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
+    show(f"{'cores':<14} {os.cpu_count()}")
+
+
+def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
+    """Show the sharding rules of all model families, and the resulting table of each configured model."""
+    show(f"\n{rules_table()}\n")
+    for name, llm in ({} if config is None else config.llms).items():
+        try:
+            table = None if llm.sharding_table is None else pkgutil.resolve_name(llm.sharding_table)(llm)
+        except ValueError as error:
+            raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
+        if table is not None:
+            show(f"llms.{name}\n{table}\n")
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise unless files can be locked and replaced next to where the run directory will be."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(dir=parent) as name, RunDirectory.create(name) as directory:
+            directory.write_json("result.json", {})
+    except (OSError, RunDirectoryError) as error:
+        raise CheckFailed(f"{parent} cannot hold a run: {error}") from error
