@@ -1,4 +1,4 @@
-"""What the verbs of the command line do: `finetune`, `resume`, `eval`, `export` and `doctor`."""
+"""The verbs `finetune` (with `--dry-run`), `resume` and `eval` of the command line."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ EVALUATION_FILE = "evaluation.json"
 
 
 async def finetune(config: Config, arguments: argparse.Namespace) -> None:
-    """Trains, exports the model and writes the result."""
+    """Train, export the model and write the result."""
     resume_command.set(shlex.join(["jaxft", "resume", str(config.finetuning.output_dir)]))
     async with open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
         evaluations = config.eval.general.output_dir
@@ -51,40 +51,40 @@ async def finetune(config: Config, arguments: argparse.Namespace) -> None:
 
 
 async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: argparse.Namespace) -> None:
-    """Goes on with the run in a folder, with the configuration it was begun with.
+    """Continue the run in a folder with the configuration recorded there and the overrides given.
 
     Raises:
-        ConfigError: no run is there, a script made it, or secrets that it did not keep are missing.
+        ConfigError: the folder holds no run, a script made it, or a secret that it did not keep is missing.
     """
     if bring_back_earlier_run(folder):
         Console().message(CAME_BACK.format(folder))
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ConfigError([f"{folder}: holds no run to go on with: it has no {CONFIG_FILE}; begin one with finetune"])
+        raise ConfigError(
+            [f"{folder}: holds no run to continue: it has no {CONFIG_FILE}; start one with jaxft finetune"]
+        )
     about: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / ENVIRONMENT_FILE).read_bytes())
     command = about.get(RESUME_COMMAND)
     if command is not None and not command.startswith("jaxft resume "):
         raise ConfigError(
-            [f"{folder}: a script made this run, which does more than training: go on with:\n  {command}"]
+            [f"{folder}: a script made this run and does more than training: continue with:\n  {command}"]
         )
     given = [path for path, _ in overrides]
     missing = [path for path in about.get(MASKED, []) if path not in given]
     if missing:
-        hint = "holds a secret, which a run does not keep: give it, as with --set"
+        hint = "holds a secret, which the run directory does not keep: give it again, as in --set"
         raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
     where = json.dumps(literal(str(folder.absolute())))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 
 
 async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Makes every part of a run, samples a token, compiles the largest update, and shows what memory it all needs.
-
-    Writes nothing.
+    """Make every component of a run, compile the largest update and show the memory it needs; write nothing.
 
     Raises:
-        CheckFailed: the adapter says that it cannot train.
+        CheckFailed: the adapter is not healthy, or the memory does not suffice.
     """
     with tempfile.TemporaryDirectory() as folder:
         async with open_session(config, output_dir=Path(folder)) as session:
@@ -98,8 +98,8 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             await trainer.initialize(config.finetuning)
             await trainer.cleanup()
             adapter = await session.adapter()
-            parts = (trainer, trainer.trajectory_builder, adapter)
-            show(f"components   {', '.join(type(part).__name__ for part in parts)}")
+            components = (trainer, trainer.trajectory_builder, adapter)
+            show(f"components   {', '.join(type(component).__name__ for component in components)}")
             if not await adapter.is_healthy():
                 raise CheckFailed(UNHEALTHY)
             memory = await adapter.memory()
@@ -107,8 +107,7 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
                 show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
-            if memory:
-                show("memory       of each device, of the policy that is trained; that of other models comes on top")
+                show("memory       per device, for the policy in training; other models need theirs on top")
                 advice = adapter.memory_advice(memory)
                 if advice is not None:
                     raise CheckFailed(advice)
@@ -118,7 +117,7 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
 
 
 async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
-    """Runs the workflow over the dataset and shows what every evaluator says of it."""
+    """Run the workflow over the dataset and show the average of every evaluator."""
     with tempfile.TemporaryDirectory() as folder:
         output_dir = config.eval.general.output_dir
         path = Path(folder) if output_dir is None else output_dir
@@ -129,8 +128,8 @@ async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
 async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept: bool) -> None:
     temperature = arguments.temperature
     output = await session.evaluate(temperature=temperature, num_generations=arguments.num_generations)
-    figures: dict[str, Any] = {f"average/{name}": result.average_score for name, result in output.evaluation_results}
-    figures |= {
+    values: dict[str, Any] = {f"average/{name}": result.average_score for name, result in output.evaluation_results}
+    values |= {
         "average_reward": output.average_reward,
         "episodes": output.num_episodes,
         "failed": output.num_failed,
@@ -140,9 +139,6 @@ async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept:
         session.console.message(f"{output.num_failed} episodes failed; the first: {output.first_error}")
     if is_kept:
         session.directory.write_json(EVALUATION_FILE, output.model_dump(mode="json"))
-        session.write_result(figures)
-        return
-    width = max(map(len, figures))
-    session.console.message(
-        "\n".join(f"{name:<{width}}  {f'{x:.4g}' if isinstance(x, float) else x}" for name, x in figures.items())
-    )
+        session.write_result(values)
+    else:
+        session.console.table(values)

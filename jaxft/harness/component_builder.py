@@ -1,10 +1,10 @@
-"""Components made from their configuration: each once, when it is first asked for, and closed in reverse order.
+"""Components made from their configuration: each one once, when it is first asked for, and closed in reverse order.
 
-Factories get the `ComponentBuilder` and ask it for other components by the names they have in the configuration.
+Factories receive the `ComponentBuilder` and ask it for other components by their names in the configuration.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -24,7 +24,7 @@ from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Evaluation, Validation, Workflow
-from jaxft.harness.evaluators import BoundEvaluator, Evaluator, WeightedSum
+from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -40,25 +40,25 @@ from jaxft.harness.registry import (
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
-# The components whose factories the running code is inside of. Every component is made in a task, and so in a context,
-# of its own: a task sees its own ancestors only.
+# Paths of the components whose factories are running, outermost first. Every component is made in a task of its own,
+# and so in a context of its own: a task sees its own ancestors only.
 _being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
 
 
 class ComponentBuilder:
-    """Gives components by name, inside `async with`.
+    """Makes components by name, inside `async with`.
 
     Attributes:
-        config: the whole tree.
-        directory: where the run writes.
-        console: where it shows itself.
-        devices: those that the components compute on, in words.
+        config: the whole configuration.
+        directory: the run directory.
+        console: the console of the run.
+        devices: descriptions of the devices that the components compute on.
     """
 
     def __init__(
         self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
     ) -> None:
-        """`lender` gives the language models that its own configuration has under the same names."""
+        """Language models whose names `lender` has in its configuration come from it."""
         self.config = config
         self._lender = lender
         self.directory = directory
@@ -77,10 +77,10 @@ class ComponentBuilder:
         await self._closing.aclose()
 
     def add_devices(self, devices: Sequence[str]) -> None:
-        """Called by the factory of a component that computes in this process, for `environment.json`.
+        """Record devices for `environment.json`; called by factories of components that compute in this process.
 
         Args:
-            devices: in words, as in `cpu (cpu 0)`.
+            devices: descriptions, as in `cpu (cpu 0)`.
         """
         self.devices = list(dict.fromkeys([*self.devices, *devices]))
         if self._lender is not None:
@@ -90,7 +90,7 @@ class ComponentBuilder:
         """The language model `llms.<name>`."""
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name)
-        return await self._get("llms", name, self.config.llms, LLMConfig)
+        return await self._get("llms", name, self.config.llms, LLMConfig, object)
 
     async def get_workflow(self) -> Workflow:
         """The agent."""
@@ -99,16 +99,16 @@ class ComponentBuilder:
 
     async def get_evaluator(self, name: str) -> Evaluator:
         """The evaluator `eval.evaluators.<name>`."""
-        evaluator = await self._get("eval.evaluators", name, self.config.eval.evaluators, EvaluatorConfig)
-        return _callable(f"eval.evaluators.{name}", evaluator)
+        evaluator = await self._get(SECTION, name, self.config.eval.evaluators, EvaluatorConfig, object)
+        return _callable(f"{SECTION}.{name}", evaluator)
 
     async def get_dataset(self) -> list[EvalInputItem]:
-        """The examples, checked: at least one, ids unique."""
+        """The examples of `eval.general.dataset`, at least one, with unique ids."""
         items = await self._once("eval.general.dataset", self.config.eval.general.dataset, DatasetConfig)
         return checked_items(items, "eval.general.dataset")
 
     async def open(self) -> None:
-        """Makes what every run needs: the datasets first, which is quick, then the evaluation with its models."""
+        """Make the components of every run: the datasets first, which is quick, then the evaluation with its models."""
         await self.get_dataset()
         if self.config.eval.validation is not None and self.config.finetuning.enabled:
             await self._shared("validation examples", self._read_validation)
@@ -117,9 +117,7 @@ class ComponentBuilder:
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
         """The builder `trajectory_builders.<name>`, with the evaluation and the examples bound to it."""
         configs = self.config.trajectory_builders
-        made = await self._get("trajectory_builders", name, configs, TrajectoryBuilderConfig)
-        if not isinstance(made, TrajectoryBuilder):
-            raise _wrong_class(f"trajectory_builders.{name}", made, TrajectoryBuilder)
+        made = await self._get("trajectory_builders", name, configs, TrajectoryBuilderConfig, TrajectoryBuilder)
         if made.evaluation is None:
             await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
             validation = await self.get_validation()
@@ -129,24 +127,19 @@ class ComponentBuilder:
 
     async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
         """The adapter `trainer_adapters.<name>`."""
-        made = await self._get("trainer_adapters", name, self.config.trainer_adapters, TrainerAdapterConfig)
-        if not isinstance(made, TrainerAdapter):
-            raise _wrong_class(f"trainer_adapters.{name}", made, TrainerAdapter)
-        return made
+        configs = self.config.trainer_adapters
+        return await self._get("trainer_adapters", name, configs, TrainerAdapterConfig, TrainerAdapter)
 
     async def get_trainer(self, name: str) -> Trainer:
         """The trainer `trainers.<name>`."""
-        made = await self._get("trainers", name, self.config.trainers, TrainerConfig)
-        if not isinstance(made, Trainer):
-            raise _wrong_class(f"trainers.{name}", made, Trainer)
-        return made
+        return await self._get("trainers", name, self.config.trainers, TrainerConfig, Trainer)
 
     async def get_validation(self) -> Validation | None:
-        """The section `eval.validation`, ready to run; None without one."""
+        """The validation of `eval.validation`; None without that section."""
         return await self._shared("validation", self._make_validation)
 
     async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
-        """The builder of the configuration that validation follows, and the examples."""
+        """The examples of `eval.validation`, and the builder of the configuration that validates on them."""
         section, config, source = self.config.eval.validation, validation_config(self.config), self
         assert section is not None
         if config is not self.config:
@@ -172,11 +165,9 @@ class ComponentBuilder:
         )
 
     async def get_evaluation(self) -> Evaluation:
-        """The workflow with all evaluators; the reward is that of `finetuning.reward_function`."""
-        return await self._shared("evaluation", self._make_evaluation)
-
-    async def _make_evaluation(self) -> Evaluation:
-        return await self.make_evaluation(self.config.finetuning.reward_function)
+        """The workflow with all evaluators and the reward of `finetuning.reward_function`."""
+        reward = self.config.finetuning.reward_function
+        return await self._shared("evaluation", lambda: self.make_evaluation(reward))
 
     async def make_evaluation(
         self, reward: RewardFunctionConfig | None, counted_with: Evaluation | None = None
@@ -185,7 +176,7 @@ class ComponentBuilder:
         general = self.config.eval.general
         evaluation = Evaluation(
             await self.get_workflow(),
-            await self._judges(),
+            await self._evaluators(),
             None if reward is None else reward.name,
             general.max_concurrency,
             self.config.finetuning.seed,
@@ -198,30 +189,41 @@ class ComponentBuilder:
         self._closing.push_async_callback(evaluation.close)
         return evaluation
 
-    async def _judges(self) -> dict[str, BoundEvaluator | WeightedSum]:
-        """All evaluators, with what the configuration says of how they are asked."""
-        judges: dict[str, BoundEvaluator | WeightedSum] = {}
+    async def _evaluators(self) -> dict[str, BoundEvaluator | WeightedSum]:
+        """All evaluators, each with its time limit and whether it scores groups."""
+        evaluators: dict[str, BoundEvaluator | WeightedSum] = {}
         for name, config in self.config.eval.evaluators.items():
             made = await self.get_evaluator(name)
             is_group = isinstance(config, GroupEvaluatorConfig)
-            judges[name] = (
+            evaluators[name] = (
                 made if isinstance(made, WeightedSum) else BoundEvaluator(made, is_group, config.timeout_seconds)
             )
-        return judges
+        return evaluators
 
-    async def _get(self, section: str, name: str, configs: dict[str, Any], base: type[ComponentConfig]) -> Any:
+    async def _get(
+        self,
+        section: str,
+        name: str,
+        configs: Mapping[str, ComponentConfig],
+        base: type[ComponentConfig],
+        kind: type,
+    ) -> Any:
+        """The entry `name` of a section, whose factory must yield an instance of `kind`."""
         if name not in configs:
             raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
-        return await self._once(f"{section}.{name}", configs[name], base)
+        made = await self._once(f"{section}.{name}", configs[name], base)
+        if not isinstance(made, kind):
+            raise _wrong_kind(f"{section}.{name}", f"a {kind.__name__}", made)
+        return made
 
     async def _once(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
         return await self._shared(place, lambda: self._make(place, config, base))
 
     async def _shared(self, place: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once, however many ask for it at the same time.
+        """The result of `make`, called once for each place, however many callers wait for it.
 
         Raises:
-            ComponentError: what is asked for is what is being made.
+            ComponentError: the component needs itself, directly or through others.
         """
         chain = _being_made.get()
         if place in chain:
@@ -255,7 +257,7 @@ _NOTHING = object()
 
 
 async def _close(what: str, generator: Any) -> None:
-    """Runs what stands after the factory's `yield`."""
+    """Run the code after the factory's `yield`."""
     try:
         with user_code():
             second = await anext(generator, _NOTHING)
@@ -277,9 +279,9 @@ def _failure(what: str, failure: UserCodeError) -> JaxftError:
 
 def _callable(place: str, made: Any) -> Callable[..., Any]:
     if not callable(made):
-        raise ComponentError(f"{place}: its factory must yield a function, not {type(made).__name__}")
+        raise _wrong_kind(place, "a function", made)
     return made
 
 
-def _wrong_class(place: str, made: Any, wanted: type) -> ComponentError:
-    return ComponentError(f"{place}: its factory must yield a {wanted.__name__}, not {type(made).__name__}")
+def _wrong_kind(place: str, wanted: str, made: Any) -> ComponentError:
+    return ComponentError(f"{place}: its factory must yield {wanted}, not {type(made).__name__}")

@@ -26,7 +26,10 @@ def order_cpu_devices() -> None:
     """
     if DIVIDED in os.environ.get("XLA_FLAGS", ""):
         os.environ.setdefault("NPROC", THREADS)
-        _configure("JAX_CPU_ENABLE_ASYNC_DISPATCH", False)
+
+        import jax  # here: jax reads this option from no environment variable, and others need no jax this early
+
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def compile_cache_folder() -> Path:
@@ -42,11 +45,6 @@ def use_compile_cache() -> None:
     settings: dict[str, str | int] = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache_folder()), **CACHE_SETTINGS}
     for name, value in settings.items():
         if name not in os.environ:
-            _configure(name, value)
-
-
-def _configure(name: str, value: str | int) -> None:
-    """Set an option of jax by its environment variable, and in jax itself if it has read its variables already."""
-    os.environ[name] = str(value)
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update(name.lower(), value)
+            os.environ[name] = str(value)
+            if "jax" in sys.modules:  # jax reads its environment variables when it is imported
+                sys.modules["jax"].config.update(name.lower(), value)

@@ -1,4 +1,4 @@
-"""An open run: its directory, its components, and what can be done with them."""
+"""An open run: its directory and components, and its actions: evaluate, train, export, write the result."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
 RESULT_FILE = "result.json"
 RESUME_COMMAND, MASKED = "resume_command", "masked"
-"""Keys of `environment.json`: what a user types to go on, and where the configuration holds secrets."""
+"""Keys of `environment.json`: the command that resumes the run, and the paths of secrets in the configuration."""
 MODEL_FOLDER = "model"
 
 CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
@@ -44,10 +44,10 @@ CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it end
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
 
 config_file: ContextVar[Path | None] = ContextVar("jaxft_config_file", default=None)
-"""The YAML file that the program was given."""
+"""The configuration file of the running program."""
 
 resume_command: ContextVar[str | None] = ContextVar("jaxft_resume_command", default=None)
-"""What a user types to go on with the run of this program."""
+"""The command that resumes the run of this program."""
 
 
 @dataclass
@@ -55,12 +55,12 @@ class Session:
     """An open run.
 
     Attributes:
-        config: the whole tree.
-        directory: where the run writes.
-        console: where it shows itself.
-        builder: gives the components.
-        checkpointing: saves the run, and knows whether it is continued.
-        about: what it wrote to `environment.json`; None when it is continued, and `resumes.jsonl` got a line.
+        config: the whole configuration.
+        directory: the run directory.
+        console: the console of the run.
+        builder: makes the components.
+        checkpointing: saves and restores the run.
+        about: the content of `environment.json`; None for a resumed run, which adds a line to `resumes.jsonl` instead.
     """
 
     config: Config
@@ -72,24 +72,24 @@ class Session:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether `train` goes on from a checkpoint, so that what stands before it in a script is done already."""
+        """True if `train` continues from a checkpoint: a script then skips its steps before `train`."""
         return self.checkpointing.found is not None
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a script wants to know again when the run is resumed, for JSON: `train` saves it."""
+        """Values for JSON that `train` saves, and that a script gets back when the run is resumed."""
         return self.checkpointing.notes
 
     async def train(self) -> list[TrainingJobStatus]:
-        """Trains for `finetuning.num_epochs` and returns the last status of each job.
+        """Train for `finetuning.num_epochs` and return the last status of each job.
 
         Raises:
             ConfigError: finetuning is not enabled.
             CheckFailed: the adapter's backend is not healthy.
-            JobFailed: a job ended as failed or canceled; the message holds its own.
-            NoLearningSignal: no job made an update, and the trainer does not say that none was needed.
-            RestoreError: the run is continued, and its checkpoint does not fit.
-            Stopped: a signal came; the run is saved.
+            JobFailed: a job ended as failed or canceled; the message includes that of the job.
+            NoLearningSignal: no job made an update, and the trainer did not set `needs_no_training`.
+            RestoreError: the run is resumed, and its checkpoint does not fit.
+            Stopped: a signal ended the run; the message says whether it was saved.
         """
         trainer = await self.trainer()
         try:
@@ -119,13 +119,13 @@ class Session:
         return statuses
 
     def _note_devices(self) -> None:
-        """Writes the devices to `environment.json`, as soon as they are known."""
+        """Write the devices to `environment.json`, as soon as they are known."""
         if self.about is not None and self.about["devices"] != self.builder.devices:
             self.about["devices"] = list(self.builder.devices)
             self.directory.write_json(ENVIRONMENT_FILE, self.about)
 
     async def _run(self, trainer: Trainer) -> list[TrainingJobStatus]:
-        """`trainer.run`, which a signal ends at a boundary."""
+        """Run the trainer until it ends or a signal stops it."""
         shutdown, num_epochs = current_shutdown(), self.config.finetuning.num_epochs
         if shutdown is None:
             return await trainer.run(num_epochs)
@@ -143,7 +143,7 @@ class Session:
                 await asyncio.wait({running, listening})
 
     async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]", shutdown: Shutdown) -> None:
-        """Finishes the update that runs, if it can be done in time, and gives up whatever else is going on."""
+        """Wait for a running update within the grace time, cancel everything else, save the run and raise `Stopped`."""
         trainer.is_stopping = True
         grace = self.config.finetuning.grace_seconds
         if (await self.adapter()).is_busy() and not running.done():
@@ -157,7 +157,7 @@ class Session:
         with contextlib.suppress(TimeoutError):
             step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
-        shutdown.end_within(max(grace, 1.0))  # an update that was given up still holds the device
+        shutdown.end_within(max(grace, 1.0))  # an update that was cut off still holds the device
         saved = self.checkpointing.saved_step
         if saved is not None:
             raise Stopped(f"saved as checkpoint {step}" if saved == step else "not saved: the checkpoint before counts")
@@ -166,10 +166,10 @@ class Session:
         raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
     async def trainer(self) -> Trainer:
-        """The trainer with its parts, not yet initialised.
+        """The trainer with its builder and adapter, not yet initialised.
 
         Raises:
-            ConfigError: finetuning is not enabled, or a part is not chosen.
+            ConfigError: finetuning is not enabled, or a component is not chosen.
         """
         finetuning = self.config.finetuning
         if not finetuning.enabled:
@@ -188,11 +188,11 @@ class Session:
         temperature: float | None = 0.0,
         num_generations: int = 1,
     ) -> EvaluationRunOutput:
-        """Runs the workflow without training, greedily by default; each call is a new pass of the validation stream.
+        """Run the workflow without training, greedily by default. Each call draws new numbers of the validation stream.
 
         Args:
             items: the examples; by default the dataset.
-            temperature: replaces that of every language-model call; None: each call keeps its own.
+            temperature: of every model call; None: each call keeps its own.
             num_generations: episodes per example.
 
         Raises:
@@ -209,7 +209,7 @@ class Session:
         return output
 
     async def export_model(self) -> Path | None:
-        """The folder the adapter wrote the trained model into; None where weights stay with a remote backend."""
+        """Export the trained model and return its folder; None if the weights stay with a remote backend."""
         adapter, folder = await self.adapter(), self.directory.file(MODEL_FOLDER)
         self.console.status("exporting the model")
         with disk_errors(folder):
@@ -221,22 +221,21 @@ class Session:
             _chosen("trainer_adapter", self.config.finetuning.trainer_adapter)
         )
 
-    def write_result(self, figures: Mapping[str, Any]) -> None:
-        """Writes and shows `result.json`: the figures, then `seed`, `seconds` and `versions` where the figures do not
-        have them. `seconds` are those of this session and of the ones before it, each up to the checkpoint that the
-        next went on from."""
+    def write_result(self, values: Mapping[str, Any]) -> None:
+        """Write and show `result.json`: the values, with `seed`, `seconds` and `versions` added unless they have them.
+
+        `seconds` counts this session and the earlier ones, each up to the checkpoint that the next continued from.
+        """
         own = {
             "seed": self.config.finetuning.seed,
             "seconds": round(self.checkpointing.seconds, 3),
             "versions": environment()["versions"],
         }
-        result = {**figures, **{name: value for name, value in own.items() if name not in figures}}
+        result = {**values, **{name: value for name, value in own.items() if name not in values}}
         path = self.directory.write_json(RESULT_FILE, result)
         self.directory.commit()
-        shown = {name: value for name, value in result.items() if name != "versions"}
-        width = max(len(name) for name in shown)
-        table = [f"{name:<{width}}  {_shown(value)}" for name, value in shown.items()]
-        self.console.message("\n".join([*table, f"written to {path}"]))
+        self.console.table({name: value for name, value in result.items() if name != "versions"})
+        self.console.message(f"written to {path}")
 
 
 @asynccontextmanager
@@ -248,29 +247,29 @@ async def open_session(
     console: Console | None = None,
     output_dir: Path | None = None,
 ) -> AsyncIterator[Session]:
-    """A run in `finetuning.output_dir`, which gets `config.yml` and `environment.json` once its parts are open.
+    """Open a run in `finetuning.output_dir`.
 
-    These are the datasets, the workflow, the evaluators and their models; a fault in one of them changes no file.
+    The datasets, the workflow, the evaluators and their models are made first; a fault in one of them changes no file.
+    Then `config.yml` and `environment.json` are written.
 
     Args:
-        config: the whole tree.
-        overwrite: whether the directory may hold an earlier run. It is set aside, and removed when this one has its
-            first checkpoint; it comes back if that is never reached.
-        resume: go on with the run that the directory holds, from its newest good checkpoint.
+        config: the whole configuration.
+        overwrite: replace a run that the directory holds. It is set aside, and removed once this one has its first
+            checkpoint; if it never gets one, the earlier run comes back.
+        resume: continue the run that the directory holds, from its newest good checkpoint.
         console: by default that of the program, which prints to standard output.
-        output_dir: the directory, when it is another one.
+        output_dir: a directory to use instead; such a run offers no command to resume it.
 
     Raises:
         RunDirectoryError: the directory is in use, cannot be written, holds a run or, to resume, holds none.
-        ConfigError: the run was begun with another model, optimiser or seed.
-        RestoreError: no checkpoint of it is good.
+        ConfigError: the resumed run was begun with another model, optimiser or seed.
+        RestoreError: the resumed run has no good checkpoint.
     """
     shown_on = current_console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
-    command, shutdown = resume_command.get(), current_shutdown()
-    if shutdown is not None and output_dir is not None:
-        shutdown = None  # there is nothing to go on with
+    command = resume_command.get()
+    shutdown = current_shutdown() if output_dir is None else None
     directory = (
         RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
     )
@@ -300,7 +299,7 @@ async def open_session(
                 if isinstance(error, DiskFull):
                     error.then = f", then {_way_on(checkpointing, directory)}"
                 is_signal = shutdown is not None and shutdown.signal is not None
-                shown_on.note(f"ended: {shutdown.message if shutdown is not None and is_signal else one_line(error)}")
+                shown_on.note(f"ended: {shutdown.message if shutdown and is_signal else one_line(error)}")
                 raise
             finally:
                 checkpointing.close()
@@ -313,7 +312,7 @@ async def open_session(
 
 
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
-    """Writes `config.yml` and `environment.json`, whose content comes back, and opens `run.log`."""
+    """Write `environment.json`, whose content is returned, and `config.yml`, and open `run.log`."""
     config, directory = builder.config, builder.directory
     about = _environment(config, builder.devices) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
     directory.write_json(ENVIRONMENT_FILE, about)
@@ -323,10 +322,10 @@ def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
 
 
 async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> None:
-    """Checks that this is the same run, and finds its checkpoint.
+    """Check that the configuration is that of the same run, and find its checkpoint.
 
-    No file is changed before the checkpoint is restored, so that a resume that is refused can be repeated with other
-    settings. Where no checkpoint is found, `checkpointing.when_restored` is the caller's to call.
+    No file changes before the checkpoint is restored, so that a refused resume can be repeated with other settings. If
+    no checkpoint is found, the caller calls `checkpointing.when_restored`.
     """
     config, directory = builder.config, builder.directory
     changes, resolved = check_changes(directory, config, CONFIG_FILE), resolved_yaml(config)
@@ -347,22 +346,24 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
 
 
 def _way_on(checkpointing: Checkpointing, directory: RunDirectory) -> str:
-    """The user's next step after an error has ended the run, once its cause is gone."""
+    """The next step for the user once the cause of an error is gone, for its message."""
     if checkpointing.found is not None or checkpointing.saved_step is not None:
         return "continue the run with --resume"
     return "start the run again" + (", with --overwrite" if is_run(directory.path) else "")
 
 
 def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[str, Any]:
-    """`environment` of this process; the commit is that of the configuration, of the modules that it imports, of the
-    script or, when none of them is in a repository, of `others`."""
+    """`environment` of this process, with the commit of the first source that is in a repository.
+
+    The sources are the configuration file, the modules it imports, the script, and then `others`.
+    """
     modules = [Path(module) for module in config.imports if Path(module).is_absolute()]
     sources = [source for source in (config_file.get(), *modules, script(), *others) if source is not None]
     return environment(devices, sources)
 
 
 def _has_trained(status: TrainingJobStatus) -> bool:
-    """Whether a job made an update; a backend that does not count its updates is believed."""
+    """True if a job made an update, or if its backend does not count updates."""
     return ((status.metadata or {}).get("metrics") or {}).get("applied_updates", 1) > 0
 
 
@@ -370,7 +371,3 @@ def _chosen(field: str, name: str | None) -> str:
     if name is None:
         raise ConfigError([f"finetuning.{field}: nothing is chosen: name an entry of {field}s"])
     return name
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

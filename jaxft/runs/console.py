@@ -1,4 +1,4 @@
-"""The one place that prints: a live line on a terminal, plain lines elsewhere, and all of it in the run's log file."""
+"""Console output of a run: a live line on a terminal, plain lines elsewhere, and all of it in the run's log file."""
 
 import contextlib
 import io
@@ -22,29 +22,29 @@ from rich.text import Text
 
 from jaxft.redaction import redacted
 
-# They reorder or break what stands around them, so a text could show itself as another.
+# Characters that reorder or break the text around them, so that it can look like another text.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
 _MAX_UNWRITTEN = 1000
-"""Entries that are remembered until there is a file for them."""
+"""Number of entries kept in memory until there is a log file for them."""
 
 
 class Console:
     """Shows a run to the person who started it.
 
-    Finished epochs, messages, episodes and log records are lines that stay, in the same words on a terminal and
-    anywhere else (a file, a pipe, a log collector), flushed at once. What goes on right now (`status`, `compiling`) is
-    on a terminal a live line below them, and elsewhere a line whenever nothing was printed for a minute. All methods
-    may be called from any thread.
+    Finished epochs, messages, episodes and log records are lines that stay, the same on a terminal and anywhere else (a
+    file, a pipe, a log collector), flushed at once. The present activity (`status`, `compiling`) is a live line below
+    them on a terminal; elsewhere it is printed whenever nothing else was for a minute. All methods may be called from
+    any thread.
 
     Attributes:
-        mask: masks the secrets of a run in threads of a context of their own, as `redacted` does in the run's own.
+        mask: masks the secrets of the run, also in threads, whose context does not know them.
     """
 
     def __init__(self, stream: io.TextIOBase | None = None, *, seconds_between_signs: float = 60.0) -> None:
         """Prints to `stream`, by default standard output.
 
-        Where that is no terminal, `seconds_between_signs` may pass without a line before the status is one.
+        If that is no terminal, the status is printed after `seconds_between_signs` without another line.
         """
         self.mask: Callable[[str], str] = redacted
         self._stream = cast(TextIO, sys.stdout if stream is None else stream)
@@ -71,7 +71,7 @@ class Console:
         self._records.setFormatter(self._formatter)
 
     def start(self, total_epochs: int, done: int = 0) -> None:
-        """Begins a run of so many epochs, of which some are done already; the live line gets a progress bar."""
+        """Adds a progress bar for `total_epochs` epochs, `done` of them finished, to the live line."""
         self._done, self._total_epochs = done, total_epochs
         self._progress = Progress(
             BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._rich
@@ -80,10 +80,10 @@ class Console:
         self.status("")
 
     def status(self, text: str | Callable[[], str]) -> None:
-        """Shows what goes on until the next status.
+        """Shows the present activity until the next status.
 
         Args:
-            text: a few words; or a function that gives them, called several times a second from another thread.
+            text: a few words; or a function that returns them, called several times a second from another thread.
         """
         self._status = text if callable(text) else lambda: text
         self._status_began = time.perf_counter()
@@ -101,22 +101,21 @@ class Console:
                 self._signs.start()
 
     def compiling(self, program: str | None) -> None:
-        """Shows beside the status that a program is being compiled; None: no more."""
+        """Shows beside the status that a program is being compiled; None ends that."""
         self._compiling, self._compiling_began = program, time.perf_counter()
 
-    def epoch(self, done: int, figures: Mapping[str, float | str]) -> None:
+    def epoch(self, done: int, metrics: Mapping[str, float | str]) -> None:
         """Shows a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
 
         Args:
-            done: how many epochs are finished, this one included.
-            figures: shown in this order as name and value; floats with four digits. The one called `seconds` is shown
-                as `3.1 s`.
+            done: number of finished epochs, this one included.
+            metrics: shown in this order as name and value, floats with four digits; `seconds` is shown as `3.1 s`.
         """
         self._done = done
         if self._progress is not None:
             self._progress.update(self._task, completed=done)
         self._print(
-            "  ".join([f"{done}/{self._total_epochs} epochs", *(_figure(*figure) for figure in figures.items())])
+            "  ".join([f"{done}/{self._total_epochs} epochs", *(_metric(*metric) for metric in metrics.items())])
         )
 
     def message(self, text: str) -> None:
@@ -128,8 +127,8 @@ class Console:
 
         Args:
             title: one line.
-            messages: with `role` and `content`. The content is shown as it is: nothing in it is taken for markup, and
-                control characters are escaped.
+            messages: with `role` and `content`. Nothing in the content is taken for markup; control characters are
+                escaped.
         """
         self._print(f"--- {printable(title)}", style="bold")
         for message in messages:
@@ -137,8 +136,13 @@ class Console:
             self._print(f"{role}:", style=_ROLE_STYLES.get(message["role"], "red"))
             self._print("\n".join(f"    {line}" for line in content.split("\n")))
 
+    def table(self, values: Mapping[str, object]) -> None:
+        """Shows names and values in two columns, floats with four digits."""
+        width = max(map(len, values), default=0)
+        self.message("\n".join(f"{name:<{width}}  {_shown(value)}" for name, value in values.items()))
+
     def log(self, record: logging.LogRecord) -> None:
-        """Shows a log record: level, logger and message, on a terminal with the time as well."""
+        """Shows a log record: level, logger and message, and on a terminal also the time."""
         text = f"{record.levelname} {self._formatter.format(record)}"
         with self._lock:
             self._has_printed = True
@@ -149,23 +153,23 @@ class Console:
             self._keep(text)
 
     def keep(self, path: Path) -> None:
-        """Appends what is shown from now on, and what was shown before, to a file, every line with its time.
+        """Writes all lines, those shown already included, to the end of a file, each with its time.
 
-        The file is for people: where the disk has no room for it, the run goes on without it.
+        The file is for people: if the disk has no room for it, the run continues without it.
         """
         with self._lock, contextlib.suppress(OSError):
             self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            # When these were shown, it was not known yet what is secret.
+            # When these were shown, the secrets were not known yet.
             self._file.writelines(self.mask(redacted(entry)) for entry in self._unwritten)
             self._unwritten.clear()
 
     def note(self, text: str) -> None:
-        """Adds a text to the log file alone: somebody else shows it."""
+        """Adds a text to the log file only."""
         with self._lock:
             self._keep(self._safe(text, is_printable=True))
 
     def close(self) -> None:
-        """Ends the live line, or the cursor would stay hidden, and the log file. Lines may still be shown."""
+        """Ends the live line, without which the cursor stays hidden, and the log file. Lines may still be shown."""
         with self._lock:
             live, self._live = self._live, None
             signs, self._signs = self._signs, None
@@ -182,7 +186,7 @@ class Console:
         self.mask = redacted
 
     def _line(self) -> str:
-        """Epochs, status and compilation in one line; empty when there is none of them."""
+        """Epochs, status and compilation in one line; empty if there are none."""
         parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
         program = self._compiling
         for text, began in (
@@ -197,7 +201,7 @@ class Console:
         return Group(line) if self._progress is None else Group(self._progress, line)
 
     def _give_signs(self) -> None:
-        # A stream may be closed before its console is: there is nobody left to tell.
+        # A stream may be closed before its console.
         while not self._is_closed.wait(self._seconds_between_signs) and not self._stream.closed:
             line = self._line()
             if line and not self._has_printed:
@@ -227,9 +231,9 @@ class Console:
             self._file.write(dated)
 
     def _safe(self, text: str, *, is_printable: bool = False) -> str:
-        """The text without secrets, and with escapes for what steers a terminal or has no place in its encoding."""
+        """The text with secrets masked and with escapes for characters that steer a terminal or that it cannot show."""
         text = self.mask(redacted(text if is_printable else printable(text)))
-        # A model may say what the terminal's encoding cannot: that must not end the run.
+        # A reply may hold characters that the terminal's encoding lacks: that must not end the run.
         return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
 
 
@@ -250,7 +254,7 @@ class LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows one; one that cannot be formatted is reported as the standard library's handlers do."""
+        """Shows one record; one that cannot be formatted is reported as the standard library's handlers do."""
         try:
             self._console.log(record)
         except Exception:  # of the arguments of a user's log call
@@ -262,7 +266,7 @@ _of_program: ContextVar[Console | None] = ContextVar("jaxft_console", default=No
 
 @contextlib.contextmanager
 def program_console() -> Iterator[Console]:
-    """A console for all that a program does in a block; it is closed at its end."""
+    """The console of a program inside the block; it is closed at its end."""
     console = Console()
     token = _of_program.set(console)
     try:
@@ -273,12 +277,12 @@ def program_console() -> Iterator[Console]:
 
 
 def current_console() -> Console:
-    """The console of the program that runs; a new one where there is none."""
+    """The console of the running program; a new one if there is none."""
     return _of_program.get() or Console()
 
 
 def printable(text: str) -> str:
-    r"""`text` with every character that steers a terminal, or hides what is there, in its escaped form.
+    r"""`text` with every character that steers a terminal, or misleads its reader, in escaped form.
 
     Line feeds and tabs stay.
 
@@ -294,6 +298,10 @@ def _is_unsafe(character: str) -> bool:
     return (is_control and character not in "\n\t") or 0xD800 <= code < 0xE000 or code in _DECEPTIVE
 
 
-def _figure(name: str, value: float | str) -> str:
+def _metric(name: str, value: float | str) -> str:
     shown = value if isinstance(value, str) else f"{value:.4g}"
     return printable(f"{value:.1f} s" if name == "seconds" and not isinstance(value, str) else f"{name} {shown}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -196,7 +196,7 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert "components   ToyTrainer, ToyBuilder, LocalTrainerAdapter" in shown
     for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
         assert f"MiB  {purpose}" in shown
-    assert "of the policy that is trained" in shown and "holds a run" not in shown
+    assert "policy in training" in shown and "holds a run" not in shown
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
 

@@ -47,8 +47,8 @@ def test_figures_go_to_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("metrics", "timings", "complaint"),
     [
-        ({"seconds": 1.0}, {"seconds": 1.0}, "more than one figure called seconds"),
-        ({"epoch": 1}, {}, "more than one figure called epoch"),
+        ({"seconds": 1.0}, {"seconds": 1.0}, "more than one metric called seconds"),
+        ({"epoch": 1}, {}, "more than one metric called epoch"),
     ],
 )
 def test_an_ambiguous_row_is_refused_before_anything_is_written(tmp_path, metrics, timings, complaint):
