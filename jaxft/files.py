@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, JSON, safe names, and manifests that prove a folder complete."""
+"""Files that survive a crash: JSON, safe names, full disks, and manifests that prove a folder complete."""
 
 import contextlib
 import errno
@@ -19,13 +19,13 @@ from jaxft.errors import DiskFull, ManifestError, NewerFormatError
 from jaxft.redaction import redacted_values
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space is left, a quota is used up, a file is larger than it may be."""
+"""Error numbers of a full disk: no space left, quota used up, file larger than allowed."""
 
 
 class disk_errors(contextlib.AbstractContextManager[None]):
-    """Turns what says that the disk is full into a `DiskFull` that names a path; other errors pass.
+    """Report any out-of-space error in the block as one `DiskFull` with path and free bytes; other errors pass.
 
-    Writers that are not Python's own raise exceptions of their own, with the words of the operating system in them.
+    Writers outside Python's standard library raise their own exceptions, which quote the operating system's words.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,7 +40,7 @@ class disk_errors(contextlib.AbstractContextManager[None]):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """What the disk said; None when it said nothing, or when that has been made a `DiskFull` already."""
+    """The operating system's words for a full disk; None for other errors, and for one that is a `DiskFull` already."""
     while error is not None and not isinstance(error, DiskFull):
         for number in FULL:
             words = os.strerror(number)
@@ -58,18 +58,18 @@ def _free_bytes(path: Path) -> int:
 
 
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
-    """A value in UTF-8, with a line feed at its end; secrets are masked.
+    """A value as JSON in UTF-8, with a line feed at its end and its secrets masked.
 
     Raises:
-        TypeError, ValueError: JSON has no word for it, as for NaN and infinities.
+        TypeError, ValueError: JSON cannot hold it, as with NaN and infinities.
     """
     text = json.dumps(redacted_values(value), indent=indent, allow_nan=False, ensure_ascii=False)
-    # A lone surrogate has no UTF-8; its backslash form is what JSON itself would write.
+    # A lone surrogate has no UTF-8; JSON itself would write its backslash form.
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def with_non_finite_named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with None for every NaN and infinity, and what each of them was under `non_finite`, by its path.
+    """The row with None for every NaN and infinity; `non_finite` holds what each was, by its path.
 
     >>> with_non_finite_named({"loss": float("nan"), "losses": [1.0, float("inf")]})
     {'loss': None, 'losses': [1.0, None], 'non_finite': {'loss': 'nan', 'losses.1': 'inf'}}
@@ -106,9 +106,9 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|$)", re.IGNORE
 def safe_name(text: str) -> str:
     """A file name for any text: ASCII letters, digits, `_`, `-` and `.`, at most `MAX_NAME_CHARACTERS` long.
 
-    A text that is such a name already, in small letters, is kept. Any other gets a suffix made from the sha256 of the
-    text, so that two texts never share a file, not even where capitals do not count or a dot at the end is dropped; so
-    does one that looks as if it had been given a suffix. The names of Windows's devices begin with `_`.
+    A text that is such a name in small letters is kept, unless it ends like a suffix of ours. Any other gets a suffix
+    from its sha256, so that two texts never share a file, not even on file systems that ignore case or drop a final
+    dot. A `_` is put before names of Windows devices.
 
     >>> safe_name("game-7")
     'game-7'
@@ -129,12 +129,12 @@ def safe_name(text: str) -> str:
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-"""Of manifests. Every version is rendered alike, so that a newer one is told from a damaged one."""
+"""Version of manifests. All versions are rendered alike, so that a newer one is told from a damaged one."""
 OWN_KEYS = ("format_version", "files", "sha256")
 
 
 def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
-    """Writes the manifest of all regular files under a folder, in one step, once they are on the disk.
+    """Sync all regular files under a folder to the disk, write their manifest in one step, and return its path.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
@@ -154,18 +154,18 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
 
     Args:
         folder: its files must not change any more.
-        extra: more to say about the folder, for JSON.
+        extra: further entries of the manifest, for JSON.
 
     Raises:
-        ManifestError: the folder holds a symbolic link, or something else that is no file.
-        ValueError: `extra` has a key of the manifest itself, or a number that JSON has no word for.
+        ManifestError: the folder holds a symbolic link or another irregular file.
+        ValueError: `extra` has a key of the manifest itself, or a NaN or infinity.
     """
     taken = [key for key in OWN_KEYS if key in extra]
     if taken:
         raise ValueError(f"extra has the keys {taken}, which the manifest uses itself: rename them")
     temporary = folder / f".{MANIFEST}.tmp"
-    temporary.unlink(missing_ok=True)  # of a write that was cut off: it would be listed
-    # As it will be read: keys become strings, tuples lists.
+    temporary.unlink(missing_ok=True)  # of a write that was cut off; it would be listed
+    # As JSON returns it: keys become strings, tuples lists.
     extra = json.loads(json.dumps(dict(extra), allow_nan=False))
     values = {"format_version": FORMAT_VERSION, **extra, "files": _synced(folder)}
     try:
@@ -182,10 +182,11 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder, whose files are not looked at.
+    """The manifest of a folder; its files are not read.
 
     Raises:
-        ManifestError: there is none, it is damaged, or of a version that this program does not know.
+        ManifestError: there is none, or it is damaged.
+        NewerFormatError: it is of a newer version than this program knows.
     """
     file = folder / MANIFEST
     try:
@@ -196,7 +197,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ManifestError(f"{file} cannot be read: {error}") from error
     try:
         values = json.loads(content)
-        # Not the sum alone: a flipped bit may leave what is parsed as it was.
+        # All bytes, not the sum alone: a flipped bit may leave the parsed values unchanged.
         is_whole = isinstance(values, dict) and content == _rendered(values)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{file} is damaged: it is not valid JSON ({error})") from error
@@ -216,7 +217,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any]:
-    """Reads every file of a folder and returns its manifest if all are as it says.
+    """Read every file of a folder, and return its manifest if all of them agree with it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
@@ -228,12 +229,12 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
     jaxft.errors.ManifestError: ... is not what its manifest.json says: weights: other content (sha256)
 
     Args:
-        folder: a finished one.
-        only_listed: for a folder that others may add to. Files that are not listed are passed over, and symbolic links
-            are followed, of which the hub's cache is made. By default both are faults.
+        folder: a folder with a manifest.
+        only_listed: ignore files that are not listed, for a folder that others may add to, and follow symbolic links,
+            which a hub's cache is made of. By default both are faults.
 
     Raises:
-        ManifestError: the manifest is bad, or a file is; names every bad file and what is wrong with it.
+        ManifestError: the manifest or a file is bad; the message names every bad file and its fault.
     """
     manifest = read_manifest(folder)
     listed = manifest["files"]
@@ -245,7 +246,7 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
     def fault(name: str) -> str | None:
         return _fault(folder / name, listed.get(name), follow_links=only_listed)
 
-    with ThreadPoolExecutor() as threads:  # sums are made outside of the interpreter's lock
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
         bad = [
             f"{name}: {what}" for name, what in zip(names, threads.map(fault, names), strict=True) if what is not None
         ]
@@ -255,7 +256,7 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are on the disk: what was renamed into it stays so after a power cut."""
+    """Sync the names in a folder to the disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -264,7 +265,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Relative paths of all but folders and the manifest; a symbolic link is a name like that of a file."""
+    """Relative paths of all files and symbolic links under a folder, except its manifest."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -277,7 +278,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _synced(folder: Path) -> dict[str, dict[str, Any]]:
-    """Sum and size of every file under a folder, when all of them are on the disk."""
+    """Sync every file under a folder to the disk, and return their sums and sizes by name."""
     files, odd = {}, []
     for name in sorted(_names(folder)):
         mode = (folder / name).lstat().st_mode
@@ -305,7 +306,7 @@ def _digest(file: Path, *, is_synced: bool = False) -> dict[str, Any]:
 
 
 def _rendered(values: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with the sum over everything else in it."""
+    """The bytes of a manifest, with the sha256 of all its other entries."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()

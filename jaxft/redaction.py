@@ -1,7 +1,7 @@
-"""Secrets of a run, kept out of everything that it writes or shows.
+"""Redaction: the secrets of a run are masked in everything that it writes, shows or raises.
 
-Which texts are secret is a context variable: a session names them once, and all that is written, shown or raised inside
-it, in whatever task, passes through `redacted`.
+The secret texts are a context variable. A session sets them once, and every output in it, from any task, passes through
+`redacted`.
 """
 
 import bisect
@@ -13,20 +13,20 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 8
-"""Characters of the shortest text that is masked: a shorter one ("none", "dummy") would be found in anything."""
+"""Least length in characters of a text that is masked: a shorter one ("none", "dummy") occurs by chance."""
 
 _secrets: ContextVar[tuple[str, ...]] = ContextVar("jaxft_secrets", default=())
 
 
 @contextlib.contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """Masks these texts, and those that are hidden already, in everything that passes through `redacted`.
+    """Mask these texts, and those hidden already, in everything that passes through `redacted` inside the block.
 
     >>> with hiding(["sk-12345"]):
     ...     redacted("key sk-12345 is refused"), redacted("sk-123")
     ('key *** is refused', 'sk-123')
     """
-    # As they are, and as they look inside JSON and in a `repr`.
+    # As they are, and as JSON and `repr` escape them.
     forms = {
         form
         for text in secrets
@@ -48,14 +48,14 @@ def hiding(secrets: Iterable[str]) -> Iterator[None]:
 
 
 def redacted(text: str) -> str:
-    """The text with a mask in the place of every secret."""
+    """The text with `***` for every secret."""
     for secret in _secrets.get():
         text = text.replace(secret, MASK)
     return text
 
 
 def redactor() -> Callable[[str], str]:
-    """`redacted` with the secrets that are hidden now, wherever it is called: a thread has a context of its own.
+    """`redacted` bound to the present secrets, for threads, which have a context of their own.
 
     >>> with hiding(["sk-12345"]):
     ...     mask = redactor()
@@ -63,11 +63,11 @@ def redactor() -> Callable[[str], str]:
     'key *** is refused'
     """
     context = copy_context()
-    return lambda text: context.copy().run(redacted, text)  # a context can be entered once at a time
+    return lambda text: context.copy().run(redacted, text)  # a context cannot be entered twice at a time
 
 
 def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """The token ids with -1 in the place of those that spell a secret.
+    """The token ids with -1 for those that spell a secret.
 
     >>> with hiding(["sk-12345"]):
     ...     redacted_tokens([*b"my sk-12345!"], lambda ids: bytes(ids).decode())
@@ -80,7 +80,7 @@ def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
 
     masked, place, count = list(tokens), 0, len(tokens)
     while holds_secret(place, count):
-        # The shortest beginning that holds a secret, and the shortest end of that.
+        # The shortest prefix that holds a secret, and the shortest suffix of it that still does.
         starts, ends = range(place, count), range(place, count + 1)
         end = ends[bisect.bisect_left(ends, True, key=lambda end: holds_secret(place, end))]
         start = starts[bisect.bisect_left(starts, True, key=lambda start: not holds_secret(start, end)) - 1]
@@ -91,10 +91,19 @@ def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
 
 def redacted_values(value: Any) -> Any:
     """The value with every text in it redacted; keys, which the program chose, and numbers stay."""
+    return map_texts(value, redacted)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with `change` applied to every text in its dicts, lists and tuples; keys stay, tuples become lists.
+
+    >>> map_texts({"a": ["b", 1]}, str.upper)
+    {'a': ['B', 1]}
+    """
     if isinstance(value, str):
-        return redacted(value)
+        return change(value)
     if isinstance(value, dict):
-        return {key: redacted_values(inner) for key, inner in value.items()}
+        return {key: map_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted_values(inner) for inner in value]
+        return [map_texts(inner, change) for inner in value]
     return value

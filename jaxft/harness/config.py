@@ -2,8 +2,7 @@
 
     config = load_config("run.yml", overrides=[("finetuning.seed", "3")])
 
-A path of the tree is relative to the folder of the file it is written in (`finetuning.output_dir`, which is written
-to and not read, to the working directory).
+A path is relative to the folder of the file it is written in; an output directory, to the working directory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails
 
-# These two register the dataset loaders that every configuration may choose.
+# These two register the dataset loaders.
 import jaxft.harness.datasets
 import jaxft.harness.table_datasets  # noqa: F401
 from jaxft.errors import ConfigError, did_you_mean
@@ -59,7 +58,7 @@ from jaxft.harness.registry import (
     registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.redaction import redacted
+from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
 
@@ -101,7 +100,7 @@ def _json_path(text: str) -> str:
 
 
 JSONPath = Annotated[str, AfterValidator(_json_path)]
-"""Where in a value something is: `$.choices[0].text`."""
+"""A JSON path into a value, such as `$.choices[0].text`."""
 
 
 class EvalGeneralConfig(ConfigModel):
@@ -208,14 +207,14 @@ def load_config(
     """The configuration of a YAML file.
 
     Args:
-        path: of the file.
-        overrides: `(dotted path, YAML text)` pairs, applied in their order after the file and those it inherits.
-        dataset: a file of examples that takes the place of `eval.general.dataset`, read by what its name ends in; which
-            fields mean what stays.
-        validation_dataset: likewise for `eval.validation.dataset`, with the fields of the dataset when it has none.
+        path: the YAML file.
+        overrides: `(dotted path, YAML text)` pairs, applied in order after the file and the files it inherits.
+        dataset: a file of examples that replaces `eval.general.dataset`; its suffix tells the format, and `id_key` and
+            `structure` of the configuration stay.
+        validation_dataset: the same for `eval.validation.dataset`, with the fields of the dataset if it has none.
 
     Raises:
-        ConfigError: with all faults, each with its path.
+        ConfigError: lists all faults, each with its path.
     """
     mapping, faults = read_layers(Path(path)), ConfigErrors()
     general = _section(mapping, "eval", "general")
@@ -229,7 +228,7 @@ def load_config(
 
 
 def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
-    """The mapping at a path, made when it is missing; what is there instead is left to the validation."""
+    """The mapping at a path, made if it is missing; the validation refuses any other value there."""
     for part in path:
         if not isinstance(mapping.get(part), dict | None):
             return {}
@@ -252,15 +251,15 @@ def _dataset(path: Path, before: Any, section: str, faults: ConfigErrors) -> dic
 def config_from_mapping(
     mapping: Mapping[str, Any], *, base_dir: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
-    """The same from a mapping made by a program; its paths are relative to `base_dir`."""
+    """Like `load_config`, from a mapping made by a program; its paths are relative to `base_dir`."""
     return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", ConfigErrors())
 
 
 def validation_config(config: Config) -> Config:
-    """The configuration that validation follows: that of `eval.validation.config_file`, else the same.
+    """The configuration of validation: that of `eval.validation.config_file`, or `config` itself without one.
 
     Raises:
-        ConfigError: that file's faults, or it has no evaluator for the reward.
+        ConfigError: that file has faults, or no evaluator for the reward.
     """
     section, reward = config.eval.validation, config.finetuning.reward_function
     if section is None or section.config_file is None:
@@ -274,12 +273,12 @@ def validation_config(config: Config) -> Config:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The tree as YAML that loads, from any folder, to an equal tree: every field, paths absolute, secrets masked."""
-    return dump_yaml(_escaped(config.model_dump(mode="json")))
+    """The configuration as YAML that loads to an equal one from any folder: paths absolute, secrets masked."""
+    return dump_yaml(map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text))))
 
 
 def secrets_of(config: Config) -> set[str]:
-    """Every secret of the tree, in clear: what is typed as one, texts under names like `api_key`, and those in URLs."""
+    """All secrets of the configuration, in clear: secret types, texts under names like `api_key`, and those in URLs."""
     found: set[str] = set()
 
     def search(value: Any) -> None:
@@ -324,7 +323,7 @@ def _config(
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = ".".join(str(part) for part in details["loc"])
-            # A component that a broken module would have registered is no fault of its own.
+            # A component missing because its module could not be imported is no further fault.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details, values))
     if faults:
@@ -335,7 +334,7 @@ def _config(
 
 
 def _import_modules(names: Any, faults: ConfigErrors) -> bool:
-    """Whether all modules could be imported; an ill-formed list is left to the validation."""
+    """Import the modules, and return True if all could be; the validation refuses an ill-formed list."""
     for index, name in enumerate(names if isinstance(names, list) else []):
         try:
             if isinstance(name, str) and not faults.is_known(f"imports.{index}"):
@@ -346,7 +345,7 @@ def _import_modules(names: Any, faults: ConfigErrors) -> bool:
 
 
 def _names(values: dict[str, Any]) -> dict[str, list[str]]:
-    """The entries of every section that other fields refer to."""
+    """Names of the entries of every section that other fields refer to."""
     names = {}
     for section in REFERENCE_SECTIONS:
         entries: Any = values
@@ -357,7 +356,7 @@ def _names(values: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _message(details: ErrorDetails, values: dict[str, Any]) -> str:
-    """A fault in words. The value itself is never among them: it may be a secret."""
+    """Message of a fault, without the value itself, which may be a secret."""
     *parents, last = details["loc"] or ("",)
     if details["type"] == "extra_forbidden":
         return "no such field" + did_you_mean(
@@ -372,11 +371,3 @@ def _message(details: ErrorDetails, values: dict[str, Any]) -> str:
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be", 1)
     is_about_kind = details["type"].endswith(("_type", "_parsing"))
     return f"{message} (holds {kind_of(details['input'])})" if is_about_kind else message
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_escaped(inner) for inner in value]
-    return literal(redacted(value)) if isinstance(value, str) else value

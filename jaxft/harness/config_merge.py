@@ -1,11 +1,11 @@
-"""One mapping from many layers: a file, the files it inherits by `base:`, what `--set` says, and `${VARIABLES}`.
+"""One mapping merged from layers: a file, the files it inherits by `base:`, the values of `--set`, and `${VARIABLES}`.
 
-Maps merge; anything else of a later layer replaces what was there. A component (a map with `_type`) of another type
-replaces that of the layer below with all its fields, and null takes it away. Variables are expanded last, on texts that
-are parsed already, so that no value can change the structure: `${VAR}` must exist, `${VAR:-default}` need not, and
-`$${` stands for `${`.
+Maps merge; any other value of a later layer replaces the earlier one. A component (a map with `_type`) of another type
+replaces the earlier component with all its fields, and null removes it. Variables are expanded last, in parsed texts,
+so that no value can change the structure: `${VAR}` must be set, `${VAR:-default}` need not be, and `$${` stands for
+`${`.
 
-A text that then begins with `file://` is replaced by what the file holds, for prompts and keys that live elsewhere:
+A text that then begins with `file://` is replaced by the content of that file, for prompts and keys kept elsewhere:
 `file://prompts/system.txt` is relative to the folder of the YAML file (on the command line, to the working directory),
 `file:///etc/key` is absolute. The file is UTF-8; a byte order mark and one line break at its end are dropped, and the
 rest is taken as it stands: no variables, no YAML, no further `file://`. `$file://` stands for `file://`, `$$file://`
@@ -27,7 +27,7 @@ _FILE = "file://"
 
 
 class ConfigErrors(dict[str, str]):
-    """What is wrong, by dotted path; the first fault of a path counts."""
+    """Faults of a configuration by dotted path; of each path the first counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class ConfigErrors(dict[str, str]):
         self.setdefault(path, message)
 
     def hide(self, path: str, text: str) -> None:
-        """Keeps a text that was read from a file, perhaps a secret, out of the faults at its path and around it."""
+        """Keep a text read from a file, perhaps a secret, out of the messages at its path, above and below it."""
         self._hidden[path] = text
 
     def is_known(self, path: str) -> bool:
-        """Whether the path, or one it lies under, has a fault already."""
+        """True if the path, or one above it, has a fault already."""
         return any(_is_under(path, known) for known in self)
 
     def lines(self) -> list[str]:
@@ -56,7 +56,7 @@ def _is_under(path: str, above: str) -> bool:
 
 
 def read_layers(path: Path) -> dict[str, Any]:
-    """The mapping of a YAML file, merged over those it inherits.
+    """The mapping of a YAML file, merged over the files it inherits.
 
     Raises:
         ConfigError: a file is missing or is not strict YAML, or files inherit each other in a circle.
@@ -65,7 +65,7 @@ def read_layers(path: Path) -> dict[str, Any]:
 
 
 def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The same for a mapping made by a program; its paths, and its `base`, are relative to `folder`."""
+    """Like `read_layers`, for a mapping made by a program; its paths, and its `base`, are relative to `folder`."""
     return _with_base(located(mapping, folder), folder, "the configuration", ())
 
 
@@ -106,7 +106,7 @@ def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[
 
 
 def located(value: Any, folder: Path) -> Any:
-    """The value with texts that know their folder."""
+    """The value with every text as a `ConfigText` of this folder."""
     if isinstance(value, str):
         return ConfigText(value, folder)
     if isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def located(value: Any, folder: Path) -> Any:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Maps merged key by key; anything else of `above`, and a component of another type, replaces what is below.
+    """Maps merged key by key; any other value of `above`, and a component of another type, replaces that of `below`.
 
     >>> merged({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
     {'a': {'x': 1, 'y': [3]}, 'b': 2}
@@ -128,14 +128,10 @@ def merged(below: Any, above: Any) -> Any:
         return above
     if "_type" in below and above.get("_type", below["_type"]) != below["_type"]:
         return above
-    kept = {key: value for key, value in below.items() if not _is_taken_away(value, above, key)}
-    both = {key: merged(value, above[key]) if key in above else value for key, value in kept.items()}
-    return both | {key: value for key, value in above.items() if key not in below}
-
-
-def _is_taken_away(value: Any, above: Mapping[str, Any], key: str) -> bool:
-    """Whether null stands above a component."""
-    return _is_component(value) and key in above and above[key] is None
+    both = {key: merged(value, above[key]) if key in above else value for key, value in below.items()}
+    removed = {key for key, value in below.items() if _is_component(value) and both[key] is None}
+    new = {key: value for key, value in above.items() if key not in below}
+    return {key: value for key, value in both.items() if key not in removed} | new
 
 
 def _is_component(value: Any) -> bool:
@@ -143,16 +139,15 @@ def _is_component(value: Any) -> bool:
 
 
 def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faults: ConfigErrors) -> None:
-    """Puts each `(dotted path, YAML text)` into the mapping; paths in it are relative to the working directory.
+    """Set each `(dotted path, YAML text)` in the mapping; file paths in a text are relative to the working directory.
 
-    Maps on the way that are missing, or null, are made; numbers in a path count the items of a list from 0. Null takes
-    a component away.
+    Missing maps on the way are made; a number in a path counts the items of a list from 0. Null removes a component.
     """
     for path, text in overrides:
         try:
             value = located(parse_yaml(text, f"--set {path}"), Path.cwd())
         except ConfigError:
-            # The parser's own message could repeat the value, which may be a secret.
+            # The message of the parser could repeat the value, which may be a secret.
             faults.add(path, "the value given on the command line is not YAML: quote it")
             continue
         *parents, last = path.split(".")
@@ -168,7 +163,7 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
 
 
 def _step(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors) -> Any:
-    """The container at `part` of a container; None after a fault."""
+    """The item `part` of a container; None after a fault."""
     if isinstance(node, dict):
         if node.get(part) is None:
             node[part] = {}
@@ -187,7 +182,7 @@ def _has_item(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors
 
 
 def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
-    """The value with its variables and files; what cannot be expanded becomes a fault, and stays as it was."""
+    """The value with variables and files expanded; a text that cannot be expanded becomes a fault and stays."""
     if isinstance(value, dict):
         return {key: expanded(inner, f"{path}.{key}" if path else key, faults) for key, inner in value.items()}
     if isinstance(value, list):
@@ -201,7 +196,7 @@ def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
 
 
 def literal(text: str) -> str:
-    """The text as it must be written in a configuration so that it means itself.
+    """The text escaped for a configuration, so that it is read back as it is.
 
     >>> literal("${HOME}"), literal("file://x"), literal("$file://x"), literal("see file://x")
     ('$${HOME}', '$file://x', '$$file://x', 'see file://x')
@@ -215,7 +210,7 @@ def _is_escaped_file(text: str) -> bool:
 
 
 def _text_of_file(folder: Path, name: str, path: str, faults: ConfigErrors) -> str:
-    """What the file holds: a plain text, which knows no folder and is not expanded again."""
+    """The content of a file as a plain text, which has no folder and is not expanded again."""
     file = folder / os.path.expanduser(name)
     try:
         text = file.read_bytes().decode("utf-8-sig")

@@ -1,7 +1,7 @@
-"""What config classes are made of: a strict base, and field types whose value depends on the config around them.
+"""Base class and field types of the config classes.
 
-A path is relative to where it was written: to the folder of its YAML file, or to the working directory when it came
-from the command line. A reference (`LLMRef`, ...) must be the name of an entry of the same configuration.
+A path is relative to the folder of the YAML file that holds it or, from the command line, to the working directory. A
+reference (`LLMRef`, ...) is the name of an entry of the same configuration.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jaxft.errors import did_you_mean
 
 
 class ConfigModel(BaseModel):
-    """The base of everything a person types: immutable, no unknown fields, and errors that never show values."""
+    """Base of all config classes: immutable, without unknown fields, and with errors that never show values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    # `info` is pydantic's ValidationInfo, here and below: a protocol, which no run-time check of types can test for.
+    # Here and below `info` is pydantic's ValidationInfo, a protocol that no run-time check can test for.
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_not_one(cls, value: Any, info: Any) -> Any:
@@ -32,7 +32,7 @@ class ConfigModel(BaseModel):
 
 
 class ConfigText(str):
-    """A text of a configuration that knows the folder its paths are relative to."""
+    """A text of a configuration, with the folder that its paths are relative to."""
 
     folder: Path
 
@@ -43,19 +43,19 @@ class ConfigText(str):
 
 
 def config_error(message: str) -> PydanticCustomError:
-    """An error for validators, shown word for word (braces included) after the path of the field."""
+    """A validator's error whose message is shown as it is, braces included, after the path of the field."""
     return PydanticCustomError("fault", "{message}", {"message": message})
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a configuration is, in words that do not tell the value."""
+    """The kind of a value of a configuration, in words that do not show the value."""
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else "a bool"
     return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
 
 
 def _input_path(value: Any, info: Any) -> Any:
-    # In a configuration every text knows its folder, but for one that `file://` read from a file.
+    # In a configuration every text has a folder, except one that `file://` read from a file.
     if info.context is not None and type(value) is str:
         raise config_error("must be a path, holds the text of a file: write the path without 'file://'")
     return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
@@ -88,14 +88,14 @@ OutputPath = Annotated[Path, BeforeValidator(_output_path), AfterValidator(_poss
 """A folder to write to, relative to the working directory."""
 
 PathOrName = Annotated[str, BeforeValidator(_path_or_name)]
-"""A path when something exists there, else a name (of a model hub, say) that is kept as it is."""
+"""A path if something exists there; otherwise a name, such as the id of a model on a hub, kept as it is."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of `jax.random.key`: a uint32."""
 
 
 def check_reference(section: str, name: str, info: Any) -> str:
-    """The name of an entry of a section, refused when the configuration that is validated does not have it."""
+    """The name of an entry of a section; refused if the configuration being validated has no such entry."""
     names = None if info.context is None else info.context[section]
     if names is not None and name not in names:
         raise config_error(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
@@ -116,7 +116,7 @@ TrainerAdapterRef = Annotated[str, _reference("trainer_adapters")]
 TrainerRef = Annotated[str, _reference("trainers")]
 
 REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
-"""The sections whose entries other fields name."""
+"""The sections whose entries other fields refer to."""
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def jsonpath_of(text: str) -> Any:
 
 
 def at_json_path(value: Any, text: str) -> Any:
-    """What stands at the path: one value, or a list when the path names several.
+    """The value at a JSON path; a list if the path matches several.
 
     Raises:
         ValueError: nothing stands there.

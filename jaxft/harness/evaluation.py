@@ -1,8 +1,8 @@
-"""An evaluation run: episodes of the workflow over examples, some at once, each judged by the evaluators.
+"""Evaluation: episodes of the workflow over examples, many at once, each scored by the evaluators.
 
-One episode that fails is one failed outcome; the others never notice. Only what a group evaluator says is said of all
-episodes of an example at once, when the last of them has ended. Outcomes come in the order of (example, generation),
-whatever order they ended in.
+An episode that fails is one failed outcome and leaves the others alone. Group evaluators score all episodes of an
+example together, when the last of them has ended. Outcomes come in the order of (example, generation), whichever ended
+first.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
 
 Workflow = Callable[[dict[str, Any]], Any]
-"""From a row to an output. An async one runs on the event loop; a plain function, which may block, in a thread."""
+"""Function of a row that returns an output: async, on the event loop, or plain, in a thread, where it may block."""
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """How one episode went.
+    """Result of one episode.
 
     Attributes:
         item: the example, with the workflow's output.
-        episode: what its language models were asked and answered.
+        episode: the record of its model calls.
         scores: by evaluator.
         reasonings: by evaluator, of those that gave one.
         reward: the reward function's score; None without one, for a failed episode, and for a score that is None or
             not finite.
-        named_rewards: the parts of the reward when the evaluator gave a dict and the reward is usable.
-        error: type and message of what the workflow or an evaluator raised, in one line; None when all went well.
+        named_rewards: the named scores behind the reward, if the evaluator gave some and the reward is usable.
+        error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
         traceback: the whole traceback of that error.
         seconds: `rollout` and `reward`.
     """
@@ -65,17 +65,17 @@ class EpisodeOutcome:
 
     @property
     def generation(self) -> int:
-        """Which attempt at the example it was."""
+        """Number of this episode among those of its example, from 0."""
         return self.episode.generation
 
-    def judged(self, judgement: Scores, seconds: float) -> "EpisodeOutcome":
-        """The outcome with what evaluators said, which took them so long."""
+    def scored(self, scores: Scores, seconds: float) -> "EpisodeOutcome":
+        """The outcome with more scores, which took the evaluators so many seconds."""
         return replace(
             self,
-            scores=self.scores | judgement.scores,
-            reasonings=self.reasonings | judgement.reasonings,
-            error=judgement.error,
-            traceback=judgement.traceback,
+            scores=self.scores | scores.scores,
+            reasonings=self.reasonings | scores.reasonings,
+            error=scores.error,
+            traceback=scores.traceback,
             seconds=self.seconds | {"reward": self.seconds["reward"] + seconds},
         )
 
@@ -85,9 +85,10 @@ class Evaluation:
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
-        num_validations: how often `validate` was called, here or by those counted with it; the next rollout index.
-        supervisor: runs what the user wrote, and counts what had to be abandoned.
-        num_outside_calls: calls of language models that were made outside of any episode while episodes ran.
+        num_validations: number of calls of `validate`, here or in evaluations counted with this one; the rollout index
+            of the next.
+        supervisor: runs the user's code and counts the calls that it had to abandon.
+        num_outside_calls: number of model calls made outside of any episode while episodes ran.
     """
 
     def __init__(
@@ -104,23 +105,25 @@ class Evaluation:
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
         log: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
     ) -> None:
-        """Checks the evaluators and the reward's name.
+        """Check the evaluators and the reward's name.
 
         Args:
             workflow: called with a copy of the example's row.
-            evaluators: by name; a function judges one episode and may take for ever, a `BoundEvaluator` says otherwise.
-            reward_name: one of the evaluators, or None.
-            max_concurrency: episodes that run at once, over all runs of this object, and groups judged at once.
-            seed: the run's.
-            timeout_seconds: how long the workflow may take for an episode.
-            result_json_path: where in the workflow's output the result is; None: all of it.
-            counted_with: another evaluation of the same run, with which this one shares the count of validations, so
-                that no two of them draw the same random numbers.
-            show_progress: is given a function whenever episodes are started, which says how far they have come.
-            say: shows a sentence, as of an episode that was abandoned; called from any thread.
+            evaluators: by name; a plain function scores one episode without a time limit.
+            reward_name: one of the evaluators, or None for no reward.
+            max_concurrency: largest number of episodes that run at once, over all runs of this object, and of groups
+                scored at once.
+            seed: the seed of the run.
+            timeout_seconds: time limit of the workflow per episode; None: none.
+            result_json_path: JSON path of the result in the workflow's output; None: the whole output.
+            counted_with: another evaluation of the same run that shares its count of validations with this one, so
+                that no two validations draw the same random numbers.
+            show_progress: called when episodes start, with a function that returns their progress as text.
+            log: shows a line of text, such as a warning; called from any thread.
 
         Raises:
-            ValueError: the reward's name is not among the evaluators, or a weighted sum adds up what is not there.
+            ValueError: the reward's name is not among the evaluators.
+            ConfigError: a weighted sum names an unknown evaluator.
         """
         if reward_name is not None and reward_name not in evaluators:
             raise ValueError(f"reward_name is '{reward_name}'; the evaluators are {', '.join(evaluators) or 'none'}")
@@ -130,20 +133,20 @@ class Evaluation:
         faults = weighted_sum_faults(evaluators)
         if faults:
             raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
-        judges = {
+        bound = {
             name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(each)
             for name, each in evaluators.items()
             if not isinstance(each, WeightedSum)
         }
-        self._judges = {name: each for name, each in judges.items() if not each.is_group}
-        self._group_judges = {name: each for name, each in judges.items() if each.is_group}
+        self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
+        self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._judging_slots = asyncio.Semaphore(max_concurrency)
+        self._group_slots = asyncio.Semaphore(max_concurrency)
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._episodes: set[asyncio.Task[Any]] = set()
-        self._judgings: set[asyncio.Task[Any]] = set()
+        self._group_tasks: set[asyncio.Task[Any]] = set()
         self._result_json_path = result_json_path
         self._counter = self if counted_with is None else counted_with
         self._show_progress = show_progress
@@ -161,17 +164,16 @@ class Evaluation:
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[asyncio.Task[EpisodeOutcome]]:
-        """Starts an episode per (example, generation) and returns their tasks in that order.
+        """Start an episode per (example, generation) and return their tasks in that order.
 
-        The caller awaits them; those that nobody awaited are cancelled by `close`. A task raises nothing but
-        cancellation, and the `PolicyError` of a policy that cannot go on.
+        The caller awaits them; `close` cancels the rest. A task raises cancellation and `PolicyError` only.
 
         Args:
             items: the examples.
             stream: `TRAINING` or `VALIDATION`.
-            rollout_index: of this collection in its stream.
+            rollout_index: number of this collection in its stream.
             num_generations: episodes per example.
-            temperature: replaces that of every language-model call (0.0: greedy).
+            temperature: of every model call (0.0: greedy); None: each call keeps its own.
         """
         episodes, _ = self._start(items, stream, rollout_index, num_generations, temperature)
         return episodes
@@ -185,17 +187,17 @@ class Evaluation:
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
-        """`start`, and the outcomes in the same order. When it is cancelled, so are its episodes."""
-        episodes, judgings = self._start(items, stream, rollout_index, num_generations, temperature)
+        """Outcomes of the episodes that `start` starts, in the same order. Cancelling it cancels them."""
+        episodes, group_tasks = self._start(items, stream, rollout_index, num_generations, temperature)
         try:
             return await asyncio.gather(*episodes)
         finally:
-            await _cancel(episodes, judgings)
+            await _cancel(episodes, group_tasks)
 
     async def validate(
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> list[EpisodeOutcome]:
-        """`run` on the validation stream, greedy by default, each time with the next rollout index."""
+        """`run` on the validation stream, greedy by default; each call takes the next rollout index."""
         index = self._counter.num_validations
         self._counter.num_validations += 1
         return await self.run(
@@ -203,8 +205,8 @@ class Evaluation:
         )
 
     async def close(self) -> None:
-        """Cancels every episode that still runs, and waits for its end."""
-        await _cancel(list(self._episodes), list(self._judgings))
+        """Cancel every running episode, and wait for its end."""
+        await _cancel(list(self._episodes), list(self._group_tasks))
 
     def _start(
         self,
@@ -214,12 +216,12 @@ class Evaluation:
         num_generations: int,
         temperature: float | None,
     ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
-        """The tasks of the episodes, and those that judge groups, which end when their episodes do."""
+        """Tasks of the episodes, and tasks that score groups, which end with their episodes."""
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
-        judgings: list[asyncio.Task[Any]] = []
+        group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
         for item in items:
-            group = GroupBarrier(num_generations, self._judge_together) if self._group_judges else None
+            group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
             record = partial(Episode, self._seed, stream, rollout_index, item.id, temperature=temperature)
             own = [record(generation=generation) for generation in range(num_generations)]
             tasks = [
@@ -232,18 +234,18 @@ class Evaluation:
             episodes += tasks
             if group is not None:
                 group.wait_for(tasks)
-                judgings.append(group.judging)
-        for known, tasks in ((self._episodes, episodes), (self._judgings, judgings)):
+                group_tasks.append(group.evaluating)
+        for known, tasks in ((self._episodes, episodes), (self._group_tasks, group_tasks)):
             known.update(tasks)
             for task in tasks:
                 task.add_done_callback(known.discard)
         what = "validating: " if stream == VALIDATION else ""
         self._show_progress(partial(_progress, what, episodes, records, time.perf_counter()))
         self._count_outside_calls(episodes)
-        return episodes, judgings
+        return episodes, group_tasks
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
-        """Counts what is asked outside of any episode until the last of these has ended, and says so."""
+        """Count the model calls outside of any episode until the last of these has ended, and log a warning."""
         before, running = outside_calls(), set(episodes)
 
         def leave(task: asyncio.Task[Any]) -> None:
@@ -254,8 +256,8 @@ class Evaluation:
             self.num_outside_calls += count
             self._log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
-                "that an agent started: they are not trained, and cannot be repeated; hand such a thread "
-                "jaxft.in_episode(function) in the place of function"
+                "that an agent started: they are not trained, and cannot be repeated; give such a thread "
+                "jaxft.in_episode(function) instead of function"
             )
 
         for task in episodes:
@@ -267,10 +269,10 @@ class Evaluation:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
             if outcome.error is None:
-                (outcome,) = await self._judged(self._judges, [outcome])
+                (outcome,) = await self._scored(self._evaluators, [outcome])
         # The slot is free while the episode waits for the others of its group: they may need it.
         if group is not None and outcome.error is None:
-            outcome = await group.judged(outcome.generation, outcome)
+            outcome = await group.result(outcome.generation, outcome)
         return outcome if outcome.error is not None else self._rewarded(outcome)
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
@@ -278,7 +280,7 @@ class Evaluation:
         error = traceback = None
         try:
             with user_code(), recording(episode):
-                # Copies: what one episode does to its row must not reach the next.
+                # Copies, so that an episode that changes its row does not change the next one's.
                 episode.input_obj = copy.deepcopy(item.input_obj)
                 output = await self.supervisor.run(
                     self._workflow,
@@ -293,25 +295,25 @@ class Evaluation:
             item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
             if isinstance(failure.error, PolicyError):
-                raise failure.error from None  # no episode is to blame, and the next would end likewise
+                raise failure.error from None  # not a fault of the episode: the next one would fail, too
             error, traceback = failure.summary, failure.traceback
         finally:
             episode.end()
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
 
-    async def _judge_together(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
-        async with self._judging_slots:
-            return await self._judged(self._group_judges, group)
+    async def _score_group(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+        async with self._group_slots:
+            return await self._scored(self._group_evaluators, group)
 
-    async def _judged(
-        self, judges: Mapping[str, BoundEvaluator], outcomes: list[EpisodeOutcome]
+    async def _scored(
+        self, evaluators: Mapping[str, BoundEvaluator], outcomes: list[EpisodeOutcome]
     ) -> list[EpisodeOutcome]:
         started = time.perf_counter()
-        with recording(None):  # a judge that is a language model is asked outside of the episode
-            judgements = await run_evaluators(judges, [outcome.item for outcome in outcomes], self.supervisor)
+        with recording(None):  # the calls of an evaluator that asks a language model are no part of the episode
+            scores = await run_evaluators(evaluators, [outcome.item for outcome in outcomes], self.supervisor)
         seconds = (time.perf_counter() - started) / len(outcomes)
-        return [outcome.judged(judgement, seconds) for outcome, judgement in zip(outcomes, judgements, strict=True)]
+        return [outcome.scored(each, seconds) for outcome, each in zip(outcomes, scores, strict=True)]
 
     def _rewarded(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
         """The outcome with the weighted sums of its scores, and with its reward."""
@@ -322,7 +324,7 @@ class Evaluation:
         return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
 
     def summarize(self, outcomes: Sequence[EpisodeOutcome]) -> EvaluationRunOutput:
-        """What the outcomes amount to: averages over what is usable, and counts of what is not."""
+        """Summary of outcomes: averages over the usable scores, and counts of failed and unscorable episodes."""
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         return EvaluationRunOutput(
@@ -337,12 +339,12 @@ class Evaluation:
 
 
 def failure_report(outcome: EpisodeOutcome) -> str:
-    """A failed episode in words: example, error and traceback."""
+    """Report of a failed episode: example, error and traceback."""
     return f"example '{outcome.item.id}', generation {outcome.generation}: {outcome.error}\n{outcome.traceback}"
 
 
 def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequence[Episode], started: float) -> str:
-    """The number of episodes that have ended, and the tokens per second of the answers that are complete."""
+    """Progress as text: the number of ended episodes, and the tokens per second of complete replies."""
     ended = sum(episode.done() for episode in episodes)
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)
@@ -369,22 +371,22 @@ def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
     )
 
 
-async def _cancel(episodes: Sequence[asyncio.Task[Any]], judgings: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancel(episodes: Sequence[asyncio.Task[Any]], group_tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in episodes:
         task.cancel()
-    # The judgings are cancelled by their groups: once, or it would reach into how an evaluator cleans up.
-    await asyncio.gather(*episodes, *judgings, return_exceptions=True)
+    # Their barriers cancel the group tasks, once: a second time would interrupt an evaluator that cleans up.
+    await asyncio.gather(*episodes, *group_tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation set, ready to run.
+    """A validation set with its evaluation and settings.
 
     Attributes:
-        evaluation: the workflow and what judges it; its calls draw from the validation stream.
-        examples: the held-out ones.
-        interval: epochs between two passes.
-        temperature: of all calls; None: each keeps its own.
+        evaluation: the workflow and its evaluators.
+        examples: the held-out examples.
+        interval: epochs between two validations.
+        temperature: of every model call; None: each call keeps its own.
         num_generations: episodes per example.
     """
 
@@ -395,7 +397,7 @@ class Validation:
     num_generations: int = 1
 
     def is_due(self, epoch: int, num_epochs: int) -> bool:
-        """Whether there is a pass after so many epochs: before the first, every `interval`, and after the last.
+        """True if a validation runs after `epoch` epochs: before the first, every `interval`, and after the last.
 
         >>> async def nothing(example): ...
         >>> validation = Validation(Evaluation(nothing, {}, None, 1, 0), [], interval=3)
@@ -405,7 +407,7 @@ class Validation:
         return epoch % self.interval == 0 or epoch == num_epochs
 
     async def run(self) -> EvaluationRunOutput:
-        """One pass."""
+        """Evaluate the policy on the examples once."""
         outcomes = await self.evaluation.validate(
             self.examples, temperature=self.temperature, num_generations=self.num_generations
         )

@@ -1,7 +1,7 @@
-"""How evaluators are asked, and what counts as a score: one episode or a whole group at a time, under a deadline.
+"""Evaluators: functions that score one episode, or all episodes of an example, under a time limit.
 
-What is user code's fault (it raises, it hangs, it gives no number) becomes an error that names the evaluator; what is
-not a finite number is a score all the same, which is not usable.
+A fault of an evaluator (it raises, hangs or returns no number) becomes an error that names it. NaN and infinities are
+scores, but unusable ones.
 """
 
 import asyncio
@@ -27,67 +27,70 @@ T = TypeVar("T")
 
 
 class GroupBarrier(Generic[T]):
-    """Tasks of which each brings something, and gets what is made of it in view of what the others brought.
+    """Collects one item from each task of a group, and hands each task its result of a function of all items.
 
-    A task that ends, or is cancelled, without bringing anything drops out. When all have ended, so does the judging:
-    nobody is left to wait for it.
+    A task that ends, or is cancelled, without an item drops out. When all tasks have ended, the evaluation is
+    cancelled: nobody waits for it.
 
     Attributes:
-        judging: the task that waits for what is brought and judges it.
+        evaluating: the task that waits for the items and evaluates them.
     """
 
-    def __init__(self, size: int, run_evaluators: Callable[[list[T]], Coroutine[Any, Any, list[T]]]) -> None:
-        """Starts to wait.
+    def __init__(self, size: int, evaluate: Callable[[list[T]], Coroutine[Any, Any, list[T]]]) -> None:
+        """Start to wait for the items.
 
         Args:
-            size: how many tasks there will be.
-            judge: called once with what was brought, in the order of the tasks; gives as many things.
+            size: number of tasks in the group.
+            evaluate: called once with the items in the order of the tasks; returns a result for each.
         """
         loop = asyncio.get_running_loop()
-        self._brought: list[asyncio.Future[T]] = [loop.create_future() for _ in range(size)]
+        self._items: list[asyncio.Future[T]] = [loop.create_future() for _ in range(size)]
         self._num_open = size
-        self._judge = run_evaluators
-        self.judging = asyncio.create_task(self._judge_all())
+        self._evaluate = evaluate
+        self.evaluating = asyncio.create_task(self._evaluate_all())
 
     def wait_for(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Says which tasks they are; they may be cancelled before they do anything."""
-        for task, brought in zip(tasks, self._brought, strict=True):
-            task.add_done_callback(functools.partial(self._leave, brought))
+        """Name the tasks of the group, which may be cancelled before they start."""
+        for task, item in zip(tasks, self._items, strict=True):
+            task.add_done_callback(functools.partial(self._leave, item))
 
-    async def judged(self, index: int, thing: T) -> T:
-        """What is made of what the task of this index brings; to be awaited by that task."""
-        self._brought[index].set_result(thing)
-        # A task that is cancelled must not take the judging from the others.
-        return (await asyncio.shield(self.judging))[index]
+    async def result(self, index: int, item: T) -> T:
+        """Bring the item of the task of this index, and wait for its result; called by that task."""
+        self._items[index].set_result(item)
+        # A cancelled task must not cancel the evaluation for the others.
+        return (await asyncio.shield(self.evaluating))[index]
 
-    def _leave(self, brought: asyncio.Future[T], _: asyncio.Task[Any]) -> None:
-        brought.cancel()  # of no effect on what was brought
+    def _leave(self, item: asyncio.Future[T], _: asyncio.Task[Any]) -> None:
+        item.cancel()  # no effect on an item that was brought
         self._num_open -= 1
         if self._num_open == 0:
-            self.judging.cancel()  # of no effect when it is done
+            self.evaluating.cancel()  # no effect once it is done
 
-    async def _judge_all(self) -> dict[int, T]:
-        await asyncio.wait(self._brought)
-        things = {index: brought.result() for index, brought in enumerate(self._brought) if not brought.cancelled()}
-        judged = await self._judge(list(things.values())) if things else []
-        return dict(zip(things, judged, strict=True))
+    async def _evaluate_all(self) -> dict[int, T]:
+        await asyncio.wait(self._items)
+        items = {index: item.result() for index, item in enumerate(self._items) if not item.cancelled()}
+        results = await self._evaluate(list(items.values())) if items else []
+        return dict(zip(items, results, strict=True))
 
 
 Evaluator = Callable[[Any], Any]
-"""From an `EvalInputItem`, or from a list of them, to a `Score` or an `EvalOutputItem`, or to a list; sync or async."""
+"""Function of an `EvalInputItem` that returns a `Score` or an `EvalOutputItem`, or of a list that returns a list.
+
+It may be sync or async.
+"""
 
 Score = float | dict[str, float] | None
-"""What an evaluator gave: a number, named numbers (their sum counts) or nothing. It may hold NaN or an infinity."""
+"""A number, named numbers (their sum counts) or None; NaN and infinities are allowed."""
 
 
 @dataclass(frozen=True)
 class BoundEvaluator:
-    """An evaluator and how it is asked.
+    """An evaluator with its settings.
 
     Attributes:
-        function: sync or async; a sync one runs on the event loop, or, under a deadline, in a thread of its own.
-        is_group: whether it is given all episodes of an example at once, and gives a score for each.
-        timeout_seconds: how long it may take.
+        function: sync or async; a sync one runs on the event loop or, with a time limit, in a thread of its own.
+        is_group: True if it is called once with all episodes of an example, and returns a score for each.
+        timeout_seconds: its time limit; None: none.
     """
 
     function: Evaluator
@@ -96,10 +99,7 @@ class BoundEvaluator:
 
 
 class Scores(NamedTuple):
-    """The scores of one episode by evaluator, up to the one that failed; then `error` and `traceback`.
-
-    `reasonings` holds the reasons of the evaluators that gave one, by evaluator.
-    """
+    """Scores and reasonings of one episode by evaluator, up to the first that failed, with its error and traceback."""
 
     scores: dict[str, Score]
     reasonings: dict[str, Any]
@@ -108,34 +108,34 @@ class Scores(NamedTuple):
 
 
 async def run_evaluators(
-    judges: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
+    evaluators: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[Scores]:
-    """What the evaluators, asked one after the other, say of each of the items; when one fails, it fails for all.
+    """Scores of each item, from the evaluators in turn; the first evaluator that fails ends it for all items.
 
     Args:
-        judges: by name; all of them group evaluators, unless there is one item.
+        evaluators: by name; all of them group evaluators, unless there is one item.
         items: finished episodes of one example, at least one.
         supervisor: runs the evaluators.
     """
-    judgements = [Scores({}, {}) for _ in items]
-    for name, evaluator in judges.items():
+    scores = [Scores({}, {}) for _ in items]
+    for name, evaluator in evaluators.items():
         try:
             with user_code():
                 given = await _scores(name, evaluator, items, supervisor)
         except UserCodeError as failure:
             error = f"evaluator '{name}': {failure.summary}"
-            return [known._replace(error=error, traceback=failure.traceback) for known in judgements]
-        for known, (score, reasoning) in zip(judgements, given, strict=True):
+            return [known._replace(error=error, traceback=failure.traceback) for known in scores]
+        for known, (score, reasoning) in zip(scores, given, strict=True):
             known.scores[name] = score
             if reasoning is not None:
                 known.reasonings[name] = reasoning
-    return judgements
+    return scores
 
 
 def to_scalar(score: Score) -> float | None:
     """The score as one number (the sum of named ones); None when it is not finite, or too large for float32.
 
-    >>> usable({"win": 1.0, "speed": 0.5}), usable(float("nan")), usable(None)
+    >>> to_scalar({"win": 1.0, "speed": 0.5}), to_scalar(float("nan")), to_scalar(None)
     (1.5, None, None)
     """
     parts = [] if score is None else list(score.values()) if isinstance(score, dict) else [score]
@@ -145,7 +145,7 @@ def to_scalar(score: Score) -> float | None:
 async def _scores(
     name: str, evaluator: BoundEvaluator, items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[tuple[Score, Any]]:
-    """The score of each item, with the evaluator's reasoning (None without one)."""
+    """Score and reasoning (or None) of each item."""
     example_id = items[0].id
     given = await supervisor.run(
         evaluator.function,
@@ -168,8 +168,8 @@ async def _scores(
 
 
 def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
-    """The score and the reasoning of what an evaluator gave for one episode."""
-    # The toolkit's items as plain dicts; a dict whose `reasoning` is a number has two named numbers.
+    """Score and reasoning in the value that an evaluator returned for one episode."""
+    # One of the toolkit's items as a plain dict; if its `reasoning` is a number, it is a dict of two named scores.
     if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not _is_number(value["reasoning"]):
         value = EvalOutputItem.model_validate({**value, "id": example_id})
     if not isinstance(value, EvalOutputItem):
@@ -181,7 +181,7 @@ def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
 
 
 def _as_json(reasoning: Any) -> Any:
-    """The reasoning, or its `repr` where JSON has no word for it: it must not keep the scores from being written."""
+    """The reasoning, or its `repr` if JSON cannot hold it: scores are written in any case."""
     try:
         json_bytes(reasoning)
     except (TypeError, ValueError):
@@ -213,7 +213,7 @@ def _float(value: Any, example_id: str) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one real number: a number or a bool of Python or numpy, or an array of any library without axes.
+    """True for one real number: a number or bool of Python or numpy, or an array of any library without axes.
 
     >>> _is_number(True), _is_number(np.array(0.5)), _is_number(np.array([0.5])), _is_number("0.5"), _is_number(1j)
     (True, True, False, False, False)
@@ -233,13 +233,13 @@ SECTION = "eval.evaluators"
 
 
 class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
-    """Named rewards, `{name: weight * score}`; not usable when one of the scores is not."""
+    """Named rewards, `{name: weight * score}`; unusable if one of the scores is."""
 
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         min_length=1, description="Weight of each score in the sum, by its name: another entry of eval.evaluators."
     )
 
-    # `values`: before pydantic makes 1.0 of true. `info` is its ValidationInfo.
+    # Before pydantic turns true into 1.0. `info` is its ValidationInfo.
     @field_validator("weights", mode="before")
     @classmethod
     def _true_is_no_weight(cls, values: Any) -> Any:
@@ -259,18 +259,18 @@ class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
     @classmethod
     def _takes_no_time(cls, seconds: float | None) -> float | None:
         if seconds is not None:
-            raise config_error("a weighted sum only adds up: limit the evaluators that it is made of")
+            raise config_error("a weighted sum takes no time: limit the evaluators that it adds up")
         return seconds
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Weights of the scores of other evaluators, by name."""
+    """Sum of the scores of other evaluators, with a weight for each by name."""
 
     weights: Mapping[str, float]
 
     def __call__(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """The weighted scores; that of a dict is its sum, that of what is not usable is NaN.
+        """The weighted scores; named scores are summed first, and an unusable score becomes NaN.
 
         >>> WeightedSum({"win": 2.0, "style": 0.5})({"win": 1.0, "style": {"short": 1.0, "kind": 3.0}, "other": None})
         {'win': 2.0, 'style': 2.0}
@@ -280,10 +280,10 @@ class WeightedSum:
 
 
 def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Sums of what is not there, and of sums: the name of the sum, and what is wrong with its weights.
+    """Weighted sums that name an unknown evaluator or another sum: pairs of the sum's name and the fault.
 
     Args:
-        evaluators: all of them, or all of their configurations.
+        evaluators: all evaluators, or all of their configurations.
     """
     sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum | WeightedSumConfig)}
     faults = []
@@ -294,11 +294,11 @@ def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str
                 faults.append((own, f"'{name}' is not in '{SECTION}'{hint}"))
             elif name in sums:
                 what = "this weighted sum itself" if name == own else "a weighted sum, too"
-                faults.append((own, f"'{name}' is {what}: name the evaluators that it is made of"))
+                faults.append((own, f"'{name}' is {what}: name evaluators that score episodes"))
     return faults
 
 
 @register_evaluator(config_type=WeightedSumConfig)
 async def weighted_sum(config: WeightedSumConfig, builder: Any) -> AsyncIterator[WeightedSum]:
-    """The weights; the evaluation applies them."""
+    """The weighted sum, which the evaluation applies."""
     yield WeightedSum(config.weights)

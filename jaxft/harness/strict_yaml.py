@@ -1,4 +1,4 @@
-"""YAML without surprises: scalars of YAML 1.2, every key once, no tags, no exploding aliases, errors with a line."""
+"""Strict YAML: scalars of YAML 1.2, every key once, no tags, no exploding aliases, and errors with a line number."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; values are made from them by `_value`, so nothing of PyYAML's constructors is in play."""
+    """Composes nodes; `_value` makes values from them, without PyYAML's constructors."""
 
     depth = nodes = 0
 
@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
             raise _fault(f"the tag '{event.tag}' is not allowed: quote it if it is text", event.start_mark)
         self.nodes += 1
-        if self.nodes > MAX_VALUES:  # before the rest is read, which takes its time
+        if self.nodes > MAX_VALUES:  # stop before the rest is read, which takes long
             raise _fault(f"more than {MAX_VALUES:,} keys and values: keep data in a file of its own", event.start_mark)
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -65,10 +65,10 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         text: one document.
-        source: what messages call it, before the line.
+        source: name of the text in messages, before the line number.
 
     Raises:
-        ConfigError: not YAML, more than one document, or anything that the module's first line rules out.
+        ConfigError: the text is not YAML, has more than one document, or breaks a rule of this module.
 
     >>> parse_yaml("{a: 1e-5, b: [on, 0o17, ~]}", "example")
     {'a': 1e-05, 'b': ['on', 15, None]}
@@ -81,7 +81,7 @@ def parse_yaml(text: str, source: str) -> Any:
             ]
         )
     try:
-        # Inside: the reader refuses control characters as soon as it is made.
+        # Inside the try: the reader refuses control characters when it is made.
         node = _Loader(text).get_single_node()
         return None if node is None else _value(node, 0, [0])
     except yaml.reader.ReaderError as error:
@@ -108,13 +108,8 @@ def _value(node: yaml.Node, depth: int, count: list[int]) -> Any:
         raise _fault("its aliases unfold into too many values: write them out, or use fewer", node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, depth + 1, count) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, depth, count)
-    assert isinstance(node, yaml.ScalarNode)
-    return _scalar(node)
-
-
-def _mapping(node: yaml.MappingNode, depth: int, count: list[int]) -> dict[str, Any]:
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = _value(key_node, depth + 1, count)
