@@ -1,4 +1,4 @@
-"""The three contracts: what builds trajectories, what trains on them, and what runs the loop.
+"""The three contracts: the trajectory builder, the trainer adapter, which updates the weights, and the trainer's loop.
 
 Names, arguments and defaults are those of the toolkit's guide. A run makes one of each, binds them, initialises the
 trainer (which initialises the other two), and calls `Trainer.run`.
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class TrajectoryBuilder(ABC):
-    """Runs the workflow on the examples and turns what happened into trajectories.
+    """Runs the workflow on the examples and turns the episodes into trajectories.
 
     Attributes:
         trajectory_builder_config: its own configuration.
         run_config: the section `finetuning`; None until `initialize`.
-        evaluation: workflow and evaluators, to run episodes with; None until `bind_evaluation`.
+        evaluation: workflow and evaluators, which run the episodes; None until `bind_evaluation`.
         examples: the dataset, in its order.
-        validation: the same for `run_eval`, when there is a dataset of its own for that.
+        validation: the validation set of `run_eval`; None without one.
     """
 
     def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
@@ -48,22 +48,21 @@ class TrajectoryBuilder(ABC):
         self.validation: Validation | None = None
 
     async def bind_evaluation(self, evaluation: Evaluation, examples: list[EvalInputItem]) -> None:
-        """Called once, by whoever makes the builder, before `initialize`."""
+        """Store the evaluation and the examples; called once, before `initialize`."""
         self.evaluation = evaluation
         self.examples = examples
 
     async def bind_validation(self, validation: Validation) -> None:
-        """Called like `bind_evaluation`, when the configuration has a section `eval.validation`."""
+        """Store the validation set; called like `bind_evaluation`, if there is a section `eval.validation`."""
         self.validation = validation
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Stores the run's configuration and which evaluator gives the reward."""
+        """Store the run's configuration and its reward function."""
         self.run_config = run_config
         self.trajectory_builder_config.reward = run_config.reward_function
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """One pass on the validation stream, without training: over the validation examples as their section says, or,
-        without one, greedily over the examples.
+        """One evaluation without training: of the validation set or, without one, greedily of the examples.
 
         Raises:
             RuntimeError: no evaluation is bound.
@@ -76,22 +75,21 @@ class TrajectoryBuilder(ABC):
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Starts the episodes of a collection.
+        """Start the episodes of a collection.
 
         Args:
-            run_id: names it.
-            meta: what the trainer wishes; `{"example_ids": [...]}` are the examples to work on, all without it.
+            run_id: name of the collection.
+            meta: options of the trainer; `{"example_ids": [...]}` selects examples, and without it all are run.
         """
 
     @abstractmethod
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        """The trajectories of a collection, when all its episodes have ended."""
+        """Wait for the episodes of a collection, and return their trajectories."""
 
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
-        """The reward of an episode: its score as a float, or None, with which it trains nothing.
+        """The reward of an episode: its score as a float, or None, which leaves the episode out of training.
 
-        For a score that is missing, `finetuning.reward_function.unusable` says what is given. A builder that overrides
-        this gives what it likes.
+        For a missing score `finetuning.reward_function.unusable` decides. A builder may override this.
 
         Raises:
             TrajectoryError: the score is missing, and `unusable` is `error`.
@@ -109,19 +107,19 @@ class TrajectoryBuilder(ABC):
 
     @abstractmethod
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Records how a collection went."""
+        """Record the metrics of a collection."""
 
     def state(self) -> dict[str, Any]:
-        """What decides the next collections beside the configuration, for JSON; saved with every checkpoint."""
+        """State, for JSON, on which the next collections depend; saved with every checkpoint."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave, of this builder or of one before it; whoever has a state overrides both."""
+        """Restore a result of `state`, of this builder or an earlier one; a builder with a state overrides both."""
         _check_empty(self, state)
 
 
 class TrainerAdapter(ABC):
-    """Stands between trajectories and whatever updates the weights.
+    """Submits trajectories as jobs to the backend that updates the weights.
 
     Attributes:
         adapter_config: its own configuration.
@@ -133,63 +131,63 @@ class TrainerAdapter(ABC):
         self.run_config: FinetuneConfig | None = None
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Stores the run's configuration and which evaluator gives the reward."""
+        """Store the run's configuration and its reward function."""
         self.run_config = run_config
         self.adapter_config.reward = run_config.reward_function
 
     @abstractmethod
     async def is_healthy(self) -> bool:
-        """Whether the backend can take jobs."""
+        """True if the backend can take jobs."""
 
     async def warm_up(self) -> None:
-        """Compiles before the first epoch what the run will need (`finetuning.strict_compile`); nothing by default."""
+        """Compile all programs before the first epoch (`finetuning.strict_compile`); by default do nothing."""
         return None
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Starts a job and returns without waiting for it."""
+        """Start a job and return without waiting for it."""
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Where a job stands, also after it has ended."""
+        """Status of a job, also after it has ended."""
 
     @abstractmethod
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The last status of a job. `poll_interval` is in seconds; a backend that can be awaited need not use it."""
+        """Wait for a job and return its last status; `poll_interval` is in seconds, for backends that are polled."""
 
     @abstractmethod
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Records how a job went."""
+        """Record the metrics of a job."""
 
     async def memory(self) -> dict[str, float]:
-        """What training needs, in MiB by purpose, found without training; empty where a remote backend knows it.
+        """Memory that training needs, in MiB by purpose; empty if a remote backend holds it.
 
-        A local adapter compiles its largest update for it, so it takes as long as the first job.
+        A local adapter compiles its largest update to find it, which takes as long as the first job.
         """
         return {}
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
-        """What to change where `memory` is more than there is; None where it fits, or nobody knows."""
+        """The settings to change if `memory` does not fit the device; None if it fits, or if that is unknown."""
         return None
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
-        """The result of `save(values, arrays)`, called while no job runs: all that decides the next jobs.
+        """Call `save(values, arrays)` with the state of the adapter while no job runs, and return its result.
 
-        `values` are for JSON and change with every job; `arrays` is a tree of arrays, none where a remote backend holds
+        `values` are for JSON and change with every job; `arrays` is a tree of arrays, empty if a remote backend holds
         the weights.
         """
         return save({}, {})
 
     async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
-        """Goes on from what was saved; `read(like)` gives the arrays, placed like those of a tree of their layout."""
+        """Restore a saved state; `read(like)` returns its arrays, placed like those of the tree `like`."""
         _check_empty(self, values)
 
     def is_busy(self) -> bool:
-        """Whether a job runs that a signal had better wait for."""
+        """True if a job runs that a signal should wait for."""
         return False
 
     async def export_model(self, folder: Path) -> Path | None:
-        """Writes the trained model into a folder and returns it; None where weights stay with a remote backend."""
+        """Write the trained model into a folder and return it; None if the weights stay with a remote backend."""
         return None
 
 
@@ -200,10 +198,10 @@ class Trainer(ABC):
         trainer_config: its own configuration.
         trajectory_builder, trainer_adapter: None until `bind_components`.
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
-        save_checkpoint: `(trainer, step, score=..., is_last=...)`, which saves the run; None where nobody wants that.
-        is_stopping: set by a signal: `run` returns at its next boundary.
-        needs_no_training: set by `run` where all is well although nothing was trained, as with a policy that reaches
-            the target as it is; otherwise a run that trained nothing has failed.
+        save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
+        is_stopping: set by a signal; `run` then returns after the present epoch.
+        needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
+            from the start; otherwise a run that trained nothing has failed.
     """
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
@@ -219,12 +217,12 @@ class Trainer(ABC):
         self._curriculum_state: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
-        """Gives the trainer its parts, before `initialize`."""
+        """Store the builder and the adapter; called before `initialize`."""
         self.trajectory_builder = trajectory_builder
         self.trainer_adapter = trainer_adapter
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Stores the run's configuration, then initialises the builder and the adapter.
+        """Store the run's configuration, and initialise the builder and the adapter.
 
         Raises:
             RuntimeError: no components are bound.
@@ -241,55 +239,54 @@ class Trainer(ABC):
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """One pass: collect and submit. None when there was nothing to submit. Epochs count from 0."""
+        """Collect trajectories and submit them as a job; None if there was nothing to submit. Epochs count from 0."""
 
     @abstractmethod
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """All epochs; the last status of each job."""
+        """Run all epochs, and return the last status of each job."""
 
     @abstractmethod
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The figures of one run."""
+        """The metrics of one run."""
 
     @abstractmethod
     async def cleanup(self) -> None:
-        """Gives back what the run holds. Called once, also after a failure."""
+        """Release the resources of the run; called once, also after a failure."""
 
     @abstractmethod
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Records how an epoch went."""
+        """Record the metrics of an epoch."""
 
     async def checkpoint(self, step: int, *, score: float | None = None, is_last: bool = False) -> None:
-        """Saves the run, if that is due; called by `run` between epochs, when no job is open and the logs are written.
+        """Save the run if a checkpoint is due; called by `run` between epochs, with no job open and the logs written.
 
         Args:
-            step: how much has been done, such as the number of finished epochs; it grows, and names the checkpoint.
-            score: the validation reward of the policy as it is; the best one is kept.
-            is_last: whether nothing comes after.
+            step: a growing number, such as that of the finished epochs, which names the checkpoint.
+            score: the validation reward of the present policy, for `checkpoints.keep_best`.
+            is_last: True at the end of the run.
         """
         if self.save_checkpoint is not None:
             await self.save_checkpoint(self, step, score=score, is_last=is_last)
 
     def state(self) -> dict[str, Any]:
-        """What decides the next epochs beside the configuration, for JSON; saved with every checkpoint."""
+        """State, for JSON, on which the next epochs depend; saved with every checkpoint."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave; called after `initialize` and before `run`."""
+        """Restore a result of `state`; called after `initialize` and before `run`."""
         _check_empty(self, state)
 
     async def validate_if_due(self, epoch: int, num_epochs: int) -> dict[str, Any] | None:
-        """`run_validation_evaluation` when `eval.validation` wants one after so many epochs; else None."""
+        """Result of `run_validation_evaluation` if `eval.validation` has one due after so many epochs; else None."""
         validation = None if self.trajectory_builder is None else self.trajectory_builder.validation
         if validation is None or not validation.is_due(epoch, num_epochs):
             return None
         return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """The rewards (`compute_reward`) of one `run_eval` of the builder; mean, least and greatest are None when none
-        is usable.
+        """Mean, least and greatest reward (`compute_reward`) of one `run_eval` of the builder; None if none is usable.
 
-        `num_failed` episodes are in none of the figures, and `first_error` says why the first of them failed.
+        The `num_failed` failed episodes are left out of them; `first_error` is the error of the first.
 
         Raises:
             RuntimeError: no components are bound.
@@ -325,7 +322,7 @@ class Trainer(ABC):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The groups that an epoch trains, as `finetuning.curriculum_learning` chooses: all when it is not enabled.
+        """The groups that an epoch trains, selected by `finetuning.curriculum_learning`; all if that is not enabled.
 
         Raises:
             RuntimeError: called before `initialize`.
@@ -348,10 +345,10 @@ class Trainer(ABC):
         return copy.deepcopy(self._curriculum_state or {})
 
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `get_curriculum_state` gave, of this trainer or of one before it.
+        """Restore a result of `get_curriculum_state`, of this trainer or an earlier one.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the state lacks some of its keys.
         """
         self._curriculum_state = copy.deepcopy(checked_state(state)) if state else None
 

@@ -259,7 +259,7 @@ class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
     @classmethod
     def _takes_no_time(cls, seconds: float | None) -> float | None:
         if seconds is not None:
-            raise config_error("a weighted sum takes no time: limit the evaluators that it adds up")
+            raise config_error("a weighted sum only adds up: limit the evaluators that it is made of")
         return seconds
 
 
@@ -294,7 +294,7 @@ def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str
                 faults.append((own, f"'{name}' is not in '{SECTION}'{hint}"))
             elif name in sums:
                 what = "this weighted sum itself" if name == own else "a weighted sum, too"
-                faults.append((own, f"'{name}' is {what}: name evaluators that score episodes"))
+                faults.append((own, f"'{name}' is {what}: name the evaluators that it is made of"))
     return faults
 
 

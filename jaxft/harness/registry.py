@@ -1,4 +1,4 @@
-"""Components by name: config classes that name themselves, the factories that make instances of them, one registry.
+"""The registry of components: config classes with a name, and the factories that make instances from them.
 
     class MyConfig(EvaluatorConfig, name="my_evaluator"):
         threshold: float = Field(default=0.5, description="...")
@@ -29,11 +29,11 @@ from jaxft.harness.data_models import RewardFunctionConfig
 
 
 class ComponentConfig(ConfigModel):
-    """The base of the seven kinds of config below.
+    """Base of the seven kinds of component configs below.
 
     Attributes:
-        component_kind: what it configures, in words.
-        type_name: what `_type` says to choose it; None for a class that was not given a name.
+        component_kind: the kind of component, for messages.
+        type_name: the `_type` that chooses this class; None for a class without a name.
     """
 
     component_kind: ClassVar[str] = "component"
@@ -52,8 +52,8 @@ class LLMConfig(ComponentConfig):
     """A language model.
 
     Attributes:
-        sharding_table: the `module:function` that tells, given the configuration, which parameters lie where on a mesh
-            of devices: as text, None without a mesh, or a ValueError where they cannot lie so. None where this process
+        sharding_table: `module:function` of a function of the configuration that returns a table of the parameters'
+            places on a mesh, or None without a mesh, and raises ValueError for an impossible mesh. None if this process
             holds no parameters.
     """
 
@@ -83,7 +83,7 @@ class EvaluatorConfig(ComponentConfig):
 class GroupEvaluatorConfig(EvaluatorConfig):
     """A function from the episodes of one example, a `list[EvalInputItem]`, to a list with a score for each.
 
-    The list holds, in the order of generation, those that did not fail: at least one, and in validation often just one.
+    The list holds the episodes that did not fail, in the order of generation: at least one, in validation often one.
     """
 
 
@@ -134,11 +134,11 @@ F = TypeVar("F", bound=Factory)
 
 
 class Component(NamedTuple):
-    """A registered factory and where it was written.
+    """A registered factory, its config class and its place in the source.
 
     Attributes:
         config_type: the class of its configuration.
-        factory: the function, or `module:function` for one whose module is imported when the component is first made.
+        factory: the function, or its `module:function`, imported when the component is first made.
         place: function, file and line, for messages.
     """
 
@@ -152,7 +152,7 @@ class Component(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The top-level name of the module that holds the factory."""
+        """The top-level package of the factory."""
         module = self.factory if isinstance(self.factory, str) else self.factory.__module__
         return module.partition(".")[0]
 
@@ -164,10 +164,10 @@ class Registry:
         self._components: dict[tuple[str, str], Component] = {}
 
     def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory | str) -> None:
-        """Registers a factory, or the `module:function` where it is found, for a config class of the kind `base`.
+        """Register a factory, or its `module:function`, for a config class of the kind `base`.
 
-        The same function of the same line may come again (a module that is reloaded, or imported under a second name);
-        the newer one then counts.
+        The same function may be registered again (if its module is reloaded, or imported by another name); the last
+        one counts.
 
         Raises:
             TypeError: not a config class of that kind, a class without a name, or not an async generator function.
@@ -193,7 +193,7 @@ class Registry:
         """The component of that kind and name.
 
         Raises:
-            ConfigError: there is none; the message names those there are.
+            ConfigError: there is none; the message lists the registered names.
         """
         if (base.component_kind, name) not in self._components:
             names = self.names(base)
@@ -203,7 +203,7 @@ class Registry:
         return self._components[base.component_kind, name]
 
     def packages(self) -> set[str]:
-        """The top-level names of the modules that registered components."""
+        """The top-level packages that registered components."""
         return {component.package for component in self._components.values()}
 
     def names(self, base: type[ComponentConfig]) -> list[str]:
@@ -247,7 +247,7 @@ ENTRY_POINTS = "jaxft.components"
 
 @functools.cache
 def import_installed() -> None:
-    """Imports what installed packages offer in the entry-point group `jaxft.components`, once per process.
+    """Import the entry points of the group `jaxft.components` of all installed packages, once per process.
 
     Raises:
         ConfigError: one of them cannot be imported.
@@ -263,8 +263,10 @@ def import_installed() -> None:
 
 
 def locate_module(name: Any) -> Any:
-    """Where an entry of `imports:` is: the path of a module that stands next to the YAML file, or in the working
-    directory; else the name as it is, for an installed module or one inside a package. What is no text stays."""
+    """Path of an entry of `imports:`, looked for next to the YAML file and in the working directory.
+
+    If neither has it, the name itself comes back, for an installed module. A value that is no text stays as it is.
+    """
     if not isinstance(name, str):
         return name
     folders = [name.folder] if isinstance(name, ConfigText) else []
@@ -276,7 +278,7 @@ def locate_module(name: Any) -> Any:
 
 
 def import_module(name: str) -> None:
-    """Imports an entry of `imports:`; the folders it was looked for in stay on `sys.path`, for its own imports.
+    """Import an entry of `imports:`; the folders it was looked for in stay on `sys.path`, for its own imports.
 
     Raises:
         ConfigError: there is no such module, it raised (the message ends with the traceback's last frames), or another
@@ -300,7 +302,7 @@ def import_module(name: str) -> None:
 
 
 def _why(failure: UserCodeError) -> str:
-    """The end of the traceback; of a file that is no Python, where it is not: no code of it has run."""
+    """The end of the traceback; for a syntax error its place, as no code has run."""
     error = failure.error
     if isinstance(error, SyntaxError):
         return f" {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"

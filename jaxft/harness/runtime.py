@@ -1,4 +1,4 @@
-"""A program from its command line to its exit code: what `jaxft` and the experiment scripts have in common.
+"""Runs a program from its command line to its exit code, for `jaxft` and for scripts.
 
     async def main(config, arguments):
         async with open_session(config, overwrite=arguments.overwrite) as session:
@@ -9,7 +9,7 @@
     if __name__ == "__main__":
         sys.exit(run_script(main, run_arguments(__doc__, "tic_tac_toe.yml")))
 
-Here alone errors become exit codes.
+Errors become exit codes here and nowhere else.
 """
 
 import argparse
@@ -42,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
-"""What a script does with its configuration and its arguments."""
+"""The main function of a script, called with its configuration and its arguments."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -52,7 +52,7 @@ def run_arguments(
     config_file: str | Path | None = None,
     parser: argparse.ArgumentParser | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every run; a script may add its own.
+    """A parser with the options that every run has; a script may add its own.
 
     Args:
         description: shown by `--help`; a script's `__doc__`.
@@ -71,19 +71,26 @@ def run_arguments(
     )
     override_arguments(parser)
     log_arguments(parser)
-    parser.add_argument("--dataset", type=Path, metavar="FILE", help="examples, instead of eval.general.dataset")
     parser.add_argument(
-        "--result_json_path", metavar="PATH", help="where in the workflow's output the result is, as in $.answer"
+        "--dataset", type=Path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
     )
     parser.add_argument(
-        "--validation_dataset", type=Path, metavar="FILE", help="held-out examples to validate on while training"
+        "--result_json_path", metavar="PATH", help="JSON path of the result in the workflow's output, as in $.answer"
+    )
+    parser.add_argument(
+        "--validation_dataset", type=Path, metavar="FILE", help="file of held-out examples to validate on"
     )
     parser.add_argument("--validation_interval", type=int, metavar="N", help="epochs between two validations")
     parser.add_argument(
-        "--validation_config_file", type=Path, metavar="FILE", help="whose workflow and evaluators validate"
+        "--validation_config_file",
+        type=Path,
+        metavar="FILE",
+        help="configuration with the workflow and evaluators of validation",
     )
     parser.add_argument(
-        "--strict-compile", action="store_true", help="compile everything first; an epoch that compiles more fails"
+        "--strict-compile",
+        action="store_true",
+        help="compile every program first; fail if an epoch compiles more",
     )
     for name in ("--endpoint", "--endpoint_timeout"):
         parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
@@ -91,9 +98,9 @@ def run_arguments(
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the run that the output directory holds; that is removed once this one has its first checkpoint",
+        help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
     )
-    existing.add_argument("--resume", action="store_true", help="go on with the run that the output directory holds")
+    existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
     return parser
 
 
@@ -119,10 +126,10 @@ def log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, loads the configuration, runs `main(config, parsed arguments)`; the exit code.
+    """Parse the command line, load the configuration, run `main(config, arguments)`, and return the exit code.
 
     Args:
-        main: what to do.
+        main: the program.
         parser: made by `run_arguments`.
         arguments: by default those of the process.
     """
@@ -151,7 +158,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
-    """The command line of a script, so that it goes on with its run.
+    """The command line that resumes the run of a script.
 
     >>> command_to_resume(["experiments/arithmetic.py", "--overwrite", "--set", "finetuning.seed=1"])
     'python experiments/arithmetic.py --set finetuning.seed=1 --resume'
@@ -161,7 +168,7 @@ def command_to_resume(arguments: Sequence[str]) -> str:
 
 
 def config_of(run: FinetuneRunConfig) -> Config:
-    """The configuration that a command line asks for.
+    """The configuration of a command line.
 
     Raises:
         ConfigError: with all faults, each with its path.
@@ -172,7 +179,7 @@ def config_of(run: FinetuneRunConfig) -> Config:
         "eval.validation.config_file": run.validation_config_file,
         "finetuning.strict_compile": run.strict_compile or None,
     }
-    # As YAML, and after the file but before what --set says.
+    # As YAML, applied after the file and before --set.
     said = [
         (path, json.dumps(value if isinstance(value, int | bool) else literal(str(value))))
         for path, value in options.items()
@@ -185,8 +192,7 @@ def config_of(run: FinetuneRunConfig) -> Config:
 
 @contextlib.contextmanager
 def _logging_to(console: Console, level: str) -> Iterator[None]:
-    """Shows the records of `logging` on a console: of the user's modules and jaxft from `level` on, of libraries from
-    warnings on."""
+    """Show log records on a console: those of the user's modules and jaxft from `level` on, others from warning on."""
     root, handler = logging.getLogger(), LogHandler(console)
     handler.setLevel(level.upper())
     handler.addFilter(_is_shown)
@@ -212,15 +218,15 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = None, log_level: str = "info") -> int:
-    """Runs an asynchronous main to its end and says how it went: 0, or a message on standard error and its code.
+    """Run an asynchronous main to its end, and return 0, or show an error on standard error and return its code.
 
-    1 a failed job, a full disk or a policy that cannot go on, 2 bad configuration or input, or a run directory that is
-    taken, 3 no learning signal or too many failures, 130 and 143 when SIGINT and SIGTERM ended it (everything open is
-    closed first). Errors that nobody foresaw pass through with their traceback.
+    A `JaxftError` ends with its `exit_code`: 1 for a failed job, a full disk or a policy that cannot go on, 2 for bad
+    configuration or input, or a run directory in use, 3 for no learning signal or too many failures. SIGINT and SIGTERM
+    end with 130 and 143, after everything open is closed. Any other error passes through with its traceback.
 
     Args:
-        main: what to do.
-        title: shown at once, before anything is loaded, beside the version of jaxft; None shows nothing.
+        main: the program.
+        title: shown at once, with the version of jaxft; None shows nothing.
         log_level: one of `LOG_LEVELS`.
     """
     shutdown = Shutdown()
@@ -251,10 +257,10 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`: one that an agent left hanging does not keep the process from ending."""
+    """Daemon threads for `asyncio.to_thread`: a hanging call of an agent does not keep the process alive."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Runs a call in a thread of its own."""
+        """Run a call in a thread of its own."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -262,7 +268,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(function(*args, **kwargs))
-            except BaseException as error:  # it belongs to whoever waits
+            except BaseException as error:  # raised by the caller that waits
                 future.set_exception(error)
 
         threading.Thread(target=work, name="to_thread", daemon=True).start()

@@ -1,11 +1,11 @@
-"""Checkpoints of one run, each with a manifest: what does not verify does not count.
+"""Checkpoints of one run, written by orbax in the background, each with a manifest that proves it complete.
 
     checkpoints/12/arrays/...       written by orbax, in the background
                    state/...        JSON
                    manifest.json    sha256 and size of every file, written last
 
-A step is there when its manifest is and verifies. Orbax alone would call an empty directory the newest step and restore
-flipped bits without a word. The steps before go only when the new one has been read back and is good.
+A step counts only if its manifest verifies: orbax alone would take an empty directory for the newest step, and would
+restore flipped bits. Earlier steps are removed only once the new one was read back and verified.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import orbax.checkpoint as ocp
 
 from jaxft.errors import CheckpointError, DiskFull, ManifestError, NewerFormatError, RestoreError
 from jaxft.files import (
@@ -31,13 +32,13 @@ from jaxft.runs.directory import RunDirectory
 
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
-"""Of the state and the arrays; a newer program restores every older one."""
+"""Version of state and arrays; a newer program restores every older version."""
 DAMAGED, OLD = ".damaged", ".old"
-"""What step directories end in that were set aside, or are being removed."""
+"""Suffixes of step directories that were set aside, or are being removed."""
 
 
 class Checkpoint(NamedTuple):
-    """A step that verifies, its JSON, and how many seconds the run had taken by then."""
+    """A verified step, its JSON state, and the seconds that the run had taken by then."""
 
     step: int
     state: dict[str, Any]
@@ -47,17 +48,14 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """Saves and restores steps of one run; one save at a time runs in the background.
 
-    `save` and `arrays` are called where nothing changes the arrays meanwhile, the rest from any thread.
+    Call `save` and `arrays` while nothing changes the arrays; the other methods may be called from any thread.
 
     Attributes:
-        saved_step: the newest step that this object has finished; None before the first.
+        saved_step: the newest step that this object has saved; None before the first.
     """
 
     def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, keep_best: bool = True) -> None:
-        """`max_to_keep` are the newest steps kept; with `keep_best` that of the best score stays, too."""
-        import orbax.checkpoint as ocp
-
-        self._ocp = ocp
+        """Keeps the newest `max_to_keep` steps and, with `keep_best`, also the step of the best score."""
         self._directory = directory
         self.folder = directory.file(f"{FOLDER}/step").parent
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
@@ -65,24 +63,24 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._begun: int | None = None
         self.saved_step: int | None = None
-        # orbax logs what it raises as well, with a traceback per thread, some of them later than it raises.
+        # orbax also logs what it raises, with a traceback per thread, some of them later.
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
         self._manager = self._new_manager()
 
     def _new_manager(self) -> Any:
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
-        return self._ocp.CheckpointManager(self.folder, options=options)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
+        return ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:
-        """The numbers of all step directories, good or not, ascending."""
+        """Numbers of all step directories, verified or not, ascending."""
         names = [entry.name for entry in self.folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def newest(self, log: Callable[[str], None]) -> Checkpoint | None:
-        """The newest step that verifies; None when no save was ever finished. What is passed over is said.
+        """The newest step that verifies; None if no save was ever finished. Steps that do not verify are logged.
 
         Raises:
-            RestoreError: steps were finished, and not one of them verifies; or the newest is of a newer format.
+            RestoreError: finished steps are there but none verifies, or the newest is of a newer format.
         """
         faults = []
         for step in reversed(self.steps()):
@@ -95,7 +93,7 @@ class Checkpoints:
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
                 return Checkpoint(step, self._state(step), manifest.get("seconds", 0.0))
-            except NewerFormatError as error:  # it is good: nothing may take its place
+            except NewerFormatError as error:  # it is good: no older step may replace it
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
                 is_unfinished = not (folder / MANIFEST).exists()
@@ -110,7 +108,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Renames the steps after one, which a run that goes on from it makes again; they go when it has."""
+        """Rename the steps after one, which a run continued from there saves again; they are removed once it has."""
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{step}{DAMAGED}"
@@ -121,11 +119,11 @@ class Checkpoints:
         self._manager.reload()
 
     def _state(self, step: int) -> dict[str, Any]:
-        args = self._ocp.args.Composite(state=self._ocp.args.JsonRestore())
+        args = ocp.args.Composite(state=ocp.args.JsonRestore())
         return self._manager.restore(step, args=args).state
 
     def arrays(self, checkpoint: Checkpoint, like: Any) -> Any:
-        """The arrays of a step, placed like those of `like`, a tree of arrays that are given up: both would not fit.
+        """The arrays of a step, placed like those of the tree `like`, which are deleted first: both might not fit.
 
         Raises:
             RestoreError: names, shapes or dtypes are not the same.
@@ -141,36 +139,36 @@ class Checkpoints:
             return like
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         jax.tree.map(lambda x: x.delete(), like)
-        args = self._ocp.args.Composite(arrays=self._ocp.args.StandardRestore(target))
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(target))
         return self._manager.restore(checkpoint.step, args=args).arrays
 
     def save(
         self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
     ) -> None:
-        """Begins to write a step and returns when the arrays may change again.
+        """Start to write a step, and return when the arrays may change again.
 
         Args:
-            step: larger than all before; that of the save before is left as it is.
+            step: larger than all before; the step of the last save is not written again.
             state: for JSON.
-            arrays: a tree of arrays; none is fine.
+            arrays: a tree of arrays; it may be empty.
             score: for `keep_best`.
-            seconds: that the run has taken. They stand in the manifest: state and arrays are equal in equal runs.
+            seconds: the time that the run has taken; kept in the manifest, as state and arrays are equal in equal runs.
 
         Raises:
-            CheckpointError, DiskFull: the save before did not come to its end.
+            CheckpointError, DiskFull: the save before failed.
         """
         self.wait()
-        if step == self._begun:  # by a caller that was cancelled while it waited for this
+        if step == self._begun:  # from a caller that was cancelled while it waited for this save
             return
         place = self.folder / str(step)
-        if os.path.lexists(place):  # orbax would remove a file that somebody put there
+        if os.path.lexists(place):  # orbax would remove a foreign file
             raise CheckpointError(f"'{place}' is no checkpoint of this run and in the way of one: move it elsewhere")
-        args = self._ocp.args
+        args = ocp.args
         items = {"state": args.JsonSave({**state, "layout": layout(arrays)})}
         if jax.tree.leaves(arrays):
             items["arrays"] = args.StandardSave(arrays)
         with self._failing(step):
-            # Forced: it would leave out a step below a name such as 20 that somebody put there.
+            # Forced: orbax would skip a step below a foreign directory with a larger number.
             self._manager.save(step, args=args.Composite(**items), force=True)
         self._begun = step
         self._finishing = threading.Thread(target=self._finish, args=(step, score, seconds), name=f"checkpoint {step}")
@@ -189,12 +187,12 @@ class Checkpoints:
                 self.saved_step = step
                 self._directory.commit()
                 self._drop_old(step)
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Raises every error of a save as `DiskFull` or `CheckpointError`, and makes room for the next save."""
+        """Raise every error of a save as `DiskFull` or `CheckpointError`, and clean up for the next save."""
         try:
             with disk_errors(self.folder / str(step)):
                 yield
@@ -205,8 +203,8 @@ class Checkpoints:
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
     def _give_up(self, step: int) -> None:
-        """Removes what was written of a step that has no manifest."""
-        with contextlib.suppress(Exception):  # a manager raises the failure of a save again, whatever it is asked
+        """Remove the files of an unfinished step."""
+        with contextlib.suppress(Exception):  # a manager raises the error of a failed save again from every method
             self._manager.close()
         for entry in self.folder.glob(f"{step}*"):
             is_unfinished = entry.name == str(step) and not (entry / MANIFEST).exists()
@@ -215,7 +213,7 @@ class Checkpoints:
         self._manager = self._new_manager()
 
     def _drop_old(self, newest: int) -> None:
-        """Removes the finished steps that need not be kept; what cannot be read stays."""
+        """Remove the finished steps that need not be kept; a step without a readable manifest stays."""
         scores = {}
         for step in reversed(self.steps()):
             with contextlib.suppress(ManifestError):
@@ -225,7 +223,7 @@ class Checkpoints:
         if self._keep_best and scored:
             kept.add(max(scored, key=lambda step: (scored[step], step)))
         for step in scores.keys() - kept:
-            (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # at once: half a step is none
+            (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # one step: no half checkpoint
         for entry in self.folder.iterdir():
             name, dot, _ = entry.name.partition(".")
             is_folder = entry.is_dir() and not entry.is_symlink()
@@ -234,10 +232,10 @@ class Checkpoints:
                 shutil.rmtree(entry)
 
     def wait(self) -> None:
-        """Waits for the save in the background.
+        """Wait for the save in the background.
 
         Raises:
-            CheckpointError, DiskFull: it did not come to its end.
+            CheckpointError, DiskFull: it failed.
         """
         if self._finishing is not None:
             self._finishing.join()
@@ -247,7 +245,7 @@ class Checkpoints:
             raise error
 
     def close(self) -> None:
-        """Waits for the save in the background and lets orbax go; errors of that save are raised by `wait` alone."""
+        """Wait for the save in the background, and close orbax's manager; only `wait` raises errors of that save."""
         if self._finishing is not None:
             self._finishing.join()
         self._manager.close()
@@ -258,7 +256,7 @@ def _is_no_orbax_error(record: logging.LogRecord) -> bool:
 
 
 def layout(arrays: Any) -> dict[str, str]:
-    """Name, dtype and shape of every array of a tree.
+    """Dtype and shape of every array of a tree, by its path.
 
     >>> import numpy as np
     >>> layout({"params": {"head": np.zeros((2, 3), np.float32)}, "ref": None})

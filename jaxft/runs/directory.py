@@ -18,13 +18,13 @@ from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non
 METRICS_FILE = "training_metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
 RESUMES_FILE = "resumes.jsonl"
-"""A line for every time that the run was continued."""
+"""Log with a line for each resume of the run."""
 LOG_FILE = "run.log"
-"""All that the run showed, and the records of `logging`."""
+"""Log of the console output and of `logging`."""
 NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
 """Names whose growing files a checkpoint does not measure, so that a resume never cuts them."""
 
-# What a run writes, and so what `overwrite` removes. The two lock files stay: they belong to whoever holds the lock.
+# All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
     "config.yml",
     "environment.json",
@@ -46,24 +46,24 @@ RUN_FILES = (
     "extra",  # for files that components name themselves
 )
 LOCK_FILE = "LOCK"
-HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also the mark that a run made this directory
+HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also marks a directory that a run made
 
 # Where the files of an earlier run stay until the run that overwrites it has a checkpoint. Each change from one name to
 # the next is one rename, so that a process may be killed at any moment:
-ASIDE = ".earlier_run"  # the earlier run; what stands in the directory itself is the new one's
-MOVING = ".earlier_run.moving"  # a part of the earlier run; the rest of it stands in the directory itself
-REMOVED = ".earlier_run.removed"  # nobody needs it any more
+ASIDE = ".earlier_run"  # the earlier run; the directory itself holds the new one
+MOVING = ".earlier_run.moving"  # a part of the earlier run; the directory itself holds the rest
+REMOVED = ".earlier_run.removed"  # about to be deleted
 
 
 def holds_run(path: Path) -> bool:
-    """Whether files are here for which another run would be refused."""
+    """True if a folder holds files for which a new run is refused."""
     return bool(_run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds what training made: a finished checkpoint, a row of metrics, a result or a model.
+    """True if a folder holds a product of training: a finished checkpoint, a row of metrics, a result or a model.
 
-    A start that failed leaves less than that, and may be repeated without `overwrite`.
+    A failed start leaves none of these, and may be repeated without `overwrite`.
     """
     return _has_rows(path) or _is_saved(path)
 
@@ -74,7 +74,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a run is so far that an earlier one need not come back; of one without checkpoints a row is enough."""
+    """True if a run may replace an earlier one for good: it is saved or, without checkpoints, has a row of metrics."""
     return (
         any(os.path.lexists(path / name) for name in ("result.json", "model"))
         or any(path.glob(f"checkpoints/*/{MANIFEST}"))
@@ -83,10 +83,10 @@ def _is_saved(path: Path) -> bool:
 
 
 def bring_back_earlier_run(path: Path) -> bool:
-    """Brings back the run that a process had set aside which was killed before its own first checkpoint.
+    """Bring back an earlier run that was set aside by a process killed before its own first checkpoint.
 
     Returns:
-        Whether there was one; everything else in the directory stays as it is.
+        True if there was one; everything else in the directory stays as it is.
 
     Raises:
         RunDirectoryError: another process holds the directory.
@@ -102,13 +102,13 @@ def _run_files(path: Path) -> list[str]:
 
 
 class RunDirectory:
-    """A directory that this process alone writes to, until `close` or the end of the process.
+    """A directory that only this process writes to, until `close` or the end of the process.
 
     Made by `create` or `open`. All methods may be called from any thread.
 
     Attributes:
         path: the directory, absolute, symbolic links resolved.
-        came_back: whether an earlier run that had been set aside stands here again.
+        came_back: True if an earlier run that was set aside is here again.
     """
 
     def __init__(self, path: Path, lock: FileLock) -> None:
@@ -120,15 +120,15 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> "RunDirectory":
-        """A directory for a new run; parents are made.
+        """Lock a directory for a new run; it and its parents are made if missing.
 
-        The files of an earlier run (those in `RUN_FILES`) stay until the first write, which sets them aside. `commit`
-        removes them as soon as the new run has a checkpoint. They come back when the directory is closed before that,
-        or, after a kill, when it is next created or opened.
+        The files of an earlier run (`RUN_FILES`) stay until the first write, which sets them aside. `commit` removes
+        them once the new run has a checkpoint. If the directory is closed before that, they come back; after a kill,
+        when it is next created or opened.
 
         Args:
-            path: where. It may exist and hold files of other origin: they stay as they are.
-            overwrite: take the place of an earlier run instead of refusing. What a failed start left is none.
+            path: the directory. Files of other origin in it stay as they are.
+            overwrite: replace an earlier run instead of refusing. The remains of a failed start are no run.
 
         Raises:
             RunDirectoryError: not writable, held by another process, or it holds a run already.
@@ -146,12 +146,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, begun_by: str | None = None) -> "RunDirectory":
-        """The directory of an earlier run, to continue it.
+        """Lock the directory of an earlier run, to continue it.
 
         Args:
-            path: where.
-            begun_by: the file that every run writes before anything that it could lose; a directory that holds more,
-                but not that, has been left half removed.
+            path: the directory.
+            begun_by: a file that every run writes first; a directory that holds other files but not this one was left
+                half removed.
 
         Raises:
             RunDirectoryError: no run is there, or half of one, not writable, or held by another process.
@@ -175,7 +175,7 @@ class RunDirectory:
 
     @classmethod
     def _locked(cls, path: Path, *, make: bool) -> "RunDirectory":
-        # One lock object for all threads: a run may be closed by another thread than the one that made it.
+        # One lock object for all threads: another thread than the one that made a run may close it.
         lock = FileLock(path / LOCK_FILE, timeout=0, thread_local=False)
         try:
             with disk_errors(path):
@@ -199,7 +199,7 @@ class RunDirectory:
         return cls(path.resolve(), lock)
 
     def _replaceable(self, overwrite: bool) -> list[str]:
-        """The files of a run or of a failed start that may be replaced."""
+        """Names of the files here, of a run or of a failed start; raise unless they may be replaced."""
         present = _run_files(self.path)
         if not holds_run(self.path):
             return present
@@ -216,7 +216,7 @@ class RunDirectory:
         return present
 
     def _make_room(self) -> None:
-        """Sets the earlier run aside, before anything is written; removes what a failed start left."""
+        """Set the earlier run aside before the first write, or remove the remains of a failed start."""
         with self._writing:
             earlier, self._earlier = self._earlier, []
             if not earlier or not self._lock.is_locked:
@@ -241,7 +241,7 @@ class RunDirectory:
         sync_folder(self.path)
 
     def _recover(self) -> None:
-        """Ends what another process began: an earlier run goes if the one after it is saved, else it comes back."""
+        """Finish an interrupted overwrite: remove the earlier run if the new one is saved, else bring it back."""
         aside, moving, removed = (self.path / name for name in (ASIDE, MOVING, REMOVED))
         if aside.is_dir() and _is_saved(self.path):
             self._remove_earlier()
@@ -259,12 +259,12 @@ class RunDirectory:
 
     def _remove_earlier(self) -> None:
         (self.path / ASIDE).rename(self.path / REMOVED)
-        shutil.rmtree(self.path / REMOVED, ignore_errors=True)  # what is left goes when the directory is next opened
+        shutil.rmtree(self.path / REMOVED, ignore_errors=True)  # any rest is removed when the directory is next opened
 
     def commit(self) -> None:
-        """Removes the earlier run, if one was set aside, once this one has a checkpoint, a result or a model.
+        """Remove an earlier run that was set aside, once this one has a checkpoint, a result or a model.
 
-        Of a run that makes no checkpoints a row of metrics is enough.
+        For a run without checkpoints, a row of metrics is enough.
         """
         with self._writing:
             if (self.path / ASIDE).is_dir() and self._lock.is_locked and _is_saved(self.path):
@@ -279,7 +279,7 @@ class RunDirectory:
             ) from error
 
     def file(self, name: str) -> Path:
-        """The absolute path of a file of this run; its parent folders exist afterwards.
+        """The absolute path of a file of this run; missing parent folders are made.
 
         Args:
             name: relative to the run directory. Names made from foreign text go through `safe_name` first.
@@ -289,7 +289,7 @@ class RunDirectory:
             RunDirectoryError: a symbolic link leads out of the directory.
             DiskFull: there is no room for the folders.
         """
-        self._make_room()  # first: what an earlier run left may be a link that leads out
+        self._make_room()  # first: a file of an earlier run may be a link that leads out
         path = self._resolve(name)
         try:
             with disk_errors(path.parent):
@@ -325,7 +325,7 @@ class RunDirectory:
             yield
 
     def write_bytes(self, name: str, content: bytes) -> Path:
-        """Replaces a file in one step and returns its path: a reader, or a crash, sees the old content or the new.
+        """Replace a file in one step and return its path: a reader, or a crash, sees the old content or the new.
 
         Raises:
             DiskFull: there is no room for it; the old file stays.
@@ -333,7 +333,7 @@ class RunDirectory:
         path = self.file(name)
         temporary = path.with_name(f".{path.name}.tmp")
         with self._writable(), disk_errors(path):
-            temporary.unlink(missing_ok=True)  # of a process that was killed; or a link to somewhere else
+            temporary.unlink(missing_ok=True)  # left by a killed process, or a link to somewhere else
             try:
                 with temporary.open("xb") as stream:
                     stream.write(content)
@@ -346,14 +346,14 @@ class RunDirectory:
         return path
 
     def write_text(self, name: str, text: str) -> Path:
-        """`write_bytes` of text in UTF-8, its line ends as they are."""
+        """Replace a file by text in UTF-8, with its line ends as they are."""
         return self.write_bytes(name, text.encode())
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Replaces a JSON file in one step, indented by 2, keys in the order given.
+        """Replace a JSON file in one step, indented by 2, keys in the order given.
 
         Raises:
-            ValueError: a value JSON has no word for, NaN and infinities among them; the old file stays.
+            ValueError: JSON cannot hold a value, such as NaN; the old file stays.
         """
         try:
             content = json_bytes(value, indent=2)
@@ -377,15 +377,15 @@ class RunDirectory:
             raise ValueError(f"'{path}' is not JSON ({error}): restore it, or remove it") from error
 
     def append_jsonl(self, name: str, row: Mapping[str, Any]) -> Path:
-        """Appends one line, flushed, so that the file can be followed while the run goes on.
+        """Append one line and flush it, so that the file can be followed while the run goes on.
 
-        JSON has no NaN and no infinity. Such a figure is written as null, and what it was is kept under `non_finite`:
+        JSON has no NaN and no infinity. Such a value is written as null and kept as text under `non_finite`:
         `{"loss": nan}` becomes `{"loss": null, "non_finite": {"loss": "nan"}}`; inside a list or an inner mapping the
         key is a path, as in `losses.0`.
 
         Raises:
-            ValueError: a value JSON has no word for, or a row with a key `non_finite` of its own.
-            DiskFull: there is no room for the line, and nothing of it is left behind.
+            ValueError: JSON cannot hold a value, or the row has a key `non_finite` of its own.
+            DiskFull: there is no room for the line; no part of it is left.
         """
         try:
             line = json_bytes(with_non_finite_named(row))
@@ -397,14 +397,14 @@ class RunDirectory:
         return path
 
     def holds(self, name: str) -> bool:
-        """Whether a file or folder of this name is there."""
+        """True if the run has a file or folder of this name."""
         return os.path.lexists(self.path / name)
 
     def log_sizes(self, *, lines: bool = False) -> dict[str, int]:
-        """Bytes (or lines) of every log of the run, by name, all of them on the disk when this returns.
+        """Sync every log of the run to the disk, and return its size in bytes (or lines) by name.
 
         Raises:
-            DiskFull: the disk had no room for what was written.
+            DiskFull: the disk has no room for them.
         """
         sizes, logs = {}, self._logs()
         for path in logs:
@@ -417,10 +417,10 @@ class RunDirectory:
         return sizes
 
     def cut_logs(self, sizes: Mapping[str, int]) -> list[str]:
-        """Takes away what was appended after `sizes` were found; logs that were not there then are removed.
+        """Cut every log back to its size in `sizes`, and remove the logs that are not in it.
 
         Returns:
-            What has been lost, in words: logs that are shorter than they were.
+            A warning for each log that is shorter than it was.
         """
         present = {path.relative_to(self.path).as_posix(): path for path in self._logs()}
         found = {name: path.stat().st_size for name, path in present.items()}
@@ -439,14 +439,14 @@ class RunDirectory:
         ]
 
     def _logs(self) -> list[Path]:
-        """The files that grow line by line and are equal when a run is repeated, apart from what a clock said."""
+        """Files that grow line by line: those that a checkpoint measures and a resume cuts."""
         names = [name for name in RUN_FILES if name not in NO_LOGS and not (self.path / name).is_symlink()]
         places = [self.path / name for name in names]  # files of other origin are not ours
         found = [path for place in places for path in (place, *place.rglob("*")) if path.suffix == ".jsonl"]
         return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files and folders of this run; a symbolic link goes, what it leads to stays."""
+        """Remove files and folders of this run; of a symbolic link only the link."""
         with self._writable():
             self._remove(names)
 
@@ -459,7 +459,7 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the lock back; a second call does nothing. Writing afterwards is an error.
+        """Release the lock; a second call does nothing, and a later write is an error.
 
         An earlier run that is still set aside comes back, unless this one is saved.
         """
@@ -478,7 +478,7 @@ class RunDirectory:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Adds a line, or none of it. Unbuffered: what a buffer still holds would follow when it is closed."""
+    """Append a whole line or nothing. Unbuffered, as a buffer would write the rest of a failed line when closed."""
     with path.open("ab", buffering=0) as stream:
         length = stream.seek(0, os.SEEK_END)
         try:
@@ -495,4 +495,4 @@ def _holder(path: Path) -> str:
         holder = json.loads((path / HOLDER_FILE).read_bytes())
         return f"process {holder['pid']} on host '{holder['host']}'"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process (which has not said its name yet)"
+        return "another process (which has not written its name yet)"

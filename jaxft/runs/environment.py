@@ -1,4 +1,4 @@
-"""What a run was made with: versions, machine, command line and commit."""
+"""The environment of a run: versions, machine, command line and commit, without the secrets among them."""
 
 import os
 import platform
@@ -19,15 +19,15 @@ _SECRET_PARAMETER = re.compile(r"(?i)(^|[._-])(key|sig|signature|auth|pwd|passwd
 _URL = re.compile(r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*)://(?:(?P<login>[^\s/?#]*)@)?(?P<rest>[^\s\"'<>]*)")
 _PARAMETER = re.compile(r"[?&#;](?P<name>[^=&#;]*)=(?P<value>[^&#;]*)")
 _SHORTEST_TOKEN = 20
-"""Characters of the shortest login without a password that is taken for a token, and not for the name of a user."""
+"""Least length in characters of a login without password that counts as a token, not as the name of a user."""
 
 
 def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> dict[str, Any]:
-    """The content of `environment.json`, plain values only; nothing is imported to find them.
+    """The content of `environment.json`: plain values, found without an import.
 
     Args:
-        devices: the devices in words. They are passed in, for asking jax would start it.
-        sources: files and folders that the run is made of, such as its configuration and its script.
+        devices: descriptions of the devices, passed in because asking jax would start it.
+        sources: files and folders of the run, such as its configuration and its script.
 
     Returns:
         `versions` (None for a package that is not installed), `platform`, `cpu_count`, `devices`, `command` (the
@@ -47,7 +47,7 @@ def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> di
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what is called so is a secret.
+    """True if a value of this name is a secret.
 
     >>> [is_secret_name(name) for name in ("OPENAI_API_KEY", "authorization", "max_tokens", "tokenizer")]
     [True, True, False, False]
@@ -56,10 +56,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in_urls(text: str) -> set[str]:
-    """The passwords, tokens and keys in the URLs of a text, each alone and with what stands before it there.
+    """The passwords, tokens and keys in the URLs of a text, each alone and with the text before it in the URL.
 
-    With that a short one, too, is long enough to be masked. A login without a password is a token where the web asks
-    for one, over http; it is masked alone only where it is too long for a name.
+    With that text, a short secret too is long enough to be masked. A login without a password counts as a token over
+    http only, and is returned alone only if it is too long for a name.
 
     >>> sorted(secrets_in_urls("see https://me:pw@host/x?page=2&api_key=k7"))
     ['&api_key=k7', 'https://me:pw@', 'k7', 'pw']
@@ -81,7 +81,7 @@ def secrets_in_urls(text: str) -> set[str]:
 
 
 def secrets_of_environment() -> set[str]:
-    """The values of environment variables that are named like secrets, and the secrets in URLs of the others."""
+    """Values of the environment variables named like secrets, and secrets in the URLs of the others."""
     named = {value for name, value in os.environ.items() if is_secret_name(name)}
     return named.union(*map(secrets_in_urls, os.environ.values()))
 
@@ -109,7 +109,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
 
 
 def script() -> Path | None:
-    """The Python file that this process runs; None for the command line of jaxft, and for an interactive session."""
+    """The script of this process; None for the command line of jaxft and for an interactive session."""
     path = Path(sys.argv[0]).resolve()
     is_own = path.is_relative_to(Path(__file__).parents[1])
     return path if path.suffix == ".py" and path.is_file() and not is_own else None
