@@ -1,8 +1,7 @@
-"""Curriculum learning: which groups of an epoch are trained.
+"""Curriculum learning: the selection of the groups that an epoch trains.
 
-Groups whose rewards are all about the same are dropped; of the rest, ordered by their mean reward, a share is kept that
-grows as the epochs go by. What is chosen depends on the rewards, the epoch and the seed alone; the state remembers it
-for those who look, and for a run that goes on.
+Groups with about equal rewards are dropped. The rest is ordered by mean reward, and a fraction of it is kept that grows
+with the epochs. The selection depends on the rewards, the epoch and the seed only; the state records it.
 """
 
 import math
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxft.harness.data_models import CurriculumLearningConfig, Trajectory
 
 State = dict[str, Any]
-"""What JSON can hold.
+"""Plain values for JSON.
 
 `current_percentile`; `last_expansion_epoch`, null before the first; of the latest epoch `total_groups` and, by the ids
 of the examples, `included_groups` (trained) and `dropped_groups` (their rewards differ too little); and `examples`, by
@@ -45,7 +44,7 @@ def checked_state(state: Mapping[str, Any]) -> State:
     """The state as it was given, unless it has some keys of a `State` and lacks others.
 
     Raises:
-        ValueError: it does, as that of the toolkit, which knows groups by their places and not by examples.
+        ValueError: keys are missing, as in a state of the toolkit, which has groups by index and not by example.
     """
     wanted = initial_state(CurriculumLearningConfig()).keys()
     missing = [name for name in wanted if name not in state]
@@ -58,7 +57,7 @@ def checked_state(state: Mapping[str, Any]) -> State:
 
 
 def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
-    """The share of the groups that an epoch, counted from 0, keeps: it grows after every `expansion_interval` epochs.
+    """Fraction of the groups that an epoch, counted from 0, keeps; it grows after every `expansion_interval` epochs.
 
     >>> [percentile(CurriculumLearningConfig(), epoch) for epoch in (0, 4, 5, 10, 15, 19, 20)]
     [0.3, 0.3, 0.5, 0.7, 0.9, 0.9, 1.0]
@@ -78,10 +77,10 @@ def choose_groups(
 
     Args:
         groups: the trajectories of an example each; unscorable ones do not count towards mean and difference.
-        config: what is wanted.
-        state: after the epoch before; not changed.
+        config: the settings.
+        state: the state after the epoch before; it is not changed.
         epoch: counted from 0.
-        seed: of the run.
+        seed: the seed of the run.
     """
     share = _percentile(config, epoch)
     draw = random.Random(f"curriculum {seed} {epoch}")
@@ -124,7 +123,7 @@ def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
 
 
 def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int | None:
-    """The latest epoch up to this one in which the share grew."""
+    """The latest epoch up to this one in which the fraction grew."""
     starts = range(config.expansion_interval, epoch + 1, config.expansion_interval)
     return next(
         (start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), None

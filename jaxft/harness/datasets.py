@@ -1,8 +1,7 @@
 """Examples from files: `json` (a list of objects) and `jsonl` (an object per line), every fault with file:line.
 
-Which fields of a row are the id, the input and the expected output is the config's matter; the whole row goes to the
-workflow. Rows without an id are named by their number, from 0. Tables (`csv`, `parquet`) are read next door, by
-`jaxft.harness.table_datasets`.
+The configuration names the fields of a row with id, input and expected output; the workflow gets the whole row. If no
+row has an id, rows are numbered from 0. `jaxft.harness.table_datasets` reads tables (`csv`, `parquet`).
 """
 
 import hashlib
@@ -53,7 +52,7 @@ def dataset_for_file(path: str | Path) -> dict[str, str]:
     """The `dataset` section of a configuration for a file, chosen by its suffix.
 
     Raises:
-        ValueError: the suffix is none of the known ones.
+        ValueError: the suffix is unknown.
 
     >>> dataset_for_file("data/train.tsv")
     {'_type': 'csv', 'file_path': 'data/train.tsv', 'delimiter': '\\t'}
@@ -67,7 +66,7 @@ def dataset_for_file(path: str | Path) -> dict[str, str]:
 
 
 class Row(NamedTuple):
-    """A row and where it stands: file:line."""
+    """A row and its place, file:line."""
 
     place: str
     fields: dict[str, Any]
@@ -99,7 +98,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The rows of a JSON file that holds one list of objects; otherwise as `read_jsonl`."""
+    """The rows of a JSON file that holds one list of objects; the rest is as in `read_jsonl`."""
     text = "\n".join(decoded_lines(path))
     end = _skip_space(text, 0)
     if text[end : end + 1] != "[":
@@ -121,7 +120,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def file_bytes(path: Path) -> bytes:
-    """What a file holds.
+    """The content of a file.
 
     Raises:
         DatasetError: it cannot be read.
@@ -178,10 +177,10 @@ def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInput
 
 
 def checked_items(items: Any, source: str) -> list[EvalInputItem]:
-    """What a dataset loader yielded, when it is usable: examples, at least one, no id twice.
+    """The examples that a dataset loader yielded: at least one, with unique ids.
 
     Raises:
-        DatasetError: it is not.
+        DatasetError: there is no example, an id is there twice, or an item is no `EvalInputItem`.
     """
     if not isinstance(items, list) or not all(isinstance(item, EvalInputItem) for item in items):
         raise DatasetError(f"{source}: a dataset loader must yield a list of EvalInputItem")
@@ -196,7 +195,7 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
 
 
 def digest_of(items: Iterable[EvalInputItem]) -> str:
-    """The sha256 of examples in their order; of a value that JSON has no word for only the type counts.
+    """The sha256 of examples in their order; a value that JSON cannot hold counts by its type only.
 
     >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
     >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first asks the run to stop where nothing is lost, the second ends the process at once.
+"""SIGINT and SIGTERM: the first one stops the run where nothing is lost, the second ends the process at once.
 
-A thread hears of them (`signal.set_wakeup_fd`): the main thread may be held by an agent or a tokenizer, and could run
-no handler.
+A thread receives them (`signal.set_wakeup_fd`), because an agent or a tokenizer may hold the main thread, which would
+then run no handler.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Shutdown:
-    """What signals of this process mean, while `main` runs as a task of an event loop.
+    """Handles the signals of this process while a program runs in an event loop.
 
     Attributes:
-        signal: the one that came; None before.
-        resume_command: how to go on with the run; None when there is none.
+        signal: the first signal received; None before.
+        resume_command: the command that resumes the run; None without a run.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Shutdown:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handles signals in the running event loop; without anybody listening they cancel the current task."""
-        if threading.current_thread() is not threading.main_thread():  # which alone may change what signals do
+        """Handle signals in the running event loop; outside `listening` they cancel the current task."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             yield
             return
         global _writer
@@ -67,7 +67,7 @@ class Shutdown:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """An event that a signal sets; inside, that is all that a first signal does."""
+        """An event that the first signal sets inside the block, without further effect."""
         self._listener = asyncio.Event()
         if self.signal is not None:
             self._listener.set()
@@ -77,7 +77,7 @@ class Shutdown:
             self._listener = None
 
     def _hear(self, reader: socket.socket) -> None:
-        """In a thread: every signal comes as a byte."""
+        """Receive signals in a thread: one byte each."""
         while received := reader.recv(64):
             for number in received:
                 if number in SIGNALS:
@@ -100,7 +100,7 @@ class Shutdown:
             self._task.cancel()
 
     def end_within(self, seconds: float) -> None:
-        """Ends the process by then, whatever still holds it up; what had to be saved has been."""
+        """End the process after so many seconds, even if something still holds it; the run is saved by then."""
 
         def end() -> None:
             os.write(2, f"jaxft: {self.message}\n".encode())
@@ -112,36 +112,38 @@ class Shutdown:
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal, as a shell would say it."""
+        """128 plus the signal, as in a shell."""
         assert self.signal is not None
         return 128 + self.signal
 
     @property
     def message(self) -> str:
-        """What happened, and how to go on."""
+        """The signal in words, and the command to resume."""
         assert self.signal is not None
         command = "" if self.resume_command is None else f"; go on with:\n  {self.resume_command}"
         return f"{WORDS[self.signal]}{command}"
 
 
 _writer: socket.socket | None = None
-"""The end of the socket that the interpreter writes the numbers of signals to, while a `Shutdown` is installed."""
+"""The socket that the interpreter writes signal numbers to while a `Shutdown` is installed."""
 
 
 def _pass_on(number: int, frame: object) -> None:
-    """Sends the signal to the listening thread where the interpreter did not: `loop.add_signal_handler`, called by an
-    agent or a library, makes it write to another descriptor."""
+    """Send a signal to the thread if the interpreter did not.
+
+    `loop.add_signal_handler`, called by an agent or a library, makes the interpreter write to another descriptor.
+    """
     if _writer is None:
         return
     current = signal.set_wakeup_fd(_writer.fileno(), warn_on_full_buffer=False)
     if current != _writer.fileno():
         signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):  # it is full of signals already
+        with contextlib.suppress(BlockingIOError):  # full of signals already
             _writer.send(bytes([number]))
 
 
 def _tell(sentence: str) -> None:
-    """Prints in a thread of its own: standard error may be a pipe that nobody reads."""
+    """Print in a thread of its own: standard error may be a pipe that nobody reads."""
 
     def tell() -> None:
         print(f"jaxft: {sentence}", file=sys.stderr, flush=True)
@@ -152,7 +154,7 @@ def _tell(sentence: str) -> None:
 
 
 def _forget_signals() -> None:
-    """In a forked process: a pool of an agent ends its workers by SIGTERM, which is none of this one's."""
+    """Reset the handlers in a forked process: an agent's process pool ends its workers by SIGTERM."""
     for number in SIGNALS:
         if signal.getsignal(number) is _pass_on:
             signal.signal(number, signal.SIG_DFL)
@@ -165,5 +167,5 @@ _shutdown: ContextVar[Shutdown | None] = ContextVar("jaxft_shutdown", default=No
 
 
 def current_shutdown() -> Shutdown | None:
-    """That of the program that runs; None where somebody else handles signals."""
+    """The shutdown of the running program; None if something else handles signals."""
     return _shutdown.get()

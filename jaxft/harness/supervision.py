@@ -1,7 +1,7 @@
-"""User code that an evaluation runs: under a deadline, in a thread where it cannot await, and watched where it can.
+"""Supervision of user code in an evaluation: deadlines, threads for blocking code, and a watchdog of the event loop.
 
 An episode that does not end when it is cancelled is abandoned: the run goes on without it. Only code that awaits can be
-cancelled, and only where it does; a thread cannot be, but what it asks a language model is not answered any more.
+cancelled, and only where it awaits; a thread cannot be cancelled, but its later model calls fail.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.recorder import Episode, episode_of, find_episode
 
 GRACE_SECONDS = 5.0
-"""Cancelled code may clean up for so long before it is abandoned."""
+"""Time that cancelled code has to clean up before it is abandoned."""
 BLOCKED_SECONDS = 5.0
-"""The event loop may be held for so long before a message names who holds it."""
+"""Time that code may hold the event loop before a message names it."""
 BEAT_SECONDS = 1.0
-"""The event loop is asked for a sign of life once in so long."""
+"""Interval at which the watchdog asks the event loop for a sign of life."""
 
 _LIBRARIES = (
     *{f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -42,7 +42,7 @@ _LIBRARIES = (
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine at once, so that it need not run in a thread.
+    """True if a call returns a coroutine at once, so that it need not run in a thread.
 
     >>> async def answer(): ...
     >>> is_async(answer), is_async(len)
@@ -53,7 +53,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass
 class _Block:
-    """A time in which the event loop was held: by whom, where in the code, until when (`time.monotonic`)."""
+    """A time in which code held the event loop: its name, its place, and the end (`time.monotonic`)."""
 
     name: str
     where: str
@@ -64,7 +64,7 @@ class Supervisor:
     """Runs the user code of one evaluation.
 
     Attributes:
-        num_abandoned: what did not end when it was cancelled, so far.
+        num_abandoned: number of calls so far that did not end when cancelled.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Supervisor:
         grace_seconds: float = GRACE_SECONDS,
         blocked_seconds: float = BLOCKED_SECONDS,
     ) -> None:
-        """`log` shows a sentence; it is called from any thread."""
+        """`log` shows a line of text; it is called from any thread."""
         self.num_abandoned = 0
         self._log = log
         self._grace_seconds = grace_seconds
@@ -95,19 +95,19 @@ class Supervisor:
         seconds: float | None,
         late: str,
     ) -> Any:
-        """The result of `function(argument)`, awaited where it can be. A later result, or a later error, is dropped.
+        """The result of `function(argument)`, awaited if it is awaitable; one that comes after the deadline is dropped.
 
         Args:
             function: user code.
-            argument: what it is given.
-            name: of this call, for messages.
-            run_in_thread: whether the function runs in a thread of its own, and not on the event loop.
-            seconds: how long it may take; None for ever.
-            late: how the message begins when it takes longer.
+            argument: its argument.
+            name: name of this call in messages.
+            run_in_thread: run it in a thread of its own instead of on the event loop.
+            seconds: time limit; None: none.
+            late: first words of the message if it takes longer.
 
         Raises:
-            UserCodeError: it raised something.
-            TimeoutError: it took longer.
+            UserCodeError: it raised an exception.
+            TimeoutError: it took longer than `seconds`.
         """
         task = asyncio.create_task(self._call(function, argument, name, run_in_thread), name=name)
         started = time.monotonic()
@@ -127,7 +127,7 @@ class Supervisor:
         if error is not None:  # GeneratorExit is the one that passes `user_code`
             raise error if isinstance(error, UserCodeError) else UserCodeError(error)
         given, ended = task.result()
-        if seconds is not None and ended - started > seconds:  # a deadline that nobody could keep
+        if seconds is not None and ended - started > seconds:  # the event loop was held past the deadline
             blame = self._blame(started) or "; the event loop was blocked meanwhile, by it or by another episode"
             raise TimeoutError(f"{late} within {seconds:g} s{blame}")
         return given
@@ -135,7 +135,7 @@ class Supervisor:
     async def _call(
         self, function: Callable[[Any], Any], argument: Any, name: str, run_in_thread: bool
     ) -> tuple[Any, float]:
-        """The function's result, and the `time.monotonic` at which it was there."""
+        """The function's result, and the `time.monotonic` of its end."""
         try:
             with user_code(), _own_cancellation():
                 given = await self._in_thread(function, argument, name) if run_in_thread else function(argument)
@@ -149,12 +149,12 @@ class Supervisor:
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any, name: str) -> Any:
         """The result of a blocking function, from a thread of its own that sees the caller's context variables.
 
-        It is a daemon: one that hangs does not keep the process from ending, as a thread of an executor would.
+        The thread is a daemon: if it hangs, it does not keep the process alive, as a thread of an executor would.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Any, UserCodeError | None]] = loop.create_future()
 
-        def settle(value: Any, error: UserCodeError | None) -> None:
+        def answer_with(value: Any, error: UserCodeError | None) -> None:
             if not answer.done():
                 answer.set_result((value, error))
             elif inspect.iscoroutine(value):
@@ -164,10 +164,10 @@ class Supervisor:
             value, error = None, None
             try:
                 value = function(argument)
-            except BaseException as raised:  # in a thread even Ctrl-C can only be of the function's making
+            except BaseException as raised:  # in a thread even KeyboardInterrupt comes from the function
                 error = UserCodeError(raised)
             with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
-                loop.call_soon_threadsafe(settle, value, error)
+                loop.call_soon_threadsafe(answer_with, value, error)
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=True)
         thread.start()
@@ -187,7 +187,7 @@ class Supervisor:
         return value
 
     async def _end(self, task: "asyncio.Task[Any]") -> None:
-        """Cancels a task, once, and waits for its end; abandons it where that takes too long."""
+        """Cancel a task, once, and wait for its end; abandon it if that takes too long."""
         if task.done():
             return
         task.cancel()
@@ -199,9 +199,10 @@ class Supervisor:
 
     def _abandon(self, task: "asyncio.Task[Any]") -> None:
         asyncio.tasks._unregister_task(task)  # the event loop would wait for it when it closes
-        # It is never destroyed, as that would throw GeneratorExit into code which may swallow this, too, and go on.
+        # Never destroyed: that would throw GeneratorExit into its code, which may swallow that, too, and go on.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody has to ask for it
+        # Retrieved, or asyncio would complain of its error.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._count_abandoned(self._names[task], place_of(_frames_of(task)))
 
     def _count_abandoned(self, name: str, where: str | None) -> None:
@@ -213,13 +214,13 @@ class Supervisor:
         )
 
     def _blame(self, started: float) -> str:
-        """The end of a time-out's message, which names the code that held the event loop meanwhile; or nothing."""
+        """End of a time-out's message that names the code that held the event loop meanwhile; may be empty."""
         if self._block is None or self._block.until < started:
             return ""
         return f"; {self._block.name} blocked the event loop meanwhile, at {self._block.where}"
 
     def _watch(self) -> None:
-        """Starts the watchdog of this event loop unless it runs."""
+        """Start the watchdog of this event loop unless it runs."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._watched is loop:
@@ -229,7 +230,7 @@ class Supervisor:
         threading.Thread(target=self._watchdog, args=arguments, name="watchdog", daemon=True).start()
 
     def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """Asks the event loop for signs of life while user code runs, and says who holds it when there is none."""
+        """Ask the event loop for signs of life while user code runs, and log the code that holds it."""
         while True:
             beat = threading.Event()
             with self._lock:
@@ -249,12 +250,12 @@ class Supervisor:
             time.sleep(min(BEAT_SECONDS, self._blocked_seconds))
 
     def _tell(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """Says who holds the event loop, once for each, and remembers it."""
+        """Record the code that holds the event loop, and log it once for each name."""
         task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
         if task is None or frame is None:
             return
         name, where = self._name_of(task), place_of(traceback.walk_stack(frame))
-        if where is None and task not in self._names:  # work of jaxft itself, such as tokenising
+        if where is None and task not in self._names:  # jaxft itself, such as tokenising
             return
         where = where or "a place in a library"
         self._block = _Block(name, where)
@@ -270,7 +271,7 @@ class Supervisor:
     def _name_of(self, task: "asyncio.Task[Any]") -> str:
         if task in self._names:
             return self._names[task]
-        if sys.version_info >= (3, 12):  # a task that an agent started shows whose it is
+        if sys.version_info >= (3, 12):  # the context of a task tells its episode
             episode = episode_of(task.get_context())
             if episode is not None:
                 return named(episode)
@@ -278,13 +279,15 @@ class Supervisor:
 
 
 def named(episode: Episode) -> str:
-    """An episode, for messages."""
+    """Name of an episode in messages."""
     return f"episode {episode.id}"
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
-    """File, line and function of the innermost code of the user's among frames, which are given from the innermost on;
-    None when there is none before the event loop's own."""
+    """File, line and function of the innermost user code in `frames`, which begin with the innermost.
+
+    None if the event loop's own frame comes first.
+    """
     for frame, line in frames:
         code = frame.f_code
         if code.co_qualname == "Handle._run":
@@ -297,7 +300,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
-    """Where a task that waits does so, from the innermost frame on."""
+    """Frames of a waiting task, the innermost first."""
     frames: list[tuple[FrameType, int]] = []
     waiting: Any = task.get_coro()
     while inspect.iscoroutine(waiting):
@@ -309,7 +312,7 @@ def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
 
 @contextlib.contextmanager
 def _own_cancellation() -> Iterator[None]:
-    """Makes a cancellation that nobody asked of this task an error of the user's code, and not the end of the run."""
+    """Raise RuntimeError for a cancellation that this task was not asked for: a fault of the user's code."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -320,7 +323,7 @@ def _own_cancellation() -> Iterator[None]:
 
 
 def _where_it_was(task: "asyncio.Task[Any]") -> BaseException | None:
-    """The error of a cancelled task; its traceback shows where the task was waiting."""
+    """The error of a cancelled task, whose traceback shows where it was waiting."""
     try:
         if task.done():
             task.result()

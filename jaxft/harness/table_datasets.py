@@ -1,6 +1,6 @@
 """Examples from tables: `csv` (a header, then a row per example; every value is a text) and `parquet` (typed columns).
 
-Faults have file:line as those of JSONL do, with the line a row begins on; in a parquet file it is file:row N, from 1.
+Faults begin with file:line, the line on which the row begins; in a parquet file with file:row N, from 1.
 """
 
 import csv
@@ -29,7 +29,7 @@ class CsvDatasetConfig(FileDatasetConfig, name="csv"):
     """Rows of texts under a header with the columns' names; CSV knows no types, so `1` and `true` are texts too."""
 
     delimiter: Annotated[str, AfterValidator(_delimiter)] = Field(
-        default=",", description='One character between the fields; a tab is "\\t". Every value stays a text.'
+        default=",", description='The character between two fields; a tab is "\\t".'
     )
 
 
@@ -79,11 +79,11 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Every row that is not blank, with the number of the line it begins on."""
+    """Every row that is not blank, with the number of its first line."""
     lines = list(decoded_lines(path))
     reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, strict=True)
     while (start := reader.line_num) < len(lines):
-        # The csv module's limit on the length of a field (131072 by default) belongs to the whole process.
+        # The csv module's limit on the length of a field (131072 by default) is global.
         limit = csv.field_size_limit(2**31 - 1)
         try:
             fields = next(reader)
@@ -139,7 +139,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 Convert = Callable[[Any], Any]
-"""From a value as pyarrow gives it to one that JSON has."""
+"""Function from a value of pyarrow to one that JSON can hold."""
 
 
 def _converted(convert: Convert, scalar: Any, name: str, place: str) -> Any:
@@ -161,7 +161,7 @@ def _converters(fields: list[tuple[str, Any]], types: Any, place: str) -> dict[s
 
 
 def _converter(kind: Any, types: Any, place: str) -> Convert:
-    """What makes values of a type plain; the type is that of the column, or of what is inside its values."""
+    """The converter for values of an arrow type, that of a column or of the values inside it."""
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if _is(kind, types.is_null, types.is_boolean, types.is_integer, *texts):
