@@ -88,16 +88,18 @@ def make_parser() -> argparse.ArgumentParser:
     log_arguments(continuing)
     continuing.set_defaults(resume=True, overwrite=False)
 
-    judging = verbs.add_parser("eval", help="run the agent over a dataset and score it")
-    judging.reads_configuration = True
-    run_arguments(EVAL, parser=judging)
-    judging.add_argument(
+    evaluating = verbs.add_parser("eval", help="run the agent over a dataset and score it")
+    evaluating.reads_configuration = True
+    run_arguments(EVAL, parser=evaluating)
+    evaluating.add_argument(
         "--temperature",
         type=_temperature,
         default=0.0,
         help="of every model call; 'own': each call keeps its own (default: 0, greedy)",
     )
-    judging.add_argument("--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)")
+    evaluating.add_argument(
+        "--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)"
+    )
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")

@@ -4,7 +4,7 @@ Factories receive the `ComponentBuilder` and ask it for other components by thei
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -90,7 +90,7 @@ class ComponentBuilder:
         """The language model `llms.<name>`."""
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name)
-        return await self._get("llms", name, self.config.llms, LLMConfig, object)
+        return await self._get("llms", name, LLMConfig, object)
 
     async def get_workflow(self) -> Workflow:
         """The agent."""
@@ -99,7 +99,7 @@ class ComponentBuilder:
 
     async def get_evaluator(self, name: str) -> Evaluator:
         """The evaluator `eval.evaluators.<name>`."""
-        evaluator = await self._get(SECTION, name, self.config.eval.evaluators, EvaluatorConfig, object)
+        evaluator = await self._get(SECTION, name, EvaluatorConfig, object)
         return _callable(f"{SECTION}.{name}", evaluator)
 
     async def get_dataset(self) -> list[EvalInputItem]:
@@ -116,8 +116,7 @@ class ComponentBuilder:
 
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
         """The builder `trajectory_builders.<name>`, with the evaluation and the examples bound to it."""
-        configs = self.config.trajectory_builders
-        made = await self._get("trajectory_builders", name, configs, TrajectoryBuilderConfig, TrajectoryBuilder)
+        made = await self._get("trajectory_builders", name, TrajectoryBuilderConfig, TrajectoryBuilder)
         if made.evaluation is None:
             await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
             validation = await self.get_validation()
@@ -127,12 +126,11 @@ class ComponentBuilder:
 
     async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
         """The adapter `trainer_adapters.<name>`."""
-        configs = self.config.trainer_adapters
-        return await self._get("trainer_adapters", name, configs, TrainerAdapterConfig, TrainerAdapter)
+        return await self._get("trainer_adapters", name, TrainerAdapterConfig, TrainerAdapter)
 
     async def get_trainer(self, name: str) -> Trainer:
         """The trainer `trainers.<name>`."""
-        return await self._get("trainers", name, self.config.trainers, TrainerConfig, Trainer)
+        return await self._get("trainers", name, TrainerConfig, Trainer)
 
     async def get_validation(self) -> Validation | None:
         """The validation of `eval.validation`; None without that section."""
@@ -200,15 +198,9 @@ class ComponentBuilder:
             )
         return evaluators
 
-    async def _get(
-        self,
-        section: str,
-        name: str,
-        configs: Mapping[str, ComponentConfig],
-        base: type[ComponentConfig],
-        kind: type,
-    ) -> Any:
+    async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
         """The entry `name` of a section, whose factory must yield an instance of `kind`."""
+        configs = {**dict(self.config), SECTION: self.config.eval.evaluators}[section]
         if name not in configs:
             raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
         made = await self._once(f"{section}.{name}", configs[name], base)

@@ -188,12 +188,10 @@ class Config(ConfigModel):
     workflow: AnyWorkflow = Field(description="The agent: a function from an example to an output.")
     eval: EvalConfig
     trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(
-        default={}, description="Builders of trajectories from episodes, by name."
+        default={}, description="Trajectory builders, by name."
     )
-    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(
-        default={}, description="Adapters that update the weights from trajectories, by name."
-    )
-    trainers: dict[str, AnyTrainer] = Field(default={}, description="Training loops, by name.")
+    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(default={}, description="Trainer adapters, by name.")
+    trainers: dict[str, AnyTrainer] = Field(default={}, description="Trainers, by name.")
     finetuning: FinetuneConfig = FinetuneConfig()
 
 

@@ -220,11 +220,9 @@ class CurriculumLearningConfig(ConfigModel):
 
     enabled: bool = Field(default=False, description="Train only selected groups; false: all of them.")
     initial_percentile: float = Field(
-        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups that the first epochs train."
+        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups trained at first."
     )
-    increment_percentile: float = Field(
-        default=0.2, gt=0.0, le=1.0, description="Fraction of the groups that each expansion adds."
-    )
+    increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0, description="Fraction added by each expansion.")
     expansion_interval: int = Field(default=5, ge=1, description="Epochs between two expansions.")
     min_reward_diff: float = Field(
         default=0.1,
@@ -281,19 +279,15 @@ class FinetuneConfig(ConfigModel):
     """The section `finetuning`: the components of the run, its length, its seed and its directory."""
 
     enabled: bool = Field(default=False, description="Allow `jaxft finetune` to train.")
-    trainer: TrainerRef | None = Field(
-        default=None, description="The training loop: an entry of trainers; null only where enabled is false."
-    )
+    trainer: TrainerRef | None = Field(default=None, description="An entry of trainers; null only if not enabled.")
     trajectory_builder: TrajectoryBuilderRef | None = Field(
-        default=None,
-        description="The builder of trajectories: an entry of trajectory_builders; null only where enabled is false.",
+        default=None, description="An entry of trajectory_builders; null only if not enabled."
     )
     trainer_adapter: TrainerAdapterRef | None = Field(
-        default=None,
-        description="The updater of the weights: an entry of trainer_adapters; null only where enabled is false.",
+        default=None, description="An entry of trainer_adapters; null only if not enabled."
     )
     reward_function: RewardFunctionConfig | None = Field(
-        default=None, description="The source of the rewards; null: episodes get none, and enabled must be false."
+        default=None, description="The evaluator whose score is the reward; null only if not enabled."
     )
     num_epochs: int = Field(
         default=1, ge=1, description="Number of epochs: passes over the dataset, each followed by its updates."

@@ -265,7 +265,8 @@ def _skip_space(text: str, start: int) -> int:
     return start
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict; ValueError if a key is there twice."""
     fields: dict[str, Any] = {}
     for key, value in pairs:
         if key in fields:
@@ -274,11 +275,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _finite(text: str) -> float:
-    number = float(text)
+def finite_number(value: Any) -> float:
+    """The value as a float; ValueError if it is not finite."""
+    number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number: JSON has no NaN and no infinity")
+        raise ValueError(f"{value} is not a finite number: JSON has no NaN and no infinity")
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_float=finite_number, parse_constant=finite_number)

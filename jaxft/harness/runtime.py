@@ -134,18 +134,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         arguments: by default those of the process.
     """
     parsed = parser.parse_args(arguments)
-    run = FinetuneRunConfig(
-        config_file=parsed.config_file,
-        override=tuple((path, value) for path, value in parsed.override),
-        overwrite=parsed.overwrite,
-        resume=parsed.resume,
-        dataset=parsed.dataset,
-        result_json_path=parsed.result_json_path,
-        validation_dataset=parsed.validation_dataset,
-        validation_interval=parsed.validation_interval,
-        validation_config_file=parsed.validation_config_file,
-        strict_compile=parsed.strict_compile,
-    )
+    run = FinetuneRunConfig.model_validate({name: vars(parsed)[name] for name in FinetuneRunConfig.model_fields})
 
     async def load_and_run() -> None:
         config = config_of(run)

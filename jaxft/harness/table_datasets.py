@@ -5,7 +5,6 @@ Faults begin with file:line, the line on which the row begins; in a parquet file
 
 import csv
 import importlib
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,15 @@ from pydantic import AfterValidator, Field
 from jaxft.errors import DatasetError, one_line
 from jaxft.harness.config_types import config_error
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.datasets import FileDatasetConfig, Row, decoded_lines, file_bytes, file_items
+from jaxft.harness.datasets import (
+    FileDatasetConfig,
+    Row,
+    decoded_lines,
+    file_bytes,
+    file_items,
+    finite_number,
+    unique_keys,
+)
 from jaxft.harness.registry import register_dataset_loader
 
 
@@ -167,7 +174,7 @@ def _converter(kind: Any, types: Any, place: str) -> Convert:
     if _is(kind, types.is_null, types.is_boolean, types.is_integer, *texts):
         return lambda value: value
     if types.is_floating(kind):
-        return _unless_none(_finite)
+        return _unless_none(finite_number)  # also of numpy's own half precision, which older pyarrow returns
     if types.is_dictionary(kind):
         return _converter(kind.value_type, types, place)
     if _is(kind, *lists):
@@ -179,7 +186,7 @@ def _converter(kind: Any, types: Any, place: str) -> Convert:
         return _unless_none(lambda value: {name: convert(value[name]) for name, convert in members.items()})
     if types.is_map(kind) and _is(kind.key_type, *texts):
         entry = _converter(kind.item_type, types, place)
-        return _unless_none(lambda pairs: _unique([(key, entry(value)) for key, value in pairs]))
+        return _unless_none(lambda pairs: unique_keys([(key, entry(value)) for key, value in pairs]))
     raise DatasetError(f"{place} holds {kind}, which JSON has not: write it as texts or numbers, or leave it out")
 
 
@@ -189,17 +196,3 @@ def _is(kind: Any, *tests: Callable[[Any], bool]) -> bool:
 
 def _unless_none(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
-
-
-def _finite(number: Any) -> float:
-    # Older versions of pyarrow give half precision as numpy's own type.
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is not a finite number: JSON has no NaN and no infinity")
-    return float(number)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a key of the map is there twice")
-    return entries

@@ -1,4 +1,4 @@
-"""The metrics log: reproducible figures apart from wall-clock ones, all of them in TensorBoard too."""
+"""The metrics log: reproducible metrics apart from measured times, all of them in TensorBoard too."""
 
 import json
 import math
