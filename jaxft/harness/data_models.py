@@ -230,9 +230,7 @@ class CurriculumLearningConfig(ConfigModel):
         allow_inf_nan=False,
         description="Least difference between the largest and smallest reward of a group; groups below it are dropped.",
     )
-    sort_ascending: bool = Field(
-        default=False, description="Train hard examples (low mean reward) first; false: easy ones first."
-    )
+    sort_ascending: bool = Field(default=False, description="Hard groups (low mean reward) first; false: easy first.")
     random_subsample: float | None = Field(
         default=None,
         gt=0.0,
@@ -289,12 +287,8 @@ class FinetuneConfig(ConfigModel):
     reward_function: RewardFunctionConfig | None = Field(
         default=None, description="The evaluator whose score is the reward; null only if not enabled."
     )
-    num_epochs: int = Field(
-        default=1, ge=1, description="Number of epochs: passes over the dataset, each followed by its updates."
-    )
-    seed: Seed = Field(
-        default=0, description="Seed of all randomness of the run: sampling, order of the data, new weights."
-    )
+    num_epochs: int = Field(default=1, ge=1, description="Number of epochs: passes over the dataset, with updates.")
+    seed: Seed = Field(default=0, description="Seed of the run: sampling, order of the data, new weights.")
     output_dir: OutputPath = Field(
         default=Path("runs/finetuning"), description="Run directory, relative to the working directory."
     )

@@ -178,7 +178,7 @@ BAD_TEXT = pyarrow.StringArray.from_buffers(
         ({"m": pyarrow.array([[(1, 2)]], pyarrow.map_("int32", "int32"))}, "d: column 'm' holds map<int32, int32"),
         (
             {"m": pyarrow.array([[("a", 2), ("a", 3)]], pyarrow.map_("string", "int32"))},
-            "d:row 1: column 'm': a key of the map is there twice",
+            "d:row 1: column 'm': the key 'a' is there twice",
         ),
         (
             pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"]),
