@@ -63,7 +63,7 @@ def without_clock(outcomes):
 
 @pytest.mark.parametrize("function", [rank, slow_rank])
 @pytest.mark.parametrize("max_concurrency", [1, 64])
-def test_a_group_is_judged_once_in_the_order_of_generation(function, max_concurrency):
+def test_a_group_is_scored_once_in_the_order_of_generation(function, max_concurrency):
     seen = []
 
     def watched(items):
@@ -190,7 +190,7 @@ def test_an_example_that_comes_twice_is_two_groups():
     assert sizes == [3, 3]
 
 
-def test_so_many_groups_at_most_are_judged_at_once():
+def test_at_most_max_concurrency_groups_are_scored_at_once():
     running, most = 0, 0
 
     async def counted(items):

@@ -71,7 +71,7 @@ def listens_to_signals():
     _shutdown.reset(token)
 
 
-def test_what_ends_in_time_gives_its_result_and_nothing_is_said():
+def test_a_call_that_ends_in_time_gives_its_result_without_a_message():
     async def short(argument):
         await asyncio.sleep(0)
         return argument + 1
