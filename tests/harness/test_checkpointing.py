@@ -161,7 +161,7 @@ def stopped(run_file, capsys, epoch=2, number=signal.SIGTERM, **finetuning):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_names_the_command_to_resume(run_file, capsys, number):
+def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
     shown = stopped(run_file, capsys, number=number, checkpoints={"every": 100}).err
     assert f"jaxft: {number.name}: stopping; a second signal ends at once" in shown
     word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]

@@ -361,7 +361,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(directory):
         Checkpoints(directory)
 
 
-def test_a_small_disk_names_path_and_free_bytes(tmp_path):
+def test_so_does_a_small_one(tmp_path):
     with small_disk(tmp_path / "disk", 4_000_000) as is_mounted:
         if not is_mounted:
             pytest.skip("no tmpfs can be mounted here")
