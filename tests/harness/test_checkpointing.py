@@ -321,7 +321,7 @@ def test_what_was_logged_after_the_checkpoint_is_cut_off(run_file, capsys):
     assert epochs_logged() == [0, 1, 2, 3] and not late.exists() and (folder / "mine.jsonl").exists()
 
 
-def test_a_log_that_lost_lines_is_warned_of(run_file, capsys):
+def test_a_log_that_lost_lines_is_said(run_file, capsys):
     stopped(run_file, capsys)
     os.truncate("run/training_metrics.jsonl", 13)
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
@@ -642,7 +642,7 @@ def test_secrets_inside_of_texts_are_asked_for_too(run_file, toy_run, monkeypatc
     assert main(["resume", "run", *options]) == 0
 
 
-def test_other_versions_are_warned_of(run_file, capsys):
+def test_other_versions_are_said(run_file, capsys):
     stopped(run_file, capsys)
     about = json.loads(Path("run/environment.json").read_text())
     about["versions"]["optax"] = "0.0.1"
