@@ -26,6 +26,7 @@ from jaxft.core.reductions import token_mean
 
 FOLDER = Path("runs/ablations")
 NUM_GENERATIONS, MAX_NEW_TOKENS, UPDATES, BETA = 16, 12, 80, 0.5
+DAPO = partial(jaxft.policy_loss, loss="dapo")
 
 
 def share_of_digits(text: str, has_ended: bool) -> float:
@@ -40,7 +41,7 @@ def ends_with_digits(text: str, has_ended: bool) -> float:
 
 def k1_in_the_loss(model: Any, params: Any, batch: Any, denominators: Any) -> Any:
     """dapo with `beta (logprobs - ref_logprobs)` per token: the mistake."""
-    loss, metrics = jaxft.grpo_loss(model, params, batch, denominators, loss="dapo")
+    loss, metrics = jaxft.grpo_loss(model, params, batch, denominators, loss=DAPO)
     scored = jaxft.score_batch(model, params, batch)
     k1 = token_mean(scored.logprobs - batch.ref_logprobs, batch.completion_mask, denominators)
     return loss + BETA * k1, metrics
@@ -59,6 +60,7 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
     optimizer = optax.adam(3e-3)
     reference, state = jax.tree.map(jnp.copy, params), jaxft.init_train_state(params, optimizer)
     update = jaxft.make_update(model, loss_fn, optimizer, max_grad_norm=1.0)
+    score = jax.jit(jaxft.score_batch, static_argnums=0)
     history = []
     for key in jax.random.split(jax.random.key(1), UPDATES):
         rollout = jaxft.generate(
@@ -80,7 +82,7 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
         batch = jaxft.Batch(
             rollout.tokens, jnp.array(trained), jaxft.group_advantages(rewards, group_ids).astype(np.float32)
         )
-        ref_logprobs = jaxft.score_in_microbatches(model, reference, batch, len(tokens)).logprobs
+        ref_logprobs = score(model, reference, batch).logprobs
         divergence = (np.asarray(rollout.sampler_logprobs) - np.asarray(ref_logprobs))[mask].mean()
         history.append((rewards.mean(), 1 - ended.mean(), divergence))
         state, _ = update(state, batch._replace(ref_logprobs=ref_logprobs))
@@ -90,8 +92,8 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
 
 def main() -> None:
     """Runs both, prints a table."""
-    dapo = partial(jaxft.grpo_loss, loss="dapo")
-    held = partial(jaxft.grpo_loss, loss="dapo", beta=BETA)
+    dapo = partial(jaxft.grpo_loss, loss=DAPO)
+    held = partial(jaxft.grpo_loss, loss=partial(DAPO, beta=BETA))
     results = {
         "stop token trained": train(ends_with_digits, dapo),
         "stop token masked": train(ends_with_digits, dapo, is_stop_trained=False),

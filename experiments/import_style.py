@@ -36,7 +36,9 @@ def main() -> float:
 
     optimizer = optax.adam(3e-3)
     state = jaxft.init_train_state(params, optimizer)
-    update = jaxft.make_update(model, partial(jaxft.grpo_loss, loss="dapo"), optimizer, max_grad_norm=1.0)
+    update = jaxft.make_update(
+        model, partial(jaxft.grpo_loss, loss=partial(jaxft.policy_loss, loss="dapo")), optimizer, max_grad_norm=1.0
+    )
     mean_reward = 0.0
     for step, key in enumerate(jax.random.split(jax.random.key(1), UPDATES)):
         rollout = jaxft.generate(

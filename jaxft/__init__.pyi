@@ -40,7 +40,6 @@ from .core.objectives import (
     grpo_loss as grpo_loss,
     ppo_loss as ppo_loss,
     score_batch as score_batch,
-    score_in_microbatches as score_in_microbatches,
     sft_loss as sft_loss,
 )
 from .core.packing import (

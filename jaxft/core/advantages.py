@@ -1,4 +1,4 @@
-"""From rewards to advantages: baselines of groups, discounted returns, GAE, and the penalty on length."""
+"""Advantages from rewards: group baselines, discounted returns, GAE, and the penalty on length."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -57,7 +57,7 @@ def _groups(rewards: Rewards, group_ids: GroupIds) -> _Groups:
 
 
 def _of_group(xp: ModuleType, x: Any, index: Any, reduction: Literal["sum", "max"]) -> Any:
-    """For each trajectory, the sum or the maximum over its group."""
+    """The sum or the maximum over the group of each trajectory."""
     size = len(x)
     if xp is jnp:
         reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
@@ -141,7 +141,7 @@ def estimate_advantages(
 
 
 def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> Rewards:
-    """Several rewards of each trajectory as one; NaN, and so unscorable, where one of them is not finite.
+    """The weighted sum of each trajectory's rewards; NaN, and so unscorable, where one of them is not finite.
 
     >>> print(weighted_sum([[1.0, 0.5], [0.0, float("nan")]], [1.0, 2.0]))
     [ 2. nan]
@@ -247,7 +247,7 @@ def outcome_rewards(rewards: PerRow, completion_mask: Mask) -> PerToken:
 
 
 def reward_to_go(token_rewards: GivenPerToken, completion_mask: Mask, *, gamma: float = 1.0) -> PerToken:
-    """`G_t = r_t + gamma G_{t+1}`: what a token earned from itself on (REINFORCE++, arXiv 2501.03262).
+    """`G_t = r_t + gamma G_{t+1}`: the discounted rewards from a token on (REINFORCE++, arXiv 2501.03262).
 
     A reward on an untrained token belongs to the last trained token before it.
 
@@ -283,13 +283,13 @@ def gae(
 ) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) and its returns `A + V`.
 
-    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`; both are 0 behind the last trained
-    token, save for what `bootstrap_values` says.
+    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`; behind the last trained token `A` is
+    0 and `V` is that of `bootstrap_values`.
 
     Args:
         values: `values[b, t]` is the value of the context that token t was chosen in, `tokens[b, :t]`.
-        bootstrap_values: the value of all tokens of a row, for one that a length limit cut: it stands behind the last
-            trained token. 0 for one that ended by itself. None: 0 for all of them.
+        bootstrap_values: the value behind the last trained token of each row: that of the whole row if a length limit
+            cut it, 0 if it ended by itself. None: 0 for all rows.
 
     Raises:
         ValueError: shapes that differ.

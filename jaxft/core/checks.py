@@ -1,4 +1,4 @@
-"""Checks at the door of the core: arrays of the right shape and type, batches without contradictions."""
+"""Checks of arguments: shapes and types of arrays, and batches that can be trained on."""
 
 from functools import partial
 from types import ModuleType
@@ -36,7 +36,7 @@ def as_floats(xp: ModuleType, *arrays: Any) -> list[Any]:
 
 
 def check_shapes(axes: str, **arrays: Any) -> None:
-    """Nothing, if the arrays that are not None have one shape, with as many axes as `axes` names.
+    """Raise unless all arrays that are given share one shape of rank `len(axes.split())`.
 
     Raises:
         ValueError: names the first array that does not fit, its shape, and what was wanted.
@@ -121,7 +121,7 @@ def as_batch(batch: Batch) -> Batch:
 
 
 def check_batch_shapes(batch: Batch) -> None:
-    """Nothing, if every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
+    """Raise unless every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
 
     Raises:
         ValueError: names the field.
@@ -194,10 +194,10 @@ NEAR_WHOLE = 1e-3
 
 
 def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
-    """Nothing, if the batch can be trained on.
+    """Raise unless the batch can be trained on.
 
     Args:
-        vocabulary: tokens are to be below it, when given.
+        vocabulary: tokens must be below it; None to leave them unchecked.
 
     Raises:
         ValueError: shapes that differ; no trained token; a trained first token, which nothing predicts; tokens outside

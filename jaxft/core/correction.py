@@ -1,4 +1,4 @@
-"""When the sampler's probabilities are not the trainer's: importance weights for the policy term, and their figures.
+"""Importance weights for a sampler whose probabilities are not the trainer's, and metrics of how far they differ.
 
 Off by default: in jaxft the sampler is the trainer's own forward function and the difference is rounding. Another
 sampler, a lower precision or a filter (top-k, top-p, min-p) makes `d = old_logprobs - behavior_logprobs` count. The
@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.checks import check_shapes
 from jaxft.core.losses import MAX_LOG_RATIO
-from jaxft.core.reductions import aggregate, row_sums, token_mean
+from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
 from jaxft.core.types import Denominators
 
 Kind = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"]
 
 
 class Correction(NamedTuple):
-    """Weights of the policy term, detached, and the share of trained tokens whose ratio was out of bounds."""
+    """Weights of the policy term, detached, and the fraction of trained tokens whose ratio was out of bounds."""
 
     weights: Float[Array, "B T"]
     out_of_bounds_fraction: Float[Array, ""]
@@ -31,14 +31,14 @@ def sampler_correction(
     old_logprobs: Float[Array, "B T"],
     behavior_logprobs: Float[Array, "B T"],
     completion_mask: Bool[Array, "B T"],
-    denominators: Denominators,
-    kind: str,
+    denominators: Denominators | None = None,
     *,
+    kind: str,
     low: float = 0.5,
     high: float = 2.0,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Correction:
-    """Weights `[B T]` for the policy term; truncated importance sampling (arXiv 1802.01561) and its relatives.
+    """Weights `[B T]` of the policy term: truncated importance sampling (arXiv 1802.01561) and its relatives.
 
     With `w = e^d` per token, `e^(sum d)` per row, or `e^(mean d)` per row:
 
@@ -46,13 +46,23 @@ def sampler_correction(
     * `token_mask`, `sequence_mask`: `w` where `low <= w <= high`, else 0.
     * `sequence_geometric_mask`: 1 where `low <= e^(mean d) <= high`, else 0.
 
+    Args:
+        old_logprobs: of the trainer.
+        behavior_logprobs: of the distribution that the tokens were drawn from.
+        completion_mask: True where the policy chose the token.
+        denominators: of the whole batch, when these rows are a part of it.
+        kind: one of the names above.
+        low: smallest ratio that a mask keeps, at most 1.
+        high: largest weight, or largest ratio that a mask keeps, at least 1.
+        segment_ids: which of several packed sequences a token belongs to.
+
     Raises:
         ValueError: an unknown kind, bounds that are not `0 < low <= 1 <= high`, or shapes that differ.
 
     >>> old, drawn = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.1]]))  # ratios 3 and 1
     >>> mask = jnp.array([[True, True]])
     >>> for kind in ("token_truncate", "token_mask", "sequence_geometric_mask"):  # geometric mean 1.73
-    ...     print(sampler_correction(old, drawn, mask, Denominators(1.0, 2.0), kind).weights.round(3))
+    ...     print(sampler_correction(old, drawn, mask, kind=kind).weights.round(3))
     [[2. 1.]]
     [[0. 1.]]
     [[1. 1.]]
@@ -83,6 +93,7 @@ def sampler_correction(
         inside = jnp.where(outside, 0.0, log_weight)
         weights = jnp.where(outside, 0.0, 1.0 if kind == "sequence_geometric_mask" else jnp.exp(inside))
     weights = jax.lax.stop_gradient(jnp.broadcast_to(weights, completion_mask.shape))
+    denominators = count_tokens(completion_mask, segment_ids) if denominators is None else denominators
     return Correction(weights, token_mean(outside, completion_mask, denominators))
 
 
@@ -95,18 +106,18 @@ def sampler_agreement(
     max_mean_diff: float | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """How far the trainer's log-probabilities are from those recorded while sampling (`d = old - sampler`), in nats.
+    """Metrics of how far the trainer's log-probabilities are from those recorded while sampling, in nats.
 
-    `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`. With `max_mean_diff`, rows
-    whose mean `|d|` is larger (they were sampled by another policy, or recorded wrongly) have the share
-    `sampler_disagreement_fraction`; a row of which nothing finite can be said is one of them.
+    With `d = old - sampler`, `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`.
+    With `max_mean_diff`, `sampler_disagreement_fraction` counts the rows whose mean `|d|` is larger, which another
+    policy sampled or which were recorded wrongly, and rows with numbers that are not finite.
 
     Raises:
         ValueError: shapes that differ.
 
     >>> lp, mask = jnp.log(jnp.array([[0.5, 0.5]])), jnp.array([[True, False]])
-    >>> figures = sampler_agreement(lp, lp - 0.1, mask, Denominators(1.0, 1.0))
-    >>> print(f"{figures['sampler_logprob_diff_max']:.3f}")
+    >>> metrics = sampler_agreement(lp, lp - 0.1, mask, Denominators(1.0, 1.0))
+    >>> print(f"{metrics['sampler_logprob_diff_max']:.3f}")
     0.100
     """
     check_shapes(
@@ -119,16 +130,16 @@ def sampler_agreement(
     difference = jnp.where(completion_mask, old_logprobs - sampler_logprobs, 0.0)
     clamped = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = jnp.exp(clamped)
-    figures = {}
+    metrics = {}
     if max_mean_diff is not None:
         lengths = jnp.maximum(row_sums(completion_mask.astype(difference.dtype), segment_ids), 1)
         is_near = row_sums(jnp.abs(difference), segment_ids) / lengths <= max_mean_diff
         is_far = (~is_near).astype(difference.dtype)
-        of_rows = denominators._replace(trajectories=denominators.rows)  # foreign is a sequence, not its trajectory
-        figures["sampler_disagreement_fraction"] = aggregate(
+        of_rows = denominators._replace(trajectories=denominators.rows)  # a sequence disagrees, not its trajectory
+        metrics["sampler_disagreement_fraction"] = aggregate(
             is_far, completion_mask, of_rows, "seq_mean_token_mean", segment_ids=segment_ids
         )
-    return figures | {
+    return metrics | {
         "sampler_logprob_diff_mean": token_mean(jnp.abs(difference), completion_mask, denominators),
         "sampler_logprob_diff_max": jnp.max(jnp.abs(difference), initial=0.0),
         "sampler_kl": token_mean(jnp.expm1(clamped) - difference, completion_mask, denominators),

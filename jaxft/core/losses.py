@@ -21,7 +21,7 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class Preset(NamedTuple):
-    """One published algorithm: what `policy_loss` takes for each knob that is left at None."""
+    """A published algorithm: the values that `policy_loss` takes for options that are left at None."""
 
     surrogate: Surrogate
     aggregation: Aggregation
@@ -63,7 +63,7 @@ def policy_loss(
     trajectory_tokens: Float[Array, "B T"] | None = None,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of a batch and its metrics; `loss` names a row of `PRESETS`, the other knobs override that row.
+    """The loss of a batch and its metrics; `loss` names a row of `PRESETS`, the other options override that row.
 
     Averaged over: the trajectories' token means (grpo, gspo), all trained tokens (dapo, cispo, ppo, reinforce), or
     trajectories times `max_completion_tokens` (dr_grpo); those without a trained token are in no denominator.
@@ -94,7 +94,7 @@ def policy_loss(
         The scalar loss, and scalars that are means over all trained tokens, or maxima where the name ends in `_max`.
 
     Raises:
-        ValueError: an unknown name, shapes that disagree, a knob the loss cannot take, or a missing input; says which.
+        ValueError: an unknown name, shapes that disagree, an option the loss cannot take, or a missing input.
 
     >>> lp = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.5]]))
     >>> old = jnp.log(jnp.array([[0.4, 0.5], [0.5, 0.5]]))  # ratios 1.25, 1 / 1, 1
@@ -230,7 +230,7 @@ def value_loss(
     if value_clip is not None:
         held = jnp.where(mask, old_values + jnp.clip(values - old_values, -value_clip, value_clip) - returns, 0.0) ** 2
         worse = jnp.maximum(error, held)
-        # Within the clip the two errors are one number, up to a rounding that must not be counted.
+        # Within the clip both errors are the same number but for rounding, which must not be counted.
         is_outside = jnp.abs(values - old_values) > value_clip
         metrics["value_clip_fraction"] = token_mean(is_outside & (held > error), mask, denominators)
     value = 0.5 * token_mean(worse, mask, denominators)
@@ -251,7 +251,7 @@ def _clip_bites(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Bool[Array, "B #S"], Bool[Array, "B #S"]]:
-    """Where the clip changed the gradient, below and above."""
+    """True where the clip changed the gradient, below and above."""
     if surrogate == "clip":
         return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
     return jnp.zeros_like(ratio, bool), (ratio > clip_high if surrogate == "cap" else jnp.zeros_like(ratio, bool))
@@ -377,7 +377,7 @@ def kl_penalty(
 def k1_penalty(
     logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"], completion_mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """`logprobs - ref_logprobs` on trained tokens, detached: what `beta` times of is taken off their rewards.
+    """`logprobs - ref_logprobs` on trained tokens, detached; `beta` times this is taken off their rewards.
 
     Its mean is KL(policy || ref) of the whole sequence, and as a part of the reward it has that gradient: subtract it
     per token from `token_rewards`, or summed over a trajectory from its reward, before any baseline.
@@ -394,7 +394,7 @@ def k1_penalty(
 
 
 class PreferenceLoss(NamedTuple):
-    """Loss of each pair, and by how much the policy prefers the chosen answer more than the reference does."""
+    """Loss of each pair, and by how much more than the reference the policy prefers the chosen answer."""
 
     losses: Float[Array, "P"]
     margins: Float[Array, "P"]

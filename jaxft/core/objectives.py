@@ -1,7 +1,9 @@
-"""From a model and a batch to a loss: what `make_update` differentiates.
+"""Losses of a model on a batch: what `make_update` differentiates.
 
-Each is `(model, params, batch, denominators, **knobs) -> (loss, metrics)`; fix knobs with `functools.partial`.
-Metrics add over the parts of a batch, or take the maximum where their name ends in `_max`.
+Each is `(model, params, batch, denominators=None, *, ...) -> (loss, metrics)`; `functools.partial` binds its options,
+and those of the functions that it is given: `partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))`. The
+denominators are those of the whole batch when `batch` is a microbatch of it; None counts them in `batch`. Metrics add
+up over microbatches, or combine by maximum where their name ends in `_max`.
 """
 
 from collections.abc import Callable
@@ -12,98 +14,95 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxft.core.checks import as_batch
-from jaxft.core.correction import Correction, sampler_agreement, sampler_correction
+from jaxft.core.correction import Correction, sampler_agreement
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, preference_loss, value_loss
-from jaxft.core.reductions import aggregate, row_sums, token_mean
+from jaxft.core.reductions import count_tokens, row_sums, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
+
+PolicyLoss = Callable[..., tuple[Array, Metrics]]
+"""`policy_loss` with its options bound."""
+
+PPO_LOSS: PolicyLoss = partial(policy_loss, loss="ppo")
+
+CorrectionFn = Callable[..., Correction]
+"""`sampler_correction` with its kind and bounds bound."""
 
 
 def grpo_loss(
     model: Model,
     params: Params,
     batch: Batch,
-    denominators: Denominators,
+    denominators: Denominators | None = None,
     *,
-    loss: str = "grpo",
-    importance_level: str | None = None,
-    aggregation: str | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    delta: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3_ratio",
-    max_completion_tokens: int | None = None,
+    loss: PolicyLoss = policy_loss,
     entropy_coef: float = 0.0,
-    correction: str | None = None,
-    correction_low: float = 0.5,
-    correction_high: float = 2.0,
+    correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
 
-    `entropy_coef` times the mean entropy of all trained tokens, in nats, is taken off the loss (arXiv 1602.01783).
-    `correction` weights the policy term by how much likelier a token is than when it was sampled
-    (`sampler_correction`; needs `batch.behavior_logprobs`). `max_sampler_diff` counts the rows that the policy did not
-    sample (`sampler_agreement`; needs `batch.sampler_logprobs`).
+    Args:
+        model: the contract's tuple.
+        params: the policy's; gradients flow into these.
+        batch: with `advantages`.
+        denominators: of the whole batch, when `batch` is a part of it.
+        loss: `policy_loss` with its options bound, such as `partial(policy_loss, loss="dapo", clip_high=0.3)`.
+        entropy_coef: this times the mean entropy of all trained tokens, in nats, is taken off the loss
+            (arXiv 1602.01783).
+        correction: weights of the policy term, such as `partial(sampler_correction, kind="token_truncate")`; needs
+            `batch.behavior_logprobs`. None: every weight is 1.
+        max_sampler_diff: counts the sequences that the policy did not sample (`sampler_agreement`); needs
+            `batch.sampler_logprobs`. None: no count.
 
     Raises:
-        ValueError: the batch lacks what the loss needs or has fields of other shapes than its tokens, or what
-            `policy_loss` or `sampler_correction` refuses.
+        ValueError: the batch lacks what the loss needs or has fields of other shapes than its tokens, or what `loss` or
+            `correction` refuses.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]), jnp.array([2.0]))
-    >>> loss, metrics = grpo_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> loss, metrics = grpo_loss(model, params, batch, loss=partial(policy_loss, loss="dapo"))
     >>> print(loss, f"{metrics['entropy']:.4f}")  # -A, as the ratio is 1; log 2
     -2.0 0.6931
     """
+    batch = as_batch(batch)
     scored = score_batch(model, params, batch, entropy_gradient=entropy_coef != 0)
-    loss_fn = partial(
-        policy_loss,
-        loss=loss,
-        importance_level=importance_level,
-        aggregation=aggregation,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        delta=delta,
-        beta=beta,
-        kl=kl,
-        max_completion_tokens=max_completion_tokens,
-    )
-    correct = _correction(correction, correction_low, correction_high)
-    return _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct, max_sampler_diff)
+    counted = _count(batch) if denominators is None else denominators
+    return _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
 
 
 def ppo_loss(
     model: Model,
     params: Params,
     batch: Batch,
-    denominators: Denominators,
+    denominators: Denominators | None = None,
     *,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    delta: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3_ratio",
+    loss: PolicyLoss = PPO_LOSS,
     value_coef: float = 0.5,
     value_clip: float | None = 0.2,
     entropy_coef: float = 0.0,
-    correction: str | None = None,
-    correction_low: float = 0.5,
-    correction_high: float = 2.0,
+    correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """PPO (arXiv 1707.06347, eq. 9): clipped surrogate plus `value_coef` times `value_loss`, over all trained tokens.
 
     Args:
+        model: the contract's tuple.
         params: `{"policy": params, "value_head": init_value_head(hidden_size)}`: one body, two heads.
         batch: with `advantages`, `old_values` and `returns` per token (`gae`).
+        denominators: of the whole batch, when `batch` is a part of it.
+        loss: the surrogate, such as `partial(policy_loss, loss="ppo", clip_high=0.3)`.
+        value_coef: weight of the value term.
+        value_clip: how far a value may move from `old_values` before its error is clipped; None: any way.
+        entropy_coef: as in `grpo_loss`.
+        correction: as in `grpo_loss`.
+        max_sampler_diff: as in `grpo_loss`.
 
     Raises:
-        ValueError: as `grpo_loss`, or the batch lacks values.
+        ValueError: what `grpo_loss` refuses, or the batch lacks values.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):
@@ -111,36 +110,35 @@ def ppo_loss(
     >>> model = jaxft.from_function(coin)  # a bridged model's hidden state is its logits
     >>> params = {"policy": {"logits": jnp.zeros(2)}, "value_head": jaxft.init_value_head(2)}
     >>> tokens, mask, one = jnp.array([[0, 1]]), jnp.array([[False, True]]), jnp.ones((1, 2))
-    >>> batch = Batch(tokens, mask, one, old_values=0 * one, returns=3 * one)
-    >>> loss, _ = ppo_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> loss, _ = ppo_loss(model, params, Batch(tokens, mask, one, old_values=0 * one, returns=3 * one))
     >>> print(loss)  # -1 + 0.5 (0.5 3^2)
     1.25
     """
+    batch = as_batch(batch)
     if batch.old_values is None or batch.returns is None:
         raise ValueError("batch.old_values or batch.returns is None; ppo_loss needs both, see gae")
     scored = score_batch(
         model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0
     )
-    loss_fn = partial(policy_loss, loss="ppo", clip_low=clip_low, clip_high=clip_high, delta=delta, beta=beta, kl=kl)
-    correct = _correction(correction, correction_low, correction_high)
-    value, metrics = _policy_terms(loss_fn, scored, batch, denominators, entropy_coef, correct, max_sampler_diff)
+    counted = _count(batch) if denominators is None else denominators
+    value, metrics = _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
     assert scored.values is not None
-    error, figures = value_loss(
+    error, value_metrics = value_loss(
         scored.values,
         batch.old_values,
         batch.returns,
         batch.completion_mask,
         value_clip=value_clip,
-        denominators=denominators,
+        denominators=counted,
     )
-    return value + value_coef * error, metrics | figures
+    return value + value_coef * error, metrics | value_metrics
 
 
 def dpo_loss(
     model: Model,
     params: Params,
     batch: Batch,
-    denominators: Denominators,
+    denominators: Denominators | None = None,
     *,
     beta: float = 0.1,
     kind: str = "sigmoid",
@@ -157,12 +155,18 @@ def dpo_loss(
     mean negative log-probability per token of the chosen answers holds them up (arXiv 2404.19733, eq. 1).
 
     Args:
-        batch: with `ref_logprobs`, computed once with the reference (`score_in_microbatches`).
-        denominators: of the whole batch, by `count_tokens`.
+        model: the contract's tuple.
+        params: the policy's.
+        batch: with `ref_logprobs`, computed once with the reference (`score_batch`).
+        denominators: of the whole batch by `count_tokens`, when `batch` is a part of it.
+        beta: how closely the policy is held to the reference, above 0.
+        kind: `sigmoid` or `ipo`, see `preference_loss`.
+        label_smoothing: share of pairs that may be the wrong way round, for `sigmoid`.
         length_normalized: an answer's log-probability is the mean over its tokens and not their sum.
+        sft_coef: weight of the supervised term.
 
     Raises:
-        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, pairs that were not counted, fields of other
+        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, denominators without pairs, fields of other
             shapes than the tokens, or what `preference_loss` refuses.
 
     >>> import jaxft
@@ -171,10 +175,12 @@ def dpo_loss(
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1], [0, 0]]), jnp.array([[False, True]] * 2))
     >>> batch = batch._replace(ref_logprobs=score_batch(model, params, batch).logprobs)
-    >>> loss, _ = dpo_loss(model, params, batch, jaxft.count_tokens(batch.completion_mask))
+    >>> loss, _ = dpo_loss(model, params, batch)
     >>> print(f"{loss:.4f}")  # the policy is its reference: log 2
     0.6931
     """
+    batch = as_batch(batch)
+    denominators = _count(batch) if denominators is None else denominators
     rows = batch.tokens.shape[0]
     if rows % 2:
         raise ValueError(f"there are {rows} rows; chosen and rejected answers alternate, so wanted an even number")
@@ -219,7 +225,7 @@ def dpo_loss(
 
 
 def sft_loss(
-    model: Model, params: Params, batch: Batch, denominators: Denominators
+    model: Model, params: Params, batch: Batch, denominators: Denominators | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean negative log-probability over all trained tokens, in nats: supervised finetuning.
 
@@ -228,38 +234,40 @@ def sft_loss(
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]))
-    >>> loss, _ = sft_loss(model, params, batch, Denominators(jnp.ones(()), jnp.ones(())))
+    >>> loss, _ = sft_loss(model, params, batch)
     >>> print(f"{loss:.4f}")  # log 2
     0.6931
     """
-    scored = score_batch(model, params, batch)
-    value = aggregate(-scored.logprobs, batch.completion_mask, denominators, "token_mean")
-    return value, {"entropy": token_mean(scored.entropy, batch.completion_mask, denominators)}
+    batch = as_batch(batch)
+    denominators = _count(batch) if denominators is None else denominators
+    scored, mask = score_batch(model, params, batch), batch.completion_mask
+    return token_mean(-scored.logprobs, mask, denominators), {"entropy": token_mean(scored.entropy, mask, denominators)}
 
 
-def _correction(kind: str | None, low: float, high: float) -> Callable[..., Correction] | None:
-    return None if kind is None else partial(sampler_correction, kind=kind, low=low, high=high)
+def _count(batch: Batch) -> Denominators:
+    return count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
 
 
 def _policy_terms(
-    loss_fn: Callable[..., tuple[Array, Metrics]],
+    loss_fn: PolicyLoss,
     scored: Scored,
     batch: Batch,
     denominators: Denominators,
     entropy_coef: float,
-    correct: Callable[..., Correction] | None,
+    correction: CorrectionFn | None,
     max_sampler_diff: float | None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The policy loss with its entropy bonus, and all that is logged of both."""
     if batch.advantages is None:
         raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
-    mask, weights, figures = batch.completion_mask, None, {}
+    mask, weights, corrected = batch.completion_mask, None, {}
     old = jax.lax.stop_gradient(scored.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    if correct is not None:
+    if correction is not None:
         if batch.behavior_logprobs is None:
             raise ValueError("batch.behavior_logprobs is None; a correction needs them recorded while sampling")
-        weights, share = correct(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
-        figures = {"correction_fraction": share, "correction_weight_mean": token_mean(weights, mask, denominators)}
+        weights, fraction = correction(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
+        mean = token_mean(weights, mask, denominators)
+        corrected = {"correction_fraction": fraction, "correction_weight_mean": mean}
     value, metrics = loss_fn(
         scored.logprobs,
         batch.old_logprobs,
@@ -274,7 +282,7 @@ def _policy_terms(
     entropy = token_mean(scored.entropy, mask, denominators)
     if entropy_coef:
         value = value - entropy_coef * entropy
-    metrics |= figures | {"entropy": jax.lax.stop_gradient(entropy)}
+    metrics |= corrected | {"entropy": jax.lax.stop_gradient(entropy)}
     if batch.sampler_logprobs is not None:
         metrics |= sampler_agreement(
             old,
@@ -318,31 +326,3 @@ def score_batch(
         value_head=value_head,
         entropy_gradient=entropy_gradient,
     )
-
-
-@partial(jax.jit, static_argnums=(0, 3))
-def score_in_microbatches(
-    model: Model, params: Params, batch: Batch, microbatch_rows: int, value_head: Params | None = None
-) -> Scored:
-    """`score_batch` without gradients, `microbatch_rows` rows at a time; the rows must divide.
-
-    Raises:
-        ValueError: the number of rows is not a multiple of `microbatch_rows`, or a field of the batch has another shape
-            than its tokens.
-
-    >>> import jaxft
-    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
-    ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
-    >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
-    >>> batch = Batch(jnp.array([[0, 1], [1, 1]]), jnp.array([[False, True]] * 2))
-    >>> print(score_in_microbatches(model, params, batch, 1).entropy.round(4))  # log 2
-    [[0.     0.6931]
-     [0.     0.6931]]
-    """
-    batch = as_batch(batch)
-    rows = batch.tokens.shape[0]
-    if rows % microbatch_rows:
-        raise ValueError(f"{rows} rows do not divide into microbatches of {microbatch_rows}")
-    parts = jax.tree.map(lambda x: x.reshape(rows // microbatch_rows, microbatch_rows, *x.shape[1:]), batch)
-    scored = jax.lax.map(lambda part: score_batch(model, params, part, value_head=value_head), parts)
-    return jax.tree.map(lambda x: x.reshape(rows, -1), scored)

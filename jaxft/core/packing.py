@@ -1,8 +1,8 @@
-"""Where sequences of different lengths lie in a rectangle: a row each, or several to a row.
+"""Tables of token sequences: one sequence to a row, or several.
 
-A layout is made on the host from lengths alone; `pack` and `unpack` carry numbers per token in and out. With
-`segment_ids` and `positions` of a packed layout the model sees the same sequences as with a padded one, and losses and
-gradients are the same. Letters: `N` sequences, `B` physical rows, `T` tokens of a row.
+A `Packing` is planned on the host from lengths alone; `pack` writes numbers per token into a `[B T]` table and `unpack`
+reads them back. With the `segment_ids` and `positions` of a packed table the model sees the same sequences as in a
+padded one, and losses and gradients are the same. Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
 """
 
 import bisect
@@ -14,7 +14,10 @@ from jaxtyping import Int
 
 
 class Packing(NamedTuple):
-    """Sequence i lies in row `rows[i]`, from `starts[i]` on, and is `lengths[i]` long."""
+    """Sequence i lies in row `rows[i]` from column `starts[i]` on and has `lengths[i]` tokens.
+
+    `height` and `width` are those of the table. Rows that hold no sequence are padding.
+    """
 
     rows: Int[np.ndarray, "N"]
     starts: Int[np.ndarray, "N"]
@@ -43,8 +46,8 @@ def plan_packing(lengths: Sequence[int], width: int) -> Packing:
     Raises:
         ValueError: a sequence is longer than the rows.
 
-    >>> layout = plan_packing([2, 5, 3, 1], width=6)
-    >>> print(layout.rows, layout.starts, layout.height)  # 5 + 1 and 3 + 2
+    >>> packing = plan_packing([2, 5, 3, 1], width=6)
+    >>> print(packing.rows, packing.starts, packing.height)  # 5 + 1 and 3 + 2
     [1 0 1 0] [3 0 0 5] 2
     """
     _check_lengths(lengths, width)
@@ -62,23 +65,20 @@ def plan_packing(lengths: Sequence[int], width: int) -> Packing:
     return Packing(rows, starts, np.array(lengths, np.int64), height, width)
 
 
-def pack(packing: Packing, values: Sequence[Any], dtype: Any, height: int | None = None) -> np.ndarray:
-    """Each sequence's numbers (or one number for all its tokens) in their place, `[B T]`; 0 elsewhere.
-
-    Args:
-        height: rows of the result, if more than the layout's own: filling rows hold 0.
+def pack(packing: Packing, values: Sequence[Any] | np.ndarray, dtype: Any, fill: float = 0) -> np.ndarray:
+    """The `[B T]` table of each sequence's numbers (or of one number for all its tokens); `fill` elsewhere.
 
     >>> pack(plan_packing([2, 1], width=4), [[7, 8], [9]], int)
     array([[7, 8, 9, 0]])
     """
-    table = np.zeros((height or packing.height, packing.width), dtype)
+    table = np.full((packing.height, packing.width), fill, dtype)
     for row, start, length, numbers in zip(packing.rows, packing.starts, packing.lengths, values, strict=True):
         table[row, start : start + length] = numbers
     return table
 
 
 def unpack(packing: Packing, table: Any) -> list[np.ndarray]:
-    """What `pack` put there, one array per sequence.
+    """The numbers of each sequence in a `[B T]` table, one array per sequence.
 
     >>> unpack(plan_packing([2, 1], width=4), np.array([[7, 8, 9, 0]]))
     [array([7, 8]), array([9])]
@@ -87,21 +87,46 @@ def unpack(packing: Packing, table: Any) -> list[np.ndarray]:
     return [np.asarray(table[row, start : start + length]) for row, start, length in spans]
 
 
-def segments(packing: Packing, height: int | None = None) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+class TokenIndex(NamedTuple):
+    """Indices of every token of the sequences, one sequence after the other.
+
+    Attributes:
+        tokens: row and column in the packed table.
+        places: row and column in a table of one sequence a row: number of the sequence, and position in it.
+    """
+
+    tokens: tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]
+    places: tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]
+
+
+def token_index(packing: Packing) -> TokenIndex:
+    """The indices that read and write tables in the order of the sequences.
+
+    >>> index = token_index(plan_packing([2, 1, 3], width=4))  # 3 + 1 and 2
+    >>> np.array([[30, 31, 32, 20], [10, 11, 0, 0]])[index.tokens]
+    array([10, 11, 20, 30, 31, 32])
+    >>> print(index.places[0], index.places[1])
+    [0 0 1 2 2 2] [0 1 0 0 1 2]
+    """
+    lengths = packing.lengths
+    first = np.cumsum(lengths) - lengths  # the place of each sequence's first token among all tokens
+    positions = np.arange(lengths.sum()) - np.repeat(first, lengths)
+    rows, columns = np.repeat(packing.rows, lengths), np.repeat(packing.starts, lengths) + positions
+    return TokenIndex((rows, columns), (np.repeat(np.arange(len(lengths)), lengths), positions))
+
+
+def segments(packing: Packing) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
     """`segment_ids`, counted from 1 in each row with 0 for padding, and `positions`, from 0 in each segment.
 
     >>> ids, positions = segments(plan_packing([2, 1], width=4))
     >>> print(ids, positions)
     [[1 1 2 0]] [[0 1 0 0]]
     """
-    order = np.lexsort((packing.starts, packing.rows))
-    nth = np.zeros(len(order), np.int64)
-    seen = np.zeros(max(packing.height, 1), np.int64)
-    for i in order:
+    nth, seen = np.zeros(len(packing.rows), np.int64), np.zeros(packing.height, np.int64)
+    for i in np.lexsort((packing.starts, packing.rows)):
         seen[packing.rows[i]] += 1
         nth[i] = seen[packing.rows[i]]
-    ids = pack(packing, list(nth), np.int32, height)
-    return ids, pack(packing, [np.arange(length) for length in packing.lengths], np.int32, height)
+    return pack(packing, nth, np.int32), pack(packing, [np.arange(n) for n in packing.lengths], np.int32)
 
 
 def _check_lengths(lengths: Sequence[int], width: int) -> None:

@@ -1,4 +1,4 @@
-"""From numbers per token to numbers per row and per batch; every one is 0 on an empty mask.
+"""Sums and means over rows, trajectories and batches; every one is 0 on an empty mask.
 
 A *row* is one sequence. Packed batches hold several in one physical row: neighbours with the same `segment_ids` are
 then one sequence, whatever the ids are, and every reduction "of a row" is one of a segment. A *trajectory* is one row
@@ -57,7 +57,7 @@ def count_tokens(
 def _reduced_rows(
     x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, reduction: Literal["sum", "max"]
 ) -> Float[Array, "B *T"]:
-    """The sum or the maximum of each row, `[B]`, or of each segment, `[B T]`; what is no segment has 0 or less."""
+    """The sum or the maximum of each row, `[B]`, or of each segment, `[B T]`; 0 or less where there is no segment."""
     if segment_ids is None:
         return x.sum(axis=1) if reduction == "sum" else x.max(axis=1, initial=0.0)
     reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
@@ -65,7 +65,7 @@ def _reduced_rows(
 
 
 def _segment_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The segments of each row counted from 0: ids may be any numbers, those unique in a whole batch exceed `T`."""
+    """The segments of each row counted from 0; the ids may be any numbers, also larger than `T`."""
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
@@ -79,7 +79,7 @@ def aggregate(
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """One number from a loss per token; 0 when nothing is trained. Parts of a batch add up to the whole.
+    """One number from a loss per token; 0 when nothing is trained. Microbatches add up to the whole batch.
 
     `seq_mean_token_mean`: mean over trajectories of the trajectory's mean over trained tokens; `token_mean`: mean over
     all trained tokens; `constant`: sum over `trajectories x max_completion_tokens`. A row is a trajectory where
@@ -115,7 +115,7 @@ def aggregate(
                 f"max_completion_tokens is {max_completion_tokens}; wanted at least 1, the loss divides by it"
             )
         return masked.sum() / (jnp.maximum(trajectories, 1.0) * max_completion_tokens)
-    raise ValueError(f"aggregation is {aggregation!r}; wanted seq_mean_token_mean, token_mean or budget")
+    raise ValueError(f"aggregation is {aggregation!r}; wanted seq_mean_token_mean, token_mean or constant")
 
 
 def token_mean(

@@ -1,4 +1,4 @@
-"""One pure update step: gradients summed over microbatches, one judgement of their norm, one optimiser step or none."""
+"""One update: gradients summed over microbatches, and one optimizer step if they are finite."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], 
 
 
 class TrainState(NamedTuple):
-    """What an update replaces: parameters, optimiser state, and the number of optimiser steps taken."""
+    """Parameters, optimizer state, and the number of optimizer steps taken: all that an update replaces."""
 
     params: Params
     opt_state: optax.OptState
@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Loss, metrics and gradients of the microbatches so far; those of the whole batch once all are in."""
+    """Loss, metrics and gradients, summed over the microbatches so far."""
 
     loss: Float[Array, ""]
     metrics: Metrics
@@ -43,7 +43,7 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     of before (a reference policy), copy them first: `jax.tree.map(jnp.copy, params)`.
 
     Args:
-        model: needed where it has adapters, which alone are trained, or lies on a mesh: what the optimiser keeps of a
+        model: needed where it has adapters, which alone are trained, or lies on a mesh: what the optimizer keeps of a
             parameter lies where the parameter does.
 
     >>> print(init_train_state({"kernel": jnp.ones(2)}, optax.sgd(0.1)).step)
@@ -69,7 +69,7 @@ def make_update(
     compiled depends on the shape of a microbatch and not on how many there are.
 
     The step is taken unless the loss, the gradient norm or a new parameter is not finite, or the gradient is exactly
-    zero (nothing to learn: momentum and weight decay would still move the parameters). Then parameters and optimiser
+    zero (nothing to learn: momentum and weight decay would still move the parameters). Then parameters and optimizer
     state keep their bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`,
     `applied_updates`, 0 or 1 each; so does an update whose metrics `accept` turns down: `refused_updates`.
 
@@ -155,14 +155,15 @@ class Update:
         self._finish = jax.jit(finish, donate_argnums=0)
 
         def whole(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            return finish(state, Sums(*loss_and_gradients(model, loss_fn, state.params, batch)))
+            sums = loss_and_gradients(model, loss_fn, state.params, batch)
+            return finish(state, sums._replace(grads=constrain(self._sharding, sums.grads)))
 
         self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(reported, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """The state after one optimiser step, or the very same, and the metrics."""
+        """The state after one optimizer step, or the same state, and the metrics."""
         parts = self._placed(self.microbatches(batch))
         if len(parts) == 1:
             return self._whole(state, parts[0])
@@ -174,7 +175,7 @@ class Update:
         return self._finish(state, sums)
 
     def microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """What is computed one after the other.
+        """The microbatches of a batch, in the order they are computed in.
 
         Raises:
             ValueError: a sequence without a batch, a field of a batch that has another shape than its tokens, or rows
@@ -193,8 +194,8 @@ class Update:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
-        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; of shapes alone. On a mesh
-        that of each device."""
+        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; on a mesh that of each
+        device. Takes shapes in the place of arrays."""
         parts, largest = self._placed(self.microbatches(batch)), 0
         state = state if self._sharding is None else self._sharding.place(state)
         if len(parts) == 1:
@@ -217,7 +218,7 @@ class Update:
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
-    """A batch in parts of so many rows; the last is filled up with rows that train nothing.
+    """Microbatches of so many rows; the last is filled up with rows that train nothing.
 
     >>> parts = split_rows(Batch(np.array([[1], [2], [3]]), np.ones((3, 1), bool)), 2)
     >>> [(part.tokens.tolist(), part.completion_mask.tolist()) for part in parts]
@@ -244,13 +245,13 @@ Reports = tuple[tuple[str, Any], ...]
 
 
 def reported(model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators) -> Reports:
-    """What `loss_fn` says of such a batch."""
+    """The dtypes of what `loss_fn` returns for such a batch."""
     loss, metrics = jax.eval_shape(partial(loss_fn, model), params, part, denominators)
     return (("loss", loss.dtype), *((name, x.dtype) for name, x in sorted(metrics.items())))
 
 
 def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
-    """What the first microbatch is added to. Gradients are summed in float32 or wider, whatever the parameters are."""
+    """Zero sums, which the first microbatch is added to. Gradients are summed in float32 or wider."""
     (_, loss_dtype), *metrics = reports
     zeros = Sums(
         jnp.zeros((), loss_dtype),
@@ -262,35 +263,10 @@ def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
     return constrain(model.sharding, zeros)
 
 
-def value_and_gradients(
-    model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators
-) -> tuple[tuple[Float[Array, ""], Metrics], Params]:
-    """Loss, metrics and the gradients of all that is trained."""
-    moved, frozen = partition(model, params)
-
-    def loss(moved: Params) -> tuple[Float[Array, ""], Metrics]:
-        return loss_fn(model, combine(moved, frozen), part, denominators)
-
-    return jax.value_and_grad(loss, has_aux=True)(moved)
-
-
-def add_microbatch(
-    model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
-) -> Sums:
-    """The sums with one microbatch more; metrics whose name ends in `_max` are combined by maximum."""
-    (loss, metrics), grads = value_and_gradients(model, loss_fn, params, part, denominators)
-    joined = {
-        name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
-        for name, x in metrics.items()
-    }
-    grads = jax.tree.map(lambda total, g: total + g, sums.grads, grads)
-    return constrain(model.sharding, Sums(sums.loss + loss, joined, grads))
-
-
 def loss_and_gradients(
-    model: Model, loss_fn: LossFn, params: Params, batch: Batch, microbatch_rows: int | None = None
-) -> tuple[Float[Array, ""], Metrics, Params]:
-    """Loss, metrics and gradients of a whole batch, computed `microbatch_rows` rows at a time.
+    model: Model, loss_fn: LossFn, params: Params, batch: Batch, denominators: Denominators | None = None
+) -> Sums:
+    """Loss, metrics and gradients of a batch, or of a microbatch when `denominators` are those of the whole batch.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens, or what `loss_fn` refuses.
@@ -300,28 +276,31 @@ def loss_and_gradients(
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1], [0, 1]]), jnp.array([[False, True]] * 2))
-    >>> loss, _, grads = loss_and_gradients(model, jaxft.sft_loss, params, batch, microbatch_rows=1)
+    >>> loss, _, grads = loss_and_gradients(model, jaxft.sft_loss, params, batch)
     >>> print(f"{loss:.4f}", grads["logits"])  # log 2; probabilities less 1 at the chosen one
     0.6931 [ 0.5 -0.5]
     """
     batch = as_batch(batch)
-    denominators = count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
-    rows = batch.tokens.shape[0]
-    if microbatch_rows is None or microbatch_rows >= rows:
-        (loss, metrics), grads = value_and_gradients(model, loss_fn, params, batch, denominators)
-        return loss, metrics, constrain(model.sharding, grads)
+    counted = denominators
+    if counted is None:
+        counted = count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
+    moved, frozen = partition(model, params)
 
-    parts = -(-rows // microbatch_rows)
+    def loss(moved: Params) -> tuple[Float[Array, ""], Metrics]:
+        return loss_fn(model, combine(moved, frozen), batch, counted)
 
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, parts * microbatch_rows - rows),) + ((0, 0),) * (x.ndim - 1))
-        return padded.reshape(parts, microbatch_rows, *x.shape[1:])
+    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(moved)
+    return Sums(value, metrics, grads)
 
-    split_batch = jax.tree.map(split, batch)
-    reports = reported(model, loss_fn, params, jax.tree.map(lambda x: x[0], split_batch), denominators)
-    sums, _ = jax.lax.scan(
-        lambda sums, part: (add_microbatch(model, loss_fn, params, sums, part, denominators), None),
-        no_sums(model, params, reports),
-        split_batch,
-    )
-    return Sums(*sums)
+
+def add_microbatch(
+    model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
+) -> Sums:
+    """The sums with one microbatch more; metrics whose name ends in `_max` are combined by maximum."""
+    loss, metrics, grads = loss_and_gradients(model, loss_fn, params, part, denominators)
+    joined = {
+        name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
+        for name, x in metrics.items()
+    }
+    grads = jax.tree.map(lambda total, g: total + g, sums.grads, grads)
+    return constrain(model.sharding, Sums(sums.loss + loss, joined, grads))

@@ -1,4 +1,4 @@
-"""Who gets the credit: from rewards of trajectories to advantages of rows, by the estimator that is configured."""
+"""From the rewards of trajectories to advantages per token, by the configured estimator."""
 
 import math
 from collections.abc import Sequence
@@ -17,22 +17,21 @@ from jaxft.core.advantages import (
     weighted_sum,
     whiten,
 )
-from jaxft.core.packing import pack, plan_padding, unpack
 from jaxft.errors import TrajectoryError
 from jaxft.harness.data_models import Trajectory
-from jaxft.training.batch import Row
+from jaxft.training.batch import TrainingBatch
 from jaxft.training.config import LossConfig
 
 
 class CollectedRewards(NamedTuple):
-    """What the trajectories of a job earned; rows of arrays are trajectories. NaN marks what is not scorable.
+    """Rewards of the trajectories of a job, one row of each array per trajectory; NaN where one is not scorable.
 
     Attributes:
-        rewards: one each, the penalty for length taken off.
-        group_ids: which trajectories are compared with each other.
+        rewards: one per trajectory, the penalty for length taken off.
+        group_ids: the group of each trajectory.
         named_rewards: a column per entry of `reward_weights`, when those are normalised one by one.
         step_rewards: a column per turn, NaN behind the last one, when there are shaped rewards.
-        metrics: what was counted on the way.
+        metrics: the mean penalty for length.
     """
 
     rewards: np.ndarray
@@ -45,7 +44,7 @@ class CollectedRewards(NamedTuple):
 def with_usable_rewards(
     groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
 ) -> list[list[Trajectory]]:
-    """The groups, with those trajectories not scorable that lack a named reward that is weighted, or a finite one.
+    """The groups, in which trajectories that lack a finite weighted reward are not scorable.
 
     A trajectory with a reward and an empty `named_rewards` was priced by its builder, as its evaluator gave nothing.
     Its reward is its weighted sum, so that it lacks nothing; only where each reward is normalised by itself
@@ -86,9 +85,9 @@ def with_usable_rewards(
 def collect_rewards(
     groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
 ) -> CollectedRewards:
-    """The rewards of these groups as arrays, as the configuration wants them.
+    """The rewards of these groups as arrays, with weights and penalties of the configuration.
 
-    Only the answers of the language model `llm` (None: of any) have a length to be paid for.
+    The penalty for length counts the answers of the language model `llm` alone (None: of any).
 
     Raises:
         TrajectoryError: shaped rewards have no turns to go to.
@@ -118,83 +117,103 @@ def collect_rewards(
     return CollectedRewards(rewards, group_ids, named, steps, metrics)
 
 
-def compute_advantages(rows: list[Row], credit: CollectedRewards, loss: LossConfig) -> dict[str, float]:
-    """Puts `advantages`, for ppo `returns`, and for losses that are averaged over trajectories `trajectory_tokens` into
-    the signals of the rows; what is to be logged of it comes back.
+def compute_advantages(
+    job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The job with the tables `advantages`, for ppo `returns`, and for losses that are averaged over trajectories
+    `trajectory_tokens`; and the metrics of the KL in the reward.
 
-    The KL in the reward and the value function are read from the signals `old_logprobs`, `ref_logprobs` and
-    `old_values`, and from the rows' `bootstrap_value`. Everything is computed in float64; a trajectory's rows share its
-    advantage.
+    It computes in float64, and sums over tokens in the order of the sequences, so that layouts do not change a bit.
+
+    Args:
+        job: with `old_logprobs` and `ref_logprobs` for a KL in the reward; with `old_values` and `bootstrap_values` for
+            ppo.
+        credit: the rewards of the job's trajectories.
+        loss: decides the estimator and what else enters a reward.
     """
+    trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
+    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    k1 = np.zeros(len(mask))
     if loss.kl_weight and loss.kl == "k1_in_reward":
-        k1 = [_k1(row) for row in rows]
-        trained = np.concatenate([numbers[row.sequence.completion_mask] for row, numbers in zip(rows, k1, strict=True)])
+        scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
+        old, ref = (np.asarray(table, np.float64)[job.tokens] for table in scores)
+        k1 = np.where(mask, old - ref, 0.0)
+        trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
-    else:
-        k1, metrics = [np.zeros(len(row.sequence.tokens)) for row in rows], {}
+    computed: dict[str, np.ndarray] = {}
     if loss.estimator in ("gae", "reinforce_pp"):
-        _assign_per_token(rows, credit, k1, loss)
+        computed = _advantages_per_token(job, credit, mask, k1, loss)
     elif credit.step_rewards is not None:
-        _assign_per_step(rows, credit.step_rewards, credit.group_ids, k1, loss)
+        computed["advantages"] = _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
     else:
-        _assign_per_trajectory(rows, credit, k1, loss)
+        computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
     if loss.averaged_over == "trajectories":
-        tokens = np.bincount([row.trajectory for row in rows], [sum(row.sequence.completion_mask) for row in rows])
-        for row in rows:
-            row.signals["trajectory_tokens"] = tokens[row.trajectory]
-    return metrics
+        computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
+    tables: dict[str, Any] = {}
+    for name, values in computed.items():
+        tables[name] = np.zeros(job.turns.shape, np.float32)
+        tables[name][job.tokens] = values
+    return job._replace(batch=job.batch._replace(**tables)), metrics
 
 
-def _assign_per_step(
-    rows: list[Row], step_rewards: np.ndarray, group_ids: np.ndarray, k1: list[np.ndarray], loss: LossConfig
-) -> None:
-    steps = step_rewards.copy()
-    for row, penalty in zip(rows, k1, strict=True):
-        turns = np.array(row.sequence.turns)
-        np.subtract.at(steps[row.trajectory], turns[turns >= 0], loss.kl_weight * penalty[turns >= 0])
-    table = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
-    for row in rows:
-        turns = np.array(row.sequence.turns)
-        row.signals["advantages"] = np.where(turns >= 0, table[row.trajectory, turns], 0.0)
+def _advantages_per_step(
+    job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
+    turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
+    has_turn, steps = turns >= 0, step_rewards.copy()
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
+    return np.where(has_turn, per_step[trajectories, turns], 0.0)
 
 
-def _assign_per_trajectory(rows: list[Row], credit: CollectedRewards, k1: list[np.ndarray], loss: LossConfig) -> None:
+def _advantages_per_trajectory(
+    job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
     if credit.named_rewards is not None and loss.reward_weights is not None:
-        advantages = normalize_then_sum(credit.named_rewards, credit.group_ids, list(loss.reward_weights.values()))
-    else:
-        divergence = np.zeros(len(credit.rewards))
-        np.add.at(divergence, [row.trajectory for row in rows], [penalty.sum() for penalty in k1])
-        rewards = credit.rewards - loss.kl_weight * divergence
-        advantages = estimate_advantages(rewards, credit.group_ids, loss.estimator)
-    for row in rows:
-        row.signals["advantages"] = float(np.asarray(advantages)[row.trajectory])
+        weights = list(loss.reward_weights.values())
+        return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
+    divergence = np.zeros(len(credit.rewards))
+    np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
+    rewards = credit.rewards - loss.kl_weight * divergence
+    return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
 
 
-def _assign_per_token(rows: list[Row], credit: CollectedRewards, k1: list[np.ndarray], loss: LossConfig) -> None:
-    lengths = [len(row.sequence.tokens) for row in rows]
-    packing = plan_padding(lengths, max(lengths))
-    mask = pack(packing, [row.sequence.completion_mask for row in rows], np.bool_)
+def _advantages_per_token(
+    job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> dict[str, np.ndarray]:
+    """Whitened advantages, and the returns of GAE, of every token; computed in tables of one sequence a row."""
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
+        table[job.places] = values
+        return table
+
+    trained = rows(mask)
     if credit.step_rewards is None:
-        rewards = np.asarray(outcome_rewards(credit.rewards[[row.trajectory for row in rows]], mask))
+        rewards = np.asarray(outcome_rewards(credit.rewards[job.trajectories], trained))
     else:
-        rewards = pack(packing, [_step_rewards(row, credit.step_rewards) for row in rows], np.float64)
-    rewards = rewards - loss.kl_weight * pack(packing, k1, np.float64)
-    if loss.estimator == "gae":
-        values = pack(packing, [row.signals["old_values"] for row in rows], np.float64)
-        after = np.array([row.bootstrap_value for row in rows])
-        advantages, returns = gae(rewards, values, mask, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=after)
-        for row, numbers in zip(rows, unpack(packing, returns), strict=True):
-            row.signals["returns"] = numbers
+        turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
+        rewards = rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
+    rewards, found = rewards - loss.kl_weight * rows(k1), {}
+    if loss.estimator == "reinforce_pp":
+        advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:
-        advantages = reward_to_go(rewards, mask, gamma=loss.gamma)
-    for row, numbers in zip(rows, unpack(packing, whiten(advantages, mask)), strict=True):
-        row.signals["advantages"] = numbers
+        values, behind = rows(np.asarray(job.batch.old_values)[job.tokens]), job.bootstrap_values
+        advantages, returns = gae(
+            rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
+        )
+        found["returns"] = np.asarray(returns)[job.places]
+    return {"advantages": np.asarray(whiten(advantages, trained))[job.places], **found}
 
 
-def _step_rewards(row: Row, table: np.ndarray) -> np.ndarray:
+def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:
+    """The values of each sequence."""
+    return np.split(values, np.cumsum(job.packing.lengths)[:-1])
+
+
+def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """The reward of each turn on its last token; that of a turn in another row on the turn before it, which helped."""
-    turns = np.array(row.sequence.turns)
-    own, steps, rewards = np.unique(turns[turns >= 0]), table[row.trajectory], np.zeros(len(turns))
+    own, rewards = np.unique(turns[turns >= 0]), np.zeros(len(turns))
     for turn in np.flatnonzero(~np.isnan(steps)):
         before = own[own <= turn]
         if before.size:
@@ -202,14 +221,8 @@ def _step_rewards(row: Row, table: np.ndarray) -> np.ndarray:
     return rewards
 
 
-def _k1(row: Row) -> np.ndarray:
-    mask = np.array(row.sequence.completion_mask)
-    difference = np.asarray(row.signals["old_logprobs"], np.float64) - row.signals["ref_logprobs"]
-    return np.where(mask, difference, 0.0)
-
-
 def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
-    """Whether the reward of a trajectory, which its builder set, stands for the sum of its named rewards."""
+    """True if the reward of a trajectory, set by its builder, stands for the weighted sum of its named rewards."""
     return (
         trajectory.scorable
         and trajectory.named_rewards == {}
@@ -223,7 +236,7 @@ def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
 
 
 def _step_table(trajectories: Sequence[Trajectory]) -> Any:
-    """Shaped rewards, a row per trajectory; one that gave none, where others did, has 0 for each of its turns."""
+    """Shaped rewards `[trajectory, turn]`, None without any; 0 for the turns of a trajectory that gave none."""
     if not any(trajectory.shaped_rewards for trajectory in trajectories):
         return None
     for trajectory in trajectories:

@@ -1,4 +1,4 @@
-"""The batches of updates whose loss, gradient or new parameters were not finite, kept to find out why.
+"""Keeps the batches of updates whose loss, gradient or new parameters were not finite, to find out why.
 
     bad_batches/epoch_00007-1.npz     the arrays of the batch, for `numpy.load`
                 epoch_00007-1.json    the metrics of the update, and which episodes lie where in the arrays
@@ -8,35 +8,27 @@ Equal runs write equal files.
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxft.files import safe_name, with_non_finite_named
 from jaxft.harness.data_models import Trajectory
 from jaxft.redaction import redacted_tokens
 from jaxft.runs.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from jaxft.training.batch import PlacedBatch, Row
+from jaxft.training.batch import TrainingBatch
 
 FOLDER = "bad_batches"
 MAX_KEPT = 3
-"""Batches of one run: what is wrong with the first ones is wrong with the others, too."""
+"""Batches that are kept of one run: what is wrong with the first is most likely wrong with the others."""
 
 
 class BadUpdate(NamedTuple):
-    """An update of a job that was not finite.
-
-    Attributes:
-        number: of the update in its job, from 1 on.
-        metrics: what it gave.
-        rows: what its batch was made of.
-        make_batch: makes the batch again.
-    """
+    """An update of a job that was not finite: its number in the job, from 1 on, its metrics, and its batch."""
 
     number: int
     metrics: Mapping[str, Any]
-    rows: "list[Row]"
-    make_batch: "Callable[[], PlacedBatch]"
+    batch: TrainingBatch
 
 
 class BadBatches:
@@ -48,18 +40,18 @@ class BadBatches:
         log: Callable[[str], None],
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`log` is told when there are so many that others are left out; with `decode`, the text of token ids, those
-        that spell a secret are written as -1."""
+        """`log` is called once when later batches are left out; `decode` gives the text of token ids, so that tokens
+        that spell a secret are written as -1 (None: none are)."""
         self._directory, self._log, self._decode = directory, log, decode
         self._has_said = False
 
     def keep(self, run_id: str, updates: Sequence[BadUpdate], groups: Sequence[Sequence[Trajectory]]) -> list[str]:
-        """Writes the batches of a job as long as there are not too many; the names of the files with the arrays.
+        """Write the batches of a job while there is room for more; returns the names of the files with the arrays.
 
         Args:
-            run_id: of the job.
-            updates: its bad ones.
-            groups: the trajectories that rows count, or nothing where they are not known.
+            run_id: the job's.
+            updates: the job's updates that were not finite.
+            groups: the trajectories that sequences count; empty where they are not known.
 
         Raises:
             RunDirectoryError: the folder leads out of the run directory.
@@ -78,27 +70,25 @@ class BadBatches:
         return names
 
     def _write(self, name: str, run_id: str, update: BadUpdate, trajectories: list[Trajectory]) -> None:
-        import numpy as np
-
-        placed, content = update.make_batch(), io.BytesIO()
-        arrays: dict[str, Any] = {field: each for field, each in placed.batch._asdict().items() if each is not None}
-        spans = list(zip(update.rows, *(places.tolist() for places in placed.packing[:3]), strict=True))
+        content, batch = io.BytesIO(), update.batch
+        arrays: dict[str, Any] = {field: table for field, table in batch.batch._asdict().items() if table is not None}
+        spans = list(zip(*(each.tolist() for each in (batch.trajectories, *batch.packing[:3])), strict=True))
         if self._decode is not None:
             arrays["tokens"] = np.array(arrays["tokens"])
-            for _, place, start, length in spans:
-                tokens = arrays["tokens"][place, start : start + length]
+            for _, row, start, length in spans:
+                tokens = arrays["tokens"][row, start : start + length]
                 tokens[:] = redacted_tokens(tokens.tolist(), self._decode)
         np.savez(content, **arrays)  # dates every array 1980-01-01
         self._directory.write_bytes(f"{name}.npz", content.getvalue())
         sequences = [
-            {**_episode(row.trajectory, trajectories), "row": place, "start": start, "tokens": length}
-            for row, place, start, length in spans
+            {**_episode(number, trajectories), "row": row, "start": start, "tokens": length}
+            for number, row, start, length in spans
         ]
         described = {
             "run_id": run_id,
             "update": update.number,
-            "metrics": {figure: float(value) for figure, value in update.metrics.items()},
-            "microbatch_shapes": [list(shape) for shape in placed.microbatch_shapes],
+            "metrics": {metric: float(value) for metric, value in update.metrics.items()},
+            "microbatch_shapes": [list(shape) for shape in batch.microbatch_shapes],
             "sequences": sequences,
         }
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))

@@ -13,128 +13,152 @@ CorrectionName = Literal[
 ]
 
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
-"""Losses that are no policy losses, with the fields they read."""
+"""Losses that are no policy losses, and the fields that each reads."""
 
 NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
-"""Fields of policy losses that some of them do not read; so are those of ppo by all others."""
+"""Fields of policy losses that some of them do not read. Fields of ppo are read by ppo alone."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
-"""Estimators that leave beta what it is: the others divide by a spread."""
+"""Estimators that do not divide by the spread of the rewards, which would divide beta, too."""
 
 
 class ReferenceConfig(ConfigModel):
-    """The policy that the KL holds to: the starting parameters, another checkpoint, or a slow average."""
+    """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
     path: PathOrName | None = Field(
-        default=None, description="A checkpoint of the same architecture; null: the parameters before the first update."
+        default=None, description="Checkpoint to load; null takes the parameters before the first update."
     )
-    update_every: int | None = Field(default=None, ge=1, description="Jobs between its updates; null: it stays.")
-    mixing: float = Field(default=1.0, gt=0.0, le=1.0, description="Share of the policy in the new reference.")
+    update_every: int | None = Field(
+        default=None, ge=1, description="Jobs between updates of the reference; null never updates it."
+    )
+    mixing: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of the policy in an updated reference.")
 
 
 class CorrectionConfig(ConfigModel):
-    """Weights for a sampler whose probabilities are not the trainer's."""
+    """Importance weights for a sampler whose probabilities are not the trainer's."""
 
-    name: CorrectionName = Field(description="What is weighted or left out.")
-    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Least ratio that a mask keeps.")
-    high: float = Field(default=2.0, ge=1.0, description="Largest weight, or largest ratio that a mask keeps.")
+    name: CorrectionName = Field(description="Truncate or mask the ratio, per token or per sequence.")
+    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Smallest ratio that a mask keeps.")
+    high: float = Field(
+        default=2.0, ge=1.0, description="Largest weight after truncation, or largest ratio that a mask keeps."
+    )
 
 
 class PreferenceConfig(ConfigModel):
     """How dpo compares the two answers of a pair."""
 
-    kind: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="The loss of a margin.")
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="Share of pairs that may be the wrong way.")
-    length_normalized: bool = Field(default=False, description="Mean log-probability of an answer, and not the sum.")
+    kind: Literal["sigmoid", "ipo"] = Field(
+        default="sigmoid", description="Loss of a pair's margin: sigmoid (DPO) or squared distance to a target (IPO)."
+    )
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs that may be swapped.")
+    length_normalized: bool = Field(
+        default=False, description="Compare mean log-probabilities of the answers; false compares their sums."
+    )
     sft_coef: float = Field(
-        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which holds them up."
+        default=0.0, ge=0.0, description="Weight of a supervised loss on the chosen answers; keeps them likely."
     )
 
 
 class LossConfig(ConfigModel):
-    """The loss: a published one by name, and what to change of it."""
+    """The loss: the name of a published one, and the fields that change it."""
 
     name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
-        default="grpo", description="The row of presets that the other fields of the loss override."
+        default="grpo", description="Published loss whose settings the other fields override."
     )
     advantages: AdvantageName | None = Field(
-        default=None, description="The baseline: null for group_mean with dr_grpo, gae with ppo, group with all others."
+        default=None, description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, else group."
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
-        default=None, description="What the loss is averaged over."
+        default=None, description="Average of the loss over tokens and trajectories; null takes the preset's."
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="trajectory: a trajectory counts once in the loss, however many sequences it has. sequence: each "
-        "sequence counts once. Ratios of importance_level 'sequence' stay those of sequences.",
+        description="What counts once in the loss, however long it is or however many parts it has.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="One ratio per token or row."
+        default=None, description="Importance ratio per token or per sequence; null takes the preset's."
     )
-    clip_low: float | None = Field(default=None, gt=0.0, le=1.0, description="The ratio stays above 1 - clip_low.")
-    clip_high: float | None = Field(default=None, gt=0.0, description="It stays below 1 + clip_high; cispo's cap.")
-    delta: float | None = Field(default=None, gt=1.0, description="Dual clip: bounds the loss of bad rows.")
+    clip_low: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="Clip ratios below 1 - clip_low; null takes the preset's."
+    )
+    clip_high: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Clip ratios above 1 + clip_high (cispo: above clip_high); null takes the preset's.",
+    )
+    delta: float | None = Field(
+        default=None, gt=1.0, description="Dual clip: largest ratio for negative advantages; null for no bound."
+    )
     beta: float | None = Field(
         default=None,
         ge=0.0,
         allow_inf_nan=False,
-        description="Weight of the KL to the reference, 0 keeps none; null: 0, and 0.1 for dpo.",
+        description="Weight of the KL to the reference; null is 0, or 0.1 for dpo.",
     )
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
-        default="k3_ratio", description="Its estimator, in the loss or in the reward."
+        default="k3_ratio", description="KL estimator, added to the loss, or for k1_in_reward taken off the reward."
     )
-    reference: ReferenceConfig = Field(default=ReferenceConfig(), description="What the KL is measured from.")
-    correction: CorrectionConfig | None = Field(default=None, description="Sampler-to-trainer correction; null: none.")
+    reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
+    correction: CorrectionConfig | None = Field(
+        default=None, description="Sampler-to-trainer correction; null for none."
+    )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
-    gamma: float = Field(default=1.0, gt=0.0, le=1.0, description="Discount per step of shaped rewards, or per token.")
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Generalised advantage estimation's.")
+    gamma: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="Discount per turn, or per token for gae and reinforce_pp."
+    )
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
     bootstrap: Literal["value", "none"] = Field(
-        default="value",
-        description="Value after the last token of an episode that a length limit cut. value: the value head's output "
-        "there. none: 0, as if the episode had ended.",
+        default="value", description="Value behind an episode that a length limit cut: the value head's, or 0."
     )
-    value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value term.")
-    value_clip: float | None = Field(default=0.2, gt=0.0, description="How far a value may move at no loss; null: any.")
+    value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value loss.")
+    value_clip: float | None = Field(
+        default=0.2, gt=0.0, description="Largest unclipped change of a value in ppo's value loss; null for no clip."
+    )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a whole trajectory: the constant that dr_grpo divides by."
+        default=None, ge=1, description="Token budget of a trajectory; dr_grpo divides by it; null for none."
     )
-    mask_truncated: bool = Field(default=False, description="Rows cut by their length budget train nothing.")
+    mask_truncated: bool = Field(
+        default=False, description="Leave out sequences that were cut off by their token limit."
+    )
     overlong_buffer_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="DAPO's soft penalty: the reward falls by up to 1 over the last so many tokens of the budget.",
+        description="Last tokens of max_completion_tokens, over which the reward falls by 1; null for no penalty.",
     )
     reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
-        default=None, min_length=1, description="Weights of named rewards; null: the reward as its evaluator gave it."
+        default=None, min_length=1, description="Weights of named rewards; null takes the evaluator's reward as it is."
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize",
-        description="Whether named rewards are added before or after each is normalised in its group.",
+        default="sum_then_normalize", description="Order of adding named rewards up and normalising them in the group."
     )
 
-    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Of dpo.")
+    preference: PreferenceConfig = Field(
+        default=PreferenceConfig(), description="How dpo compares the two answers of a pair."
+    )
     min_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="sft imitates trajectories of at least this reward; null: all."
+        default=None,
+        allow_inf_nan=False,
+        description="Least reward of the trajectories that sft imitates; null imitates all.",
     )
 
     @property
     def is_policy_loss(self) -> bool:
-        """Whether rewards become advantages; dpo learns from pairs and sft from examples."""
+        """True if the loss learns from rewards; dpo learns from pairs and sft from examples."""
         return self.name not in OTHER_LOSSES
 
     @property
     def kl_weight(self) -> float:
-        """`beta`, where it weights a KL."""
+        """`beta` of a policy loss, 0 for the other losses."""
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's log-probabilities enter."""
+        """True if the loss or the rewards read the reference's log-probabilities."""
         return self.kl_weight > 0 or self.name == "dpo"
 
     @property
     def estimator(self) -> str:
-        """The baseline that is really used."""
+        """The advantage estimator, the loss's own one where `advantages` is None."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
@@ -189,31 +213,42 @@ POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("
 
 
 class OptimizerConfig(ConfigModel):
-    """Which optimiser, and how fast."""
+    """Optimizer, learning-rate schedule and gradient clipping."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="Optimizer: AdamW (arXiv 1711.05101) or plain SGD."
+    )
     learning_rate: float = Field(
         default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate of every update after the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="What the learning rate does after the warm-up: stay, or fall in that shape."
+        default="constant", description="Learning rate after the warm-up: constant, or a linear or cosine decay."
     )
-    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate rises.")
+    warmup_updates: int = Field(
+        default=0, ge=0, description="Updates over which the learning rate rises linearly to learning_rate."
+    )
     decay_updates: int | None = Field(
-        default=None, ge=1, description="Updates after the warm-up over which it falls; for linear and cosine."
+        default=None,
+        ge=1,
+        description="Updates after the warm-up over which the learning rate decays; null for a constant one.",
     )
-    end_fraction: float = Field(default=0.1, ge=0.0, le=1.0, description="Share of the learning rate that it falls to.")
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
-    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
+    end_fraction: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Fraction of learning_rate at the end of the decay."
+    )
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay per update of the mean gradient.")
+    b2: float = Field(
+        default=0.999, ge=0.0, lt=1.0, description="AdamW's decay per update of the mean squared gradient."
+    )
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Of AdamW's mean gradient; null for that of the parameters. bfloat16 halves it; the mean square "
-        "stays as wide as the parameters, or its small changes would be lost.",
+        description="Type of AdamW's mean gradient; null takes the parameters' type. The mean square always has that.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, which applies to matrices only."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; applies to matrices only."
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0.0, description="Clip gradients to this global norm; null for no clip."
+    )
 
     @model_validator(mode="after")
     def _falls_over_some_updates(self) -> "OptimizerConfig":

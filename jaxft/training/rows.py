@@ -1,4 +1,4 @@
-"""From trajectories to training rows: what is left out is counted, what makes no sense is refused."""
+"""From trajectories to training rows. Rows that are left out are counted, malformed ones are refused."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence
-from jaxft.training.batch import Row, sort_trajectories
+from jaxft.training.batch import Row
 
 
 class Sampled(NamedTuple):
-    """What was recorded of the trained tokens of a job, one after the other.
+    """Numbers recorded with the trained tokens of a job, all in one array each.
 
     Attributes:
         log_kept_mass: the log of the mass that top-k, top-p and min-p left to sample from.
@@ -29,7 +29,7 @@ class Sampled(NamedTuple):
     trajectories: np.ndarray
 
     def stale_fractions(self, policy_version: int) -> dict[str, float]:
-        """Shares of the trained tokens, and of the trajectories, that another version of the policy sampled."""
+        """Fractions of the trained tokens, and of the trajectories, that another version of the policy sampled."""
         is_stale = self.versions != policy_version
         owners, stale_owners = np.unique(self.trajectories), np.unique(self.trajectories[is_stale])
         return {
@@ -39,7 +39,7 @@ class Sampled(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The rows of a job, the groups they come from in their final order, and what was counted on the way."""
+    """The rows of a job, their groups in the order of the job, and the metrics of gathering them."""
 
     rows: list[Row]
     groups: list[list[Trajectory]]
@@ -54,7 +54,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         NothingToTrain: no row has a token to train.
         TrajectoryError: greedy or malformed rows are among them, or rewards that do not fit float32.
     """
-    groups = [sort_trajectories([group]) for group in collection.trajectories]
+    groups = [sort_trajectories(group) for group in collection.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group]
     refuse_pairs(trajectories)
     check_rewards(trajectories)
@@ -91,6 +91,11 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
     return Gathered(rows, groups, metrics, sampled)
 
 
+def sort_trajectories(group: Iterable[Trajectory]) -> list[Trajectory]:
+    """A group by generation, so that the order in which episodes happened to end decides nothing."""
+    return sorted(group, key=lambda trajectory: trajectory.generation or 0)
+
+
 def _why_no_sequences(collection: TrajectoryCollection) -> str:
     trajectories = [trajectory for group in collection.trajectories for trajectory in group]
     if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
@@ -109,7 +114,7 @@ def _recorded(sequence: TokenSequence, trajectory: int) -> tuple[np.ndarray, np.
 
 
 def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Refuses, with a `TrajectoryError` that names the episode, rows that a policy gradient has no meaning for."""
+    """Raise a `TrajectoryError` that names the episode unless a policy gradient can be taken of the sequence."""
     name = check_lists(trajectory, sequence)
     trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
     if 0 in trained:
@@ -129,13 +134,13 @@ def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
 
 
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
-    """Refuses, with a `TrajectoryError`, preferences where episodes are wanted."""
+    """Raise a `TrajectoryError` if there are preferences among the episodes."""
     if any(isinstance(item, DPOItem) for trajectory in trajectories for item in trajectory.episode):
         raise TrajectoryError("the trajectories are pairs, which only loss 'dpo' can learn from: set loss.name to dpo")
 
 
 def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
-    """Refuses a row that no loss can use; gives a name of its trajectory for messages."""
+    """Raise a `TrajectoryError` for a malformed sequence; returns the name of its trajectory for messages."""
     name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
@@ -147,7 +152,7 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
 
 
 def has_signal(group: list[Trajectory]) -> bool:
-    """Whether the scorable rewards of a group differ, by the rule of `jaxft.core.advantages`."""
+    """True if the scorable rewards of a group differ, by the rule of `jaxft.core.advantages`."""
     rewards = [trajectory.reward for trajectory in group if trajectory.scorable]
     scale = max([1.0, *(abs(reward) for reward in rewards)])
     return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_REWARDS * scale
@@ -185,13 +190,13 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
             f"job '{collection.run_id}' has no pair to train on: {foreign // 2} are of other language models"
         )
     rewards = [trajectory.reward for trajectory in _trajectories(collection)]
-    figures = {
+    metrics = {
         "pairs_trained": len(rows) // 2,
         "foreign_sequences": foreign,
         "pair_reward_mean": sum(rewards) / len(rewards),
         **_counted(rows),
     }
-    return Gathered(rows, [], figures, NOTHING_SAMPLED)
+    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
 
 
 def gather_examples(
@@ -225,8 +230,8 @@ def gather_examples(
             f"job '{collection.run_id}' has no token to train on: {len(good)} of {len(trajectories)} trajectories are "
             f"good enough, {foreign} sequences are of other language models"
         )
-    figures = {"imitated_trajectories": len(good), "foreign_sequences": foreign, **counted}
-    return Gathered(rows, [], figures, NOTHING_SAMPLED)
+    metrics = {"imitated_trajectories": len(good), "foreign_sequences": foreign, **counted}
+    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
 
 
 def _trajectories(collection: TrajectoryCollection) -> list[Trajectory]:
@@ -328,9 +333,9 @@ def dropped_episodes(metrics: Mapping[str, float]) -> str | None:
 
 
 def check_rewards(trajectories: Iterable[Trajectory]) -> None:
-    """Refuses rewards whose squares, sums or differences would overflow; named ones that are not finite are left.
+    """Raise for rewards whose squares, sums or differences would overflow; named ones that are not finite may pass.
 
-    Asked by the trainer, before it adds rewards up, and by the rows of a job, which any trainer may submit.
+    The trainer calls it before it adds rewards up, and `gather_rows` for the jobs of any trainer.
 
     Raises:
         TrajectoryError: names the episode and the reward.

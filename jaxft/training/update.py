@@ -1,4 +1,4 @@
-"""The update step that a configuration asks for: its loss, optimizer and learning-rate schedule, jitted once."""
+"""From a configuration to an update: the loss, the optimizer and the learning-rate schedule, jitted once."""
 
 from functools import cache, partial
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool
 from jaxft.core.correction import sampler_correction
 from jaxft.core.losses import Metrics, policy_loss
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
-from jaxft.core.types import Denominators, Model
+from jaxft.core.types import Model
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.training.config import LossConfig, OptimizerConfig
 
@@ -20,51 +20,54 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> Loss
     """The loss function of `make_update`.
 
     Args:
-        config: which, and how.
-        max_sampler_diff: a policy loss counts the rows whose recorded log-probabilities are further than this from the
-            trainer's, on average; None: none does.
+        config: the name of the loss and its options.
+        max_sampler_diff: a policy loss counts the rows whose recorded log-probabilities are, on average, further than
+            this from the trainer's, in nats; None for no count.
 
     Raises:
-        ValueError: knobs that exclude each other, or one that the loss cannot do without.
+        ValueError: options that exclude each other, or a missing one.
     """
     if config.name == "sft":
         return sft_loss
     if config.name == "dpo":
         return partial(dpo_loss, beta=0.1 if config.beta is None else config.beta, **dict(config.preference))
     in_loss = config.kl != "k1_in_reward"
-    knobs: dict[str, Any] = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "delta": config.delta,
-        "beta": config.kl_weight if in_loss else 0.0,
-        "kl": config.kl if in_loss else "k3_ratio",
-    }
-    choices: dict[str, Any] = {
-        "loss": config.name,
-        "importance_level": config.importance_level,
-        "aggregation": config.aggregation,
-        "max_completion_tokens": config.max_completion_tokens,
-    }
-    # Refused here, the knobs cost a message; refused in the first update, they would cost the policy.
-    row = jnp.zeros((1, 2))
-    reference = row if knobs["beta"] else None
-    jax.eval_shape(lambda x: policy_loss(x, None, x[:, 0], x > 0, ref_logprobs=reference, **choices, **knobs), row)
-    correction: dict[str, Any] = {}
+    loss = partial(
+        policy_loss,
+        loss=config.name,
+        importance_level=config.importance_level,
+        aggregation=config.aggregation,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        delta=config.delta,
+        beta=config.kl_weight if in_loss else 0.0,
+        kl=config.kl if in_loss else "k3_ratio",
+        max_completion_tokens=config.max_completion_tokens,
+    )
+    correction = None
     if config.correction is not None:
-        name, low, high = config.correction.name, config.correction.low, config.correction.high
-        one = jnp.ones(())
-        jax.eval_shape(lambda x: sampler_correction(x, x, x > 0, Denominators(one, one), name, low=low, high=high), row)
-        correction = {"correction": name, "correction_low": low, "correction_high": high}
-    shared = {"entropy_coef": config.entropy_coef, "max_sampler_diff": max_sampler_diff, **knobs, **correction}
+        kind, low, high = config.correction.name, config.correction.low, config.correction.high
+        correction = partial(sampler_correction, kind=kind, low=low, high=high)
+    # Impossible options are refused here, before anything has been sampled.
+    row = jnp.zeros((1, 2))
+    jax.eval_shape(lambda x: loss(x, None, x[:, 0], x > 0, ref_logprobs=x), row)
+    if correction is not None:
+        jax.eval_shape(lambda x: correction(x, x, x > 0), row)
+    shared: dict[str, Any] = {
+        "loss": loss,
+        "entropy_coef": config.entropy_coef,
+        "correction": correction,
+        "max_sampler_diff": max_sampler_diff,
+    }
     if config.name == "ppo":
         if config.aggregation not in (None, "token_mean") or config.importance_level == "sequence":
             raise ValueError("ppo is averaged over tokens, with a ratio per token")
         return partial(ppo_loss, value_coef=config.value_coef, value_clip=config.value_clip, **shared)
-    return partial(grpo_loss, **choices, **shared)
+    return partial(grpo_loss, **shared)
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optax transformation. Clipping is the update's own: it has to judge the norm before anything else does."""
+    """The optax transformation, without clipping: the update itself clips, as it must judge the norm first."""
     learning_rate = make_schedule(config)
     if config.name == "sgd":
         return optax.sgd(learning_rate)
@@ -82,7 +85,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of each update, counted from 0: a linear rise, then constant or a fall, linear or by cosine."""
+    """The learning rate of each update, counted from 0: linear warm-up, then constant, or linear or cosine decay."""
     rate, warmup = config.learning_rate, config.warmup_updates
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
@@ -92,7 +95,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
         after = optax.cosine_decay_schedule(rate, config.decay_updates, alpha=config.end_fraction)
     if not warmup:
         return after
-    # The first update of all is not wasted on a rate of 0: it gets the first step of the rise.
+    # Starts above 0, so that the first update is not wasted.
     return optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), after], [warmup])
 
 
@@ -100,9 +103,12 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 def update_of(
     model: Model, loss: LossConfig, optimizer: OptimizerConfig, limits: tuple[float, float] | None
 ) -> tuple[optax.GradientTransformation, Update]:
-    """Optimiser and update; the same for equal settings, so that a second learner of a process compiles nothing.
+    """Optimizer and update; the same objects for equal settings, so that a second learner compiles nothing.
 
     Args:
+        model: the contract's tuple.
+        loss: hashable, so without `reward_weights`, which no update reads.
+        optimizer: its settings.
         limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter, for policy losses.
     """
     made = make_optimizer(optimizer)

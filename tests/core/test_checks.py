@@ -53,7 +53,7 @@ def as_users_call(function, *arguments, **knobs):
             r"ref_rejected_logprobs has shape \(1,\); wanted that of chosen_logprobs, \(3,\)",
         ),
         (
-            partial(as_users_call, sampler_correction, X, COLUMN, MASK, ONE, "token_mask"),
+            partial(as_users_call, sampler_correction, X, COLUMN, MASK, ONE, kind="token_mask"),
             r"behavior_logprobs has shape \(2, 1\); wanted that of old_logprobs",
         ),
         (partial(as_users_call, sampler_agreement, X, COLUMN, MASK, ONE), r"sampler_logprobs has shape \(2, 1\)"),
@@ -173,8 +173,12 @@ def test_counted_pairs_survive_microbatches(bigram):
         return params["embedding"].sum() * denominators.pairs, {}
 
     batch = Batch(jnp.zeros((4, 3), jnp.int32), jnp.array([[False, True, True]] * 4))
-    _, _, grads = loss_and_gradients(bigram, loss_fn, bigram.init(jax.random.key(0)), batch, 2)
-    assert seen and np.all(np.asarray(grads["embedding"]) == 2 * count_tokens(batch.completion_mask).pairs)
+    params, step = bigram.init(jax.random.key(0)), optax.sgd(1.0)
+    before = np.array(params["embedding"])
+    state, _ = make_update(bigram, loss_fn, step, microbatch_rows=2)(init_train_state(params, step), batch)
+    moved = before - np.asarray(state.params["embedding"])
+    assert seen
+    np.testing.assert_allclose(moved, 2 * count_tokens(batch.completion_mask).pairs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

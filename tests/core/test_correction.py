@@ -56,9 +56,7 @@ def test_segments_are_rows():
     packed = jnp.concatenate([D[:1, :3], D[1:, :2]], axis=1)
     segments = jnp.array([[1, 1, 1, 2, 2]])
     mask = jnp.ones((1, 5), bool)
-    got = sampler_correction(
-        packed, jnp.zeros_like(packed), mask, count_tokens(mask, segments), "sequence_mask", segment_ids=segments
-    )
+    got = sampler_correction(packed, jnp.zeros_like(packed), mask, kind="sequence_mask", segment_ids=segments)
     np.testing.assert_allclose(got.weights, [[0.75] * 3 + [1.8] * 2], rtol=1e-5)
 
 
@@ -72,4 +70,4 @@ def test_segments_are_rows():
 )
 def test_refusals(kind, knobs, message):
     with pytest.raises(ValueError, match=message):
-        sampler_correction(D, D, MASK, count_tokens(MASK), kind, **knobs)
+        sampler_correction(D, D, MASK, kind=kind, **knobs)

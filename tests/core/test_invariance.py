@@ -1,19 +1,22 @@
 """How a batch is laid out changes neither loss nor gradients: order, padding, packing, microbatches, ragged groups."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxft.core.advantages import group_advantages
+from jaxft.core.correction import sampler_correction
+from jaxft.core.losses import policy_loss
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, sft_loss
 from jaxft.core.packing import pack, plan_packing, plan_padding, segments
 from jaxft.core.types import Batch
-from jaxft.core.update import loss_and_gradients
+from jaxft.core.update import init_train_state, make_update, split_rows
 
 HEIGHT, WIDTH = 8, 12
 """Every batch below has this shape, so each loss is compiled once for rows and once for segments."""
@@ -24,19 +27,37 @@ def slow(name):
     return pytest.param(name, marks=pytest.mark.slow)
 
 
+def grpo(name, correction=None, entropy_coef=0.0, max_sampler_diff=None, **knobs):
+    """`grpo_loss` of a published loss with some of its knobs changed."""
+    bound = partial(policy_loss, loss=name, **knobs)
+    options = {"correction": correction, "entropy_coef": entropy_coef, "max_sampler_diff": max_sampler_diff}
+    return partial(grpo_loss, loss=bound, **options)
+
+
 LOSSES = {
-    "grpo": partial(grpo_loss, loss="grpo", beta=0.1),
-    "dapo": partial(grpo_loss, loss="dapo", delta=3.0),
-    "dr_grpo": partial(grpo_loss, loss="dr_grpo", max_completion_tokens=20, entropy_coef=0.1),
-    "gspo": partial(grpo_loss, loss="gspo", beta=0.1, kl="k2", clip_low=0.1, clip_high=0.1),
-    "k3_trl": partial(grpo_loss, loss="gspo", beta=0.1, kl="k3_trl", max_sampler_diff=0.15),
-    "cispo": partial(grpo_loss, loss="cispo", correction="sequence_truncate", correction_high=1.2),
-    "reinforce": partial(grpo_loss, loss="reinforce", correction="sequence_geometric_mask"),
+    "grpo": grpo("grpo", beta=0.1),
+    "dapo": grpo("dapo", delta=3.0),
+    "dr_grpo": grpo("dr_grpo", max_completion_tokens=20, entropy_coef=0.1),
+    "gspo": grpo("gspo", beta=0.1, kl="k2", clip_low=0.1, clip_high=0.1),
+    "k3_trl": grpo("gspo", beta=0.1, kl="k3_trl", max_sampler_diff=0.15),
+    "cispo": grpo("cispo", correction=partial(sampler_correction, kind="sequence_truncate", high=1.2)),
+    "reinforce": grpo("reinforce", correction=partial(sampler_correction, kind="sequence_geometric_mask")),
     "ppo": partial(ppo_loss, value_coef=0.3),
     "sft": sft_loss,
+    "grpo, on policy": grpo("grpo", beta=0.1),
+    "gspo, on policy": grpo("gspo", beta=0.1, kl="k2"),
+    "dr_grpo, on policy": grpo("dr_grpo", max_completion_tokens=20),
+    "dpo sigmoid": partial(dpo_loss, kind="sigmoid", beta=0.3, sft_coef=0.2),
+    "dpo ipo": partial(dpo_loss, kind="ipo", beta=0.3, sft_coef=0.2),
 }
+OF_ROWS = [name for name in LOSSES if not name.startswith("dpo") and "on policy" not in name]
+"""Losses of batches that have everything; the others have tests of their own."""
+
+keep_gradients = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params: (state, grads)
+)
+"""An optimizer that moves nothing: its state are the last gradients."""
 RECORDED = ("sampler_logprobs", "behavior_logprobs", "old_logprobs", "ref_logprobs")
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def make_examples(draw):
@@ -64,13 +85,14 @@ def make_examples(draw):
 
 
 def make_batch(examples, packing, dtype=np.float32):
-    """Their batch in this layout, filled up to `HEIGHT` rows."""
+    """Their batch in this packing, filled up to `HEIGHT` rows."""
+    packing = packing._replace(height=HEIGHT)
     types = {"tokens": np.int32, "completion_mask": np.bool_}
     fields = {
-        name: jnp.array(pack(packing, [example[name] for example in examples], types.get(name, dtype), HEIGHT))
+        name: jnp.array(pack(packing, [example[name] for example in examples], types.get(name, dtype)))
         for name in examples[0]
     }
-    segment_ids, positions = segments(packing, HEIGHT)
+    segment_ids, positions = segments(packing)
     return Batch(**fields, segment_ids=jnp.array(segment_ids), positions=jnp.array(positions))
 
 
@@ -78,14 +100,26 @@ def as_rows(batch):
     return batch._replace(segment_ids=None, positions=None)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
-def gradients(name, model, params, batch, microbatch_rows):
-    hidden_size = jax.eval_shape(model.apply, params, batch.tokens, batch.tokens)[0].shape[-1]
+@cache
+def make_gradients(name, model, is_float64):
+    """The update that users make, whose new optimizer state are the gradients."""
+    return make_update(model, LOSSES[name], keep_gradients)
+
+
+def gradients(name, model, params, batch, microbatch_rows=None):
+    """Loss, metrics and gradients of the batch by one update, in microbatches of so many rows."""
     if name == "reinforce":  # has no ratio, and refuses what one is made of
         batch = batch._replace(old_logprobs=None)
     if name == "ppo":
-        params = {"policy": params, "value_head": {"kernel": jnp.ones(hidden_size), "bias": jnp.ones(())}}
-    return loss_and_gradients(model, LOSSES[name], params, batch, microbatch_rows)
+        hidden_size = jax.eval_shape(model.apply, params, batch.tokens, batch.tokens)[0].shape[-1]
+        dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+        head = {"kernel": jnp.ones(hidden_size, dtype), "bias": jnp.ones((), dtype)}
+        params = {"policy": params, "value_head": head}
+    update = make_gradients(name, model, jax.config.jax_enable_x64)
+    state = init_train_state(jax.tree.map(jnp.copy, params), keep_gradients)
+    state, metrics = update(state, split_rows(batch, microbatch_rows))
+    assert metrics["nonfinite_updates"] == 0
+    return metrics["loss"], metrics, state.opt_state
 
 
 def assert_same(got, expected, tolerance):
@@ -107,14 +141,14 @@ def check_layouts(name, model, params, draw, dtype, tolerance):
     examples = make_examples(draw)
     lengths = [len(example["tokens"]) for example in examples]
     padded = make_batch(examples, plan_padding(lengths, WIDTH), dtype)
-    expected = gradients(name, model, params, as_rows(padded), None)
+    expected = gradients(name, model, params, as_rows(padded))
     order = draw.permutation(HEIGHT)
     shuffled = make_batch([examples[i] for i in order], plan_padding([lengths[i] for i in order], WIDTH), dtype)
     packed = make_batch(examples, plan_packing(lengths, WIDTH), dtype)
-    assert_same(gradients(name, model, params, as_rows(shuffled), None), expected, tolerance)
+    assert_same(gradients(name, model, params, as_rows(shuffled)), expected, tolerance)
     numbered = packed.segment_ids + 1000 * jnp.arange(HEIGHT)[:, None]  # unique in the whole batch
     for batch in (packed, padded, shuffled, packed._replace(segment_ids=numbered)):
-        assert_same(gradients(name, model, params, batch, None), expected, tolerance)
+        assert_same(gradients(name, model, params, batch), expected, tolerance)
     return packed, expected
 
 
@@ -128,7 +162,7 @@ def of_type(params, dtype):
     return jax.tree.map(lambda x: jnp.array(np.asarray(x), dtype), params)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OF_ROWS)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_order_packing_and_microbatches_change_nothing(small, name, seed):
@@ -138,7 +172,7 @@ def test_order_packing_and_microbatches_change_nothing(small, name, seed):
         assert_same(gradients(name, model, params, packed, microbatch_rows), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", [name if name in ("grpo", "ppo") else slow(name) for name in LOSSES])
+@pytest.mark.parametrize("name", [name if name in ("grpo", "ppo") else slow(name) for name in OF_ROWS])
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_nor_in_float64(small, name, seed):
@@ -160,7 +194,7 @@ def test_the_width_changes_nothing(tiny):
     examples = make_examples(np.random.default_rng(8))
     lengths = [len(example["tokens"]) for example in examples]
     narrow, wide = (as_rows(make_batch(examples, plan_padding(lengths, width))) for width in (WIDTH, 2 * WIDTH))
-    assert_same(gradients("gspo", *tiny, wide, None), gradients("gspo", *tiny, narrow, None), 1e-5)
+    assert_same(gradients("gspo", *tiny, wide), gradients("gspo", *tiny, narrow), 1e-5)
 
 
 @settings(max_examples=8, deadline=None)
@@ -181,7 +215,7 @@ def test_ragged_groups_are_equal_ones_with_members_that_do_not_count(small, seed
             mask = examples[i]["completion_mask"] & np.isfinite(rewards[i])
             rows.append(examples[i] | {"advantages": np.full(length, advantage), "completion_mask": mask})
         batch = make_batch(rows, plan_padding([len(row["tokens"]) for row in rows], WIDTH))
-        return gradients("grpo", model, params, batch, None)
+        return gradients("grpo", model, params, batch)
 
     assert_same(gradients_of(list(range(len(everyone)))), gradients_of(members), 1e-5)
 
@@ -190,13 +224,11 @@ def test_ragged_groups_are_equal_ones_with_members_that_do_not_count(small, seed
 def test_pairs_may_stand_in_any_order_and_be_split_between_pairs(small, kind):
     model, params = small[0], of_type(small[1], jnp.float32)
     examples = make_examples(np.random.default_rng(4))
-    loss_fn = partial(dpo_loss, kind=kind, beta=0.3, sft_coef=0.2)
-    compute = jax.jit(loss_and_gradients, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
 
     def gradients_of(order, microbatch_rows=None):
         rows = [examples[i] for i in order]
         batch = as_rows(make_batch(rows, plan_padding([len(row["tokens"]) for row in rows], WIDTH)))
-        return compute(model, loss_fn, params, batch, microbatch_rows)
+        return gradients(f"dpo {kind}", model, params, batch, microbatch_rows)
 
     expected = gradients_of(range(HEIGHT))
     assert_same(gradients_of([4, 5, 0, 1, 6, 7, 2, 3]), expected, 1e-5)
@@ -209,18 +241,6 @@ def test_pairs_may_stand_in_any_order_and_be_split_between_pairs(small, kind):
     np.testing.assert_allclose(loss, fewer[0], rtol=1e-5)
     np.testing.assert_allclose(metrics["reward_margin"], fewer[1]["reward_margin"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, fewer[2])
-
-
-ON_POLICY = {
-    "grpo": partial(grpo_loss, loss="grpo", beta=0.1),
-    "gspo": partial(grpo_loss, loss="gspo", beta=0.1, kl="k2"),
-    "dr_grpo": partial(grpo_loss, loss="dr_grpo", max_completion_tokens=20),
-}
-
-
-@partial(jax.jit, static_argnums=(0, 1, 4), compiler_options=QUICKLY)
-def on_policy_gradients(name, model, params, batch, microbatch_rows):
-    return loss_and_gradients(model, ON_POLICY[name], params, batch, microbatch_rows)
 
 
 def make_trajectories(draw):
@@ -254,7 +274,7 @@ def cut(trajectory, ends):
     return pieces
 
 
-@pytest.mark.parametrize("name", ON_POLICY)
+@pytest.mark.parametrize("name", ["grpo, on policy", "gspo, on policy", "dr_grpo, on policy"])
 def test_a_trajectory_counts_once_however_it_is_cut(small, name):
     model, params = small[0], of_type(small[1], jnp.float32)
     trajectories = make_trajectories(np.random.default_rng(4))
@@ -269,14 +289,14 @@ def test_a_trajectory_counts_once_however_it_is_cut(small, name):
         return make_batch(sequences, packing([len(each["tokens"]) for each in sequences], WIDTH))
 
     whole = as_rows(batch_of(trajectories, plan_padding))
-    wanted = on_policy_gradients(name, model, params, whole, None)
+    wanted = gradients(name, model, params, whole)
     # Each trajectory a row is what a batch that says nothing of trajectories means.
-    alone = on_policy_gradients(name, model, params, whole._replace(trajectory_tokens=None), None)
+    alone = gradients(name, model, params, whole._replace(trajectory_tokens=None))
     check(alone, wanted)
     for cuts in (((), (), (2,)), ((3, 4, 6), (), ()), ((6,), (2, 3), (3,))):
         pieces = [piece for each, ends in zip(trajectories, cuts, strict=True) for piece in cut(each, ends)]
         rows, packed = batch_of(pieces, plan_padding), batch_of(pieces, plan_packing)
         for batch, microbatch_rows in ((as_rows(rows), None), (packed, 2)):
-            check(on_policy_gradients(name, model, params, batch, microbatch_rows), wanted)
-        counted_apart = on_policy_gradients(name, model, params, as_rows(rows)._replace(trajectory_tokens=None), None)
+            check(gradients(name, model, params, batch, microbatch_rows), wanted)
+        counted_apart = gradients(name, model, params, as_rows(rows)._replace(trajectory_tokens=None))
         assert abs(counted_apart[0] - wanted[0]) > 1e-3

@@ -461,7 +461,7 @@ def test_neither_padding_nor_jit_changes_anything(loss, level):
     [
         (dict(loss="grop"), "loss is 'grop'; wanted one of grpo, dapo, bnpo, dr_grpo, gspo, cispo, ppo, reinforce"),
         (dict(importance_level="row"), "importance_level is 'row'; wanted token or sequence"),
-        (dict(aggregation="sum"), "aggregation is 'sum'; wanted seq_mean_token_mean, token_mean or budget"),
+        (dict(aggregation="sum"), "aggregation is 'sum'; wanted seq_mean_token_mean, token_mean or constant"),
         (dict(loss="dr_grpo"), "max_completion_tokens is None; this loss divides by it"),
         (dict(loss="cispo", delta=9.0), "delta is 9.0, but 'cispo' has no clipped surrogate"),
         (dict(loss="reinforce", delta=9.0), "delta is 9.0, but 'reinforce' has no clipped surrogate"),
@@ -779,7 +779,7 @@ def pairs(bigram):
 
 
 def run(model, params, batch, **knobs):
-    return jax.jit(partial(dpo_loss, model, **knobs))(params, batch, count_tokens(batch.completion_mask))
+    return jax.jit(partial(dpo_loss, model, **knobs))(params, batch)
 
 
 @pytest.mark.parametrize("is_normalized", [False, True])

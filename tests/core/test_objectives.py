@@ -9,7 +9,7 @@ import pytest
 
 from jaxft.core.correction import sampler_agreement
 from jaxft.core.losses import policy_loss
-from jaxft.core.objectives import grpo_loss, score_batch, score_in_microbatches, sft_loss
+from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
 from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch
 
@@ -27,7 +27,7 @@ jitted_score = jax.jit(score_batch, static_argnums=0)
 
 
 def loss_of(loss_fn, model, params, batch):
-    return jax.jit(loss_fn, static_argnums=0)(model, params, batch, count_tokens(batch.completion_mask))
+    return jax.jit(loss_fn, static_argnums=0)(model, params, batch)
 
 
 def test_sampler_agreement_by_hand():
@@ -76,10 +76,10 @@ def test_grpo_loss_is_policy_loss_of_the_scores(bigram, params):
     knobs = dict(
         loss="cispo", importance_level="sequence", clip_high=1.1, beta=0.1, kl="k2", aggregation="seq_mean_token_mean"
     )
-    value, metrics = loss_of(partial(grpo_loss, **knobs), bigram, params, batch)
+    bound = partial(policy_loss, **knobs)
+    value, metrics = loss_of(partial(grpo_loss, loss=bound), bigram, params, batch)
     scored = jitted_score(bigram, params, BATCH)
-    wanted = jax.jit(partial(policy_loss, **knobs))
-    expected, _ = wanted(scored.logprobs, old, batch.advantages, MASK, ref_logprobs=ref)
+    expected, _ = jax.jit(bound)(scored.logprobs, old, batch.advantages, MASK, ref_logprobs=ref)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(metrics["entropy"], np.asarray(scored.entropy)[MASK].mean(), rtol=1e-6)
     assert metrics["sampler_logprob_diff_max"] == 0
@@ -109,15 +109,20 @@ def test_sft_loss_is_the_mean_over_trained_tokens(bigram, params):
     np.testing.assert_allclose(metrics["entropy"], scored.entropy[MASK].mean(), rtol=1e-6)
 
 
-def test_scoring_in_microbatches_changes_nothing(bigram, params):
-    whole = jitted_score(bigram, params, BATCH)
-    for microbatch_rows in (1, 2):
-        parts = score_in_microbatches(bigram, params, BATCH, microbatch_rows)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), parts, whole)
+@pytest.mark.parametrize("loss_fn", [grpo_loss, ppo_loss, sft_loss, dpo_loss])
+def test_denominators_are_counted_where_none_are_given(bigram, params, loss_fn):
+    batch = BATCH._replace(ref_logprobs=jnp.full((4, 6), -1.6))
+    if loss_fn is ppo_loss:
+        params = {"policy": params, "value_head": {"kernel": jnp.ones(3), "bias": jnp.ones(())}}
+        batch = batch._replace(old_values=jnp.zeros((4, 6)), returns=jnp.ones((4, 6)))
+    counted = jax.jit(loss_fn, static_argnums=0)(bigram, params, batch, count_tokens(MASK))
+    jax.tree.map(np.testing.assert_array_equal, loss_of(loss_fn, bigram, params, batch), counted)
+    # Those of a larger batch make this one a part of it.
+    twice = jax.tree.map(lambda count: 2 * count, count_tokens(MASK))
+    half, _ = jax.jit(loss_fn, static_argnums=0)(bigram, params, batch, twice)
+    np.testing.assert_allclose(2 * half, counted[0], rtol=1e-6)
 
 
 def test_refusals(bigram, params):
-    with pytest.raises(ValueError, match="4 rows do not divide into microbatches of 3"):
-        score_in_microbatches(bigram, params, BATCH, 3)
     with pytest.raises(ValueError, match=r"batch\.advantages is None; a policy loss needs one advantage per row"):
         loss_of(grpo_loss, bigram, params, BATCH._replace(advantages=None))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxft.core.packing import pack, plan_packing, plan_padding, segments, unpack
+from jaxft.core.packing import pack, plan_packing, plan_padding, segments, token_index, unpack
 
 lengths_in = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
@@ -20,13 +20,27 @@ def test_packed_sequences_neither_overlap_nor_stick_out(lengths, spare):
     assert packing.height <= len(lengths)
     for got, put in zip(unpack(packing, table), numbers, strict=True):
         np.testing.assert_array_equal(got, put)
-    ids, positions = segments(packing, packing.height + 1)
+    ids, positions = segments(packing._replace(height=packing.height + 1))
     assert ids.shape == positions.shape == (packing.height + 1, packing.width)
     for i, (row, start, length) in enumerate(zip(packing.rows, packing.starts, lengths, strict=True)):
         span = slice(start, start + length)
         assert len(set(ids[row, span])) == 1 and np.count_nonzero(ids[row] == ids[row, start]) == length
         np.testing.assert_array_equal(positions[row, span], np.arange(length), err_msg=str(i))
     assert np.all((ids[: packing.height] == 0) == (table == 0)) and not ids[-1].any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=lengths_in, spare=st.integers(0, 6), seed=st.integers(0, 9))
+def test_sequences_that_are_moved_stay_whole(lengths, spare, seed):
+    packed, alone = plan_packing(lengths, max(lengths) + spare), plan_padding(lengths, max(lengths))
+    numbers = [np.arange(length) + 100 * i + 1 for i, length in enumerate(lengths)]
+    table = pack(packed, numbers, int)
+    index = token_index(packed)
+    np.testing.assert_array_equal(table[index.tokens], np.concatenate(numbers))
+    np.testing.assert_array_equal(pack(alone, numbers, int)[index.places], np.concatenate(numbers))
+    moved = np.full((alone.height, alone.width), -1)
+    moved[index.places] = table[index.tokens]
+    np.testing.assert_array_equal(moved, pack(alone, numbers, int, fill=-1))
 
 
 def test_rows_that_are_too_short_are_refused():

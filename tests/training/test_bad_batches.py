@@ -4,7 +4,6 @@ import asyncio
 import io
 import unicodedata
 import zipfile
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.bad_batches import MAX_KEPT, BadBatches, BadUpdate
-from jaxft.training.batch import make_batch
+from jaxft.training.batch import BatchPlanner, make_batch
 from jaxft.training.rows import gather_rows
 
 HUGE = 3e38  # a reward that fits float32; the difference from its negative does not
@@ -40,8 +39,7 @@ def make_bad_update(make_collection):
     def make(number=1, changes=None):
         gathered = gather_rows(make_collection("any", changes=changes), llm="policy", mask_truncated=False)
         metrics = {"loss": np.float32("nan"), "entropy": np.float32(0.5)}
-        again = partial(make_batch, gathered.rows, microbatch_tokens=64, packed=True)
-        return BadUpdate(number, metrics, gathered.rows, again), gathered.groups
+        return BadUpdate(number, metrics, make_batch(gathered.rows, BatchPlanner(64, packed=True))), gathered.groups
 
     return make
 

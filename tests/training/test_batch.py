@@ -1,27 +1,22 @@
+"""Rows as tables: padding, packing, microbatches of few shapes, and minibatches."""
+
+import jax
 import numpy as np
 import pytest
 
-from jaxft.harness.data_models import Trajectory
-from jaxft.training.batch import Row, make_batch, sort_trajectories
-
-
-def test_the_order_in_which_episodes_ended_is_forgotten():
-    def made(example_id, generation):
-        return Trajectory(episode=[], reward=0.0, example_id=example_id, generation=generation)
-
-    groups = [[made("b", 2), made("b", 0), made("b", 1)], [made("a", 1), made("a", 0)]]
-    order = [(each.example_id, each.generation) for each in sort_trajectories(groups)]
-    assert order == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)]
+from jaxft.training.batch import BatchPlanner, Row, make_batch, select_sequences
 
 
 def test_rows_are_padded_and_filled_up(make_sequence):
-    rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
-    batch, shapes, _ = make_batch(rows, microbatch_tokens=2 * 16 + 1)
-    assert shapes == ((2, 16), (2, 16), (1, 16))
+    rows = [Row(make_sequence(number), number) for number in range(5)]
+    made = make_batch(rows, BatchPlanner(2 * 16 + 1))
+    batch = made.batch
+    assert made.microbatch_shapes == ((2, 16), (2, 16), (1, 16))
     assert batch.tokens.shape == batch.completion_mask.shape == (5, 16)
     assert batch.tokens[4].tolist() == [3, 14, 20, 25, 22, 1] + [0] * 10
     assert batch.completion_mask.sum(1).tolist() == [4, 4, 4, 4, 4]
-    assert batch.advantages[:, 0].tolist() == batch.advantages[:, 5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert made.trajectories.tolist() == [0, 1, 2, 3, 4]
+    assert (made.turns == -1).all() and not made.is_cut.any()
     assert batch.temperatures[0, :6].tolist() == [1.0] * 6
     assert batch.sampler_logprobs[0, :6].tolist() == batch.behavior_logprobs[0, :6].tolist() == [0.0] * 2 + [-5.0] * 4
     assert {np.asarray(each).dtype.name for each in batch if each is not None} == {"int32", "bool", "float32"}
@@ -38,7 +33,7 @@ def test_rows_are_padded_and_filled_up(make_sequence):
     ],
 )
 def test_microbatches_are_of_a_few_sizes(make_sequence, rows, microbatch_tokens, expected):
-    placed = make_batch([Row(make_sequence(n), 0) for n in range(rows)], microbatch_tokens=microbatch_tokens)
+    placed = make_batch([Row(make_sequence(n), 0) for n in range(rows)], BatchPlanner(microbatch_tokens))
     parts = placed.microbatches()
     assert expected == tuple(len(part.tokens) for part in parts)
     assert placed.microbatch_shapes == tuple(part.tokens.shape for part in parts)
@@ -51,28 +46,29 @@ def test_microbatches_are_of_a_few_sizes(make_sequence, rows, microbatch_tokens,
 
 def test_the_longest_row_sets_the_width(make_sequence):
     longer = make_sequence(**{name: values * 6 for name, values in make_sequence() if isinstance(values, list)})
-    batch, *_ = make_batch([Row(make_sequence(), 0), Row(longer, 1)], microbatch_tokens=2 * 48)
+    batch, *_ = make_batch([Row(make_sequence(), 0), Row(longer, 1)], BatchPlanner(2 * 48))
     assert batch.tokens.shape == (2, 48)
 
 
 def test_short_sequences_share_rows(make_sequence):
-    rows = [Row(make_sequence(number), number, {"advantages": float(number)}) for number in range(5)]
-    batch, shapes, packing = make_batch(rows, microbatch_tokens=16, packed=True)
+    rows = [Row(make_sequence(number, turns=[-1, -1, 0, 0, 1, 1]), number) for number in range(5)]
+    made = make_batch(rows, BatchPlanner(16, packed=True))
+    batch, packing, shapes, turns = made.batch, made.packing, made.microbatch_shapes, made.turns
     assert (shapes, batch.tokens.shape, packing.rows.tolist()) == (((1, 16),) * 3, (3, 16), [0, 0, 1, 1, 2])
     assert batch.segment_ids[0].tolist() == [1] * 6 + [2] * 6 + [0] * 4
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0] * 4
-    assert batch.advantages[1].tolist() == [2.0] * 6 + [3.0] * 6 + [0.0] * 4
+    assert turns[1].tolist() == [-1, -1, 0, 0, 1, 1] * 2 + [-1] * 4
 
 
 def test_batches_of_any_size_share_a_few_shapes(make_sequence):
     def shapes(count, **options):
-        placed = make_batch([Row(make_sequence(), n // 2) for n in range(count)], **options)
+        placed = make_batch([Row(make_sequence(), n // 2) for n in range(count)], BatchPlanner(256, **options))
         return {part.tokens.shape for part in placed.microbatches()}
 
     for packed in (False, True):
-        found = set.union(*(shapes(count, microbatch_tokens=256, packed=packed) for count in range(1, 100)))
-        assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
-    found = set.union(*(shapes(count, microbatch_tokens=256, pairs=True) for count in range(2, 100, 2)))
+        found = set.union(*(shapes(count, packed=packed) for count in range(1, 100)))
+        assert found == {(16, 16), (8, 16), (4, 16), (2, 16)} == set(BatchPlanner(256).all_shapes(16))
+    found = set.union(*(shapes(count, pairs=True) for count in range(2, 100, 2)))
     assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
 
 
@@ -83,8 +79,8 @@ def longer(sequence, times):
 @pytest.mark.parametrize("pairs", [False, True])
 def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
     times = [1, 1, 7, 1, 1, 1, 2, 3]
-    rows = [Row(longer(make_sequence(n), k), n, {"advantages": float(n)}) for n, k in enumerate(times)]
-    placed = make_batch(rows, microbatch_tokens=96, pairs=pairs)
+    rows = [Row(longer(make_sequence(n), k), n) for n, k in enumerate(times)]
+    placed = make_batch(rows, BatchPlanner(96, pairs=pairs))
     assert placed.microbatch_shapes == (((2, 48), (2, 32), (4, 16)) if pairs else ((2, 48), (4, 16), (2, 16)))
     parts = placed.microbatches()
     assert [part.tokens.shape for part in parts] == list(placed.microbatch_shapes)
@@ -92,7 +88,6 @@ def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
     for place, row in zip(placed.packing.rows, rows, strict=True):
         tokens = row.sequence.tokens
         assert placed.batch.tokens[place, : len(tokens)].tolist() == tokens
-        assert placed.batch.advantages[place, 0] == row.trajectory
     if pairs:
         assert (placed.packing.rows[1::2] == placed.packing.rows[::2] + 1).all()
 
@@ -100,20 +95,31 @@ def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
 def test_pairs_stay_together(make_sequence):
     rows = [Row(make_sequence(n), n // 2) for n in range(6)]
     for tokens, expected in ((1, (2, 2, 2)), (5 * 16, (4, 2)), (128, (4, 2))):
-        shapes = make_batch(rows, microbatch_tokens=tokens, pairs=True).microbatch_shapes
+        shapes = make_batch(rows, BatchPlanner(tokens, pairs=True)).microbatch_shapes
         assert tuple(count for count, _ in shapes) == expected
 
 
 def test_nothing_is_no_batch():
     with pytest.raises(ValueError, match="there are no rows"):
-        make_batch([], microbatch_tokens=64)
+        make_batch([], BatchPlanner(64))
+
+
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"pairs": True}])
+def test_selected_sequences_are_laid_out_as_if_they_were_alone(make_sequence, options):
+    times, planner = [1, 1, 7, 1, 1, 1, 2, 3], BatchPlanner(96, **options)
+    turns = [-1, -1, 0, 0, 1, 1]
+    rows = [Row(longer(make_sequence(n, turns=turns, episode_truncated=n == 3), k), n) for n, k in enumerate(times)]
+    job, chosen = make_batch(rows, planner), np.array([0, 1, 3, 6] if "pairs" not in options else [2, 3, 6, 7])
+    got, expected = select_sequences(job, chosen, planner), make_batch([rows[i] for i in chosen], planner)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert select_sequences(job, np.arange(8), planner) is job
 
 
 def test_microbatches_divide_over_a_mesh(make_sequence):
     rows = [Row(make_sequence(number), number) for number in range(11)]
     for shares, pairs in ((4, False), (6, False), (4, True)):
         count = 10 if pairs else 11
-        placed = make_batch(rows[:count], microbatch_tokens=64, pairs=pairs, row_shards=shares)
+        placed = make_batch(rows[:count], BatchPlanner(64, pairs=pairs, row_shards=shares))
         assert all(height % shares == 0 for height, _ in placed.microbatch_shapes)
         assert sum(height for height, _ in placed.microbatch_shapes) == placed.batch.tokens.shape[0] >= count
         assert placed.batch.completion_mask.any(axis=1).sum() == count

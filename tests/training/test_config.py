@@ -7,7 +7,7 @@ from jaxft.training.update import make_loss
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "gspo", "cispo", "reinforce"])
 def test_every_name_makes_a_loss(name):
-    assert make_loss(LossConfig(name=name, beta=0.1)).keywords["loss"] == name
+    assert make_loss(LossConfig(name=name, beta=0.1)).keywords["loss"].keywords["loss"] == name
 
 
 def test_ppo_is_a_loss_of_its_own():
@@ -16,7 +16,7 @@ def test_ppo_is_a_loss_of_its_own():
 
 def test_a_kl_in_the_reward_is_none_in_the_loss():
     config = LossConfig(name="reinforce", advantages="leave_one_out", beta=0.1, kl="k1_in_reward")
-    assert make_loss(config).keywords["beta"] == 0.0
+    assert make_loss(config).keywords["loss"].keywords["beta"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import jaxft.training.learner as learner_module
+from jaxft.core.packing import pack, unpack
 from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
 from jaxft.training.advantages import collect_rewards, compute_advantages
-from jaxft.training.batch import Row
+from jaxft.training.batch import Row, make_batch
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner, merge_metrics
 
@@ -92,13 +93,14 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start):
 def test_minibatches_take_every_trajectory_once_a_pass(job, start):
     loss = LossConfig()
     learner = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
-    rows, _ = job(loss)
-    parts = [[row.trajectory for row in part] for part in learner._parts(rows)]
+    parts = [each.tolist() for each in learner._minibatches(np.arange(4))]
     assert [len(part) for part in parts] == [2, 1, 1] * 2
     assert sorted(chain(*parts[:3])) == sorted(chain(*parts[3:])) == [0, 1, 2, 3]
     assert parts[:3] != parts[3:]
     again = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
-    assert [[row.trajectory for row in part] for part in again._parts(rows)] == parts
+    assert [each.tolist() for each in again._minibatches(np.arange(4))] == parts
+    several = again._minibatches(np.array([0, 0, 1, 2, 2]))
+    assert sorted(map(len, several)) == [1, 1, 2, 2, 2, 2]  # whole trajectories
     _, _, (metrics,) = learn(job, start, {}, num_minibatches=2)
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
 
@@ -163,26 +165,47 @@ def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, sta
     def values_behind(packing, **knobs):
         loss = LossConfig(name="ppo", **knobs)
         rows, credit = job(loss)
-        rows[1].sequence = make_sequence(1, episode_truncated=True)
-        rows[2].sequence = make_sequence(2, truncated=True)  # an answer in the middle
+        rows[1] = Row(make_sequence(1, episode_truncated=True), 1)
+        rows[2] = Row(make_sequence(2, truncated=True), 2)  # an answer in the middle
         learner = Learner(MODEL, loss, SGD, packing=packing, microbatch_tokens=64)
         learner.arrays(start)  # makes what a first job starts from
         learner.value_head = HEAD
-        learner._score(rows, start)
-        compute_advantages(rows, credit, loss)
-        return rows
+        batch, _ = compute_advantages(learner._score(make_batch(rows, learner._planner()), start), credit, loss)
+        returns = [numbers[-1] for numbers in unpack(batch.packing, batch.batch.returns)]
+        return batch.bootstrap_values.tolist(), returns
 
-    rows = values_behind(packing=False)
-    assert [row.bootstrap_value for row in values_behind(packing=True)] == pytest.approx(
-        [row.bootstrap_value for row in rows], rel=1e-4
-    )
-    tokens = jnp.array([rows[1].sequence.tokens])
+    behind, returns = values_behind(packing=False)
+    assert values_behind(packing=True)[0] == pytest.approx(behind, rel=1e-4)
+    tokens = jnp.array([make_sequence(1).tokens])
     hidden, _ = MODEL.apply(start, tokens, jnp.arange(6)[None])
     by_hand = float(hidden[0, -1] @ HEAD["kernel"] + HEAD["bias"])
-    assert [row.bootstrap_value for row in rows] == pytest.approx([0, by_hand, 0, 0], rel=1e-4)
+    assert behind == pytest.approx([0, by_hand, 0, 0], rel=1e-4)
     # With a discount of 1 the last return is the reward and the value behind it.
-    assert [row.signals["returns"][-1] for row in rows] == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
-    assert not any(row.bootstrap_value for row in values_behind(packing=False, bootstrap="none"))
+    assert returns == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
+    assert not any(values_behind(packing=False, bootstrap="none")[0])
+
+
+def test_scores_are_the_same_in_any_microbatches(job, start):
+    """Padded, packed, one row at a time or all at once; padding has none."""
+    rows, _ = job(LossConfig())
+
+    def scores(**options):
+        learner = Learner(MODEL, LossConfig(beta=0.1), SGD, num_iterations=2, **options)
+        learner.arrays(start)
+        batch = learner._score(make_batch(rows, learner._planner()), start)
+        is_token = pack(batch.packing, [True] * len(rows), np.bool_)
+        assert not batch.batch.old_logprobs[~is_token].any()
+        np.testing.assert_array_equal(batch.batch.old_logprobs, batch.batch.ref_logprobs)  # the start itself
+        return unpack(batch.packing, batch.batch.old_logprobs)
+
+    whole = scores(packing=False)
+    for options in ({"packing": False, "microbatch_tokens": 16}, {"packing": True, "microbatch_tokens": 64}):
+        np.testing.assert_allclose(scores(**options), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_rewards_are_no_matter_of_the_update():
+    first, second = (Learner(MODEL, LossConfig(reward_weights={"right": x}), SGD) for x in (1.0, 2.0))
+    assert first._update is second._update
 
 
 @pytest.mark.parametrize("advantages", ["leave_one_out", "reinforce_pp"])
