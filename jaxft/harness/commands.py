@@ -164,9 +164,9 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
     import jax
     import jax.numpy as jnp
 
-    from jaxft.models.hf import load_model, save_model
+    from jaxft.models.hf import save_model
+    from jaxft.models.load import load_merged, load_model
     from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-    from jaxft.models.peft import load_merged
     from jaxft.rollout.chat import load_tokenizer
 
     model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source

@@ -109,11 +109,6 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
-def adapter_of(lora: LoraSpec | None, path: str) -> LoraSpec | None:
-    """The adapters' numbers, if the projection at this path has one."""
-    return lora if lora is not None and lora.is_target(path) else None
-
-
 class RMSNorm(nnx.Module):
     """`x / rms(x) * scale`, computed in float32 or wider."""
 

@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -21,7 +20,7 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
-from jaxft.models.hf import load_model, save_model
+from jaxft.models.hf import save_model
 from jaxft.models.hf_files import (
     DTYPES,
     ModelFileError,
@@ -33,7 +32,6 @@ from jaxft.models.hf_files import (
     tensors_of_file,
     write_json,
 )
-from jaxft.models.lora import base_model, merge_lora
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
 FINGERPRINT, FINGERPRINT_ROWS = "base_fingerprint", 8
@@ -106,7 +104,7 @@ def save_adapter(
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         if base is None:
-            save_model(unfinished / BASE, base_model(model), params[BASE])
+            save_model(unfinished / BASE, model, params[BASE])
 
 
 def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
@@ -173,24 +171,6 @@ def load_adapter(
             flat[f"layers/{path}/lora_{kind}"] = jnp.asarray(np.stack(parts))
     adapter = unflatten_dict(flat, sep="/")
     return adapter if sharding is None else sharding.place(adapter)
-
-
-def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
-    """The model that a folder's adapters make of their base: a plain one, to be saved or trained as any other.
-
-    Raises:
-        ModelFileError: the base is not where `adapter_config.json` says, or not the adapters' own.
-    """
-    folder = Path(folder).expanduser()
-    lora = load_lora_config(folder)
-    named = load_json(folder / CONFIG).get("base_model_name_or_path")
-    place = folder / BASE if (folder / BASE).is_dir() else named
-    if not isinstance(place, str | Path):
-        raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is {named!r}; wanted where the base is")
-    model, base = load_model(place)  # in full, and rounded once they are merged
-    assert isinstance(model.config, DecoderConfig)
-    merged = merge_lora(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
-    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
 
 
 def base_fingerprint(base: Params) -> str:

@@ -7,19 +7,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.precision import compute_in
+from jaxft.core.objectives import grpo_loss
 from jaxft.core.sharding import AXES, device_bytes, devices_of
+from jaxft.core.types import Batch
+from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
 from jaxft.models.config import PRESETS, model_preset
 from jaxft.models.decoder import RULES, decoder, make_context, parameters_table, rules_table, sharding_for
-from jaxft.models.hf import init_model
+from jaxft.models.load import init_model
 
 SMALL = PRESETS["qwen3-50k"]
+FEW_IDS = replace(SMALL, vocab_size=48)
 
 
 @cache
@@ -54,6 +58,7 @@ score = jax.jit(token_logprobs, static_argnums=0)
 def test_equal_configs_are_one_model():
     assert decoder(replace(SMALL)) is decoder(model_preset("qwen3-50k")) is decoder(SMALL, "dots")
     assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
+    assert decoder(SMALL, compute_dtype="bfloat16") is decoder(SMALL, compute_dtype=jnp.bfloat16) is not decoder(SMALL)
 
 
 @pytest.mark.slow
@@ -171,6 +176,43 @@ def test_bfloat16_weights_give_float32_logits():
     assert float(jnp.abs(logits - logits_of(model, params, tokens)).max()) < 0.1
 
 
+def test_sampler_and_trainer_agree_in_bfloat16():
+    model, params = peaked(FEW_IDS)
+    narrow = decoder(FEW_IDS, compute_dtype=jnp.bfloat16)
+    prompts = [[7 * place % 48 for place in range(count)] for count in (3, 20)]
+    rollout = generate(narrow, params, prompts, jax.random.key(0), num_generations=8, max_new_tokens=30)
+    for scored_by, most in ((narrow, 0.01), (model, 0.05)):
+        scored = token_logprobs(scored_by, params, rollout.tokens)
+        assert scored.logprobs.dtype == jnp.float32
+        difference = jnp.abs(scored.logprobs - rollout.sampler_logprobs)[rollout.completion_mask]
+        assert float(difference.mean()) < most
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights():
+    _, params = peaked(FEW_IDS)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+    rng = np.random.default_rng(0)
+    batch = Batch(
+        jnp.asarray(rng.integers(0, 48, (4, 12)), jnp.int32),
+        jnp.asarray(rng.random((4, 12)) < 0.7).at[:, 0].set(False),
+        jnp.asarray(rng.normal(size=4), jnp.float32),
+    )
+    optimizer = optax.sgd(1e-6)
+    update = make_update(decoder(FEW_IDS, compute_dtype=jnp.bfloat16), grpo_loss, optimizer, microbatch_rows=2)
+    state = init_train_state(jax.tree.map(jnp.copy, params), optimizer)
+    for _ in range(3):
+        state, metrics = update(state, batch)
+    assert metrics["applied_updates"] == 1 and metrics["loss"].dtype == jnp.float32
+    moved = [after - before for after, before in zip(*map(jax.tree.leaves, (state.params, params)), strict=True)]
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    lost = [
+        np.mean(after.astype(jnp.bfloat16) == before.astype(jnp.bfloat16))
+        for after, before in zip(*map(jax.tree.leaves, (state.params, params)), strict=True)
+    ]
+    assert np.mean([np.mean(leaf != 0) for leaf in moved]) > 0.5  # in bfloat16 nearly none of it would be there
+    assert min(lost) > 0.98
+
+
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
     """One token stands at half of 8,192 places, and the logits are made for 16 tokens at a time."""
@@ -185,7 +227,8 @@ def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
         return jax.grad(lambda params: token_logprobs(model, params, tokens, chunk_tokens=16).logprobs.mean())(params)
 
     expected = gradients(model, wide)["ends"]
-    for computed, given in [(model, narrow)] if is_tied else [(model, narrow), (compute_in(model, jnp.bfloat16), wide)]:
+    computing = decoder(model.config, compute_dtype=jnp.bfloat16)
+    for computed, given in [(model, narrow)] if is_tied else [(model, narrow), (computing, wide)]:
         found = gradients(computed, given)["ends"]
         for name in ("embedding",) if is_tied else ("embedding", "lm_head"):
             rows = np.asarray(expected[name])
@@ -271,7 +314,7 @@ def test_the_devices_of_the_mesh_decide_about_fused_attention():
 @pytest.mark.parametrize("window", [None, 5])
 def test_fused_attention_gives_the_logprobs_of_the_other(window):
     model, params = with_window(window) if window else peaked()
-    narrow = compute_in(model, jnp.bfloat16)
+    narrow = decoder(model.config, compute_dtype=jnp.bfloat16)
     tokens = random_tokens(4, 64)
     fused = token_logprobs(narrow, params, tokens).logprobs
     segments = jnp.ones_like(tokens)  # packed rows are not fused

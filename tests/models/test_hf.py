@@ -19,7 +19,9 @@ from jaxft.files import MANIFEST
 from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
-from jaxft.models.hf import ModelFileError, init_model, load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.hf_files import ModelFileError
+from jaxft.models.load import init_model, load_model
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxft.files import MANIFEST, ManifestError, verify_manifest
-from jaxft.models.hf import ModelFileError, load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.hf_files import ModelFileError
+from jaxft.models.load import load_model
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"

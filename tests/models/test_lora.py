@@ -8,14 +8,14 @@ import pytest
 
 import jaxft
 from jaxft.core.partition import trainable
-from jaxft.core.precision import compute_in
 from jaxft.models.config import PROJECTIONS, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
-from jaxft.models.lora import init_adapter, lora_decoder, merge_lora
+from jaxft.models.load import base_model, init_adapter
+from jaxft.models.lora import merge_lora
 
 CONFIG = model_preset("qwen3-50k")
 LORA = LoraSpec(4, 8.0)
-MODEL, PLAIN = lora_decoder(CONFIG, LORA), decoder(CONFIG)
+MODEL, PLAIN = decoder(CONFIG, lora=LORA), decoder(CONFIG)
 TOKENS = jax.random.randint(jax.random.key(9), (4, 16), 0, CONFIG.vocab_size)
 POSITIONS = jnp.broadcast_to(jnp.arange(16), TOKENS.shape)
 BATCH = jaxft.Batch(TOKENS, POSITIONS >= 8, jnp.array([1, -1, 0.5, -2]))
@@ -29,6 +29,17 @@ def fresh():
 @pytest.fixture
 def params():
     return fresh()
+
+
+def test_adapters_are_drawn_beside_the_base_that_the_key_gives_without_them():
+    key = jax.random.key(3)
+    model, params = jaxft.init_model(CONFIG, key, lora=LORA, dtype=jnp.bfloat16)
+    plain, base = jaxft.init_model(CONFIG, key, dtype=jnp.bfloat16)
+    assert model is MODEL and base_model(model) is plain
+    jax.tree.map(np.testing.assert_array_equal, params["base"], base)
+    again = init_adapter(model, jax.random.fold_in(key, 4))
+    jax.tree.map(np.testing.assert_array_equal, params["adapter"], again)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params["adapter"])} == {jnp.dtype("float32")}
 
 
 def filled(params):
@@ -109,7 +120,7 @@ def test_the_base_has_no_optimiser_state(params):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampler_and_trainer_agree(params, dtype):
-    model = MODEL if dtype == "float32" else compute_in(MODEL, jnp.dtype(dtype))
+    model = decoder(CONFIG, lora=LORA, compute_dtype=dtype)
     params = filled(params)
     rollout = jaxft.generate(model, params, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
     scored = jaxft.token_logprobs(model, params, rollout.tokens)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import jaxft
 from jaxft.files import MANIFEST
 from jaxft.models.hf_files import ModelFileError
-from jaxft.models.lora import lora_decoder, merge_lora
+from jaxft.models.lora import merge_lora
 from jaxft.models.peft import (
     ABOUT_BASE,
     CONFIG,
@@ -32,10 +32,8 @@ BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
 
 
 def loaded(name, base=None):
-    plain, base_params = jaxft.load_model(DATA / "hf" / (base or BASES[name]))
-    lora = load_lora_config(DATA / "peft" / name)
-    params = {"base": base_params, "adapter": load_adapter(DATA / "peft" / name, plain.config, base_params)}
-    return plain, lora_decoder(plain.config, lora), params
+    model, params = jaxft.load_model(DATA / "hf" / (base or BASES[name]), lora=DATA / "peft" / name)
+    return jaxft.base_model(model), model, params
 
 
 @pytest.mark.parametrize("name", BASES)

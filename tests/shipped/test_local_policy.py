@@ -18,7 +18,7 @@ from jaxft.rollout.policy import Policy
 from jaxft.runs.directory import RestoreError
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import with_adapters
+from jaxft.shipped.local_policy import lora_of
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
@@ -29,9 +29,8 @@ def make_lora_policy(tokenizer):
     made = []
 
     def make(seed=1, **lora):
-        config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora}).lora
-        model, base = jaxft.init_model("qwen3-50k", jax.random.key(seed))
-        model, params = with_adapters(model, base, config, "dots", jax.random.key(2))
+        config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora})
+        model, params = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_of(config.lora))
         made.append(Policy(model, params, tokenizer, stop_ids=(), slots=8, max_context_tokens=96))
         return made[-1]
 
