@@ -1,8 +1,8 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules, from outside pure functions on plain dicts.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
 
-Parameters of the blocks are stacked on a leading layer axis and scanned while training; decoding takes them one by one
-(`decode_layout`), each layer with its own buffers of keys and values.
-Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
+Training stacks the parameters of the blocks on a leading layer axis and scans over them. Decoding takes them layer by
+layer (`decode_layout`), each layer with its own buffers of keys and values.
+Letters: `B` rows, `T` tokens, `S` positions of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
@@ -29,10 +29,10 @@ from jaxft.models.attention import (
     attend,
     can_use_flash,
     flash_attention,
-    joined,
-    parted,
+    join_blocks,
     rotary,
     rotate,
+    split_blocks,
     write_token,
     write_tokens,
 )
@@ -42,23 +42,23 @@ from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put
 
 
 class Context(NamedTuple):
-    """What every layer needs to know of the tokens: their rotation, their places, and which of them they may see."""
+    """Rotations, positions and visibility of the tokens: the same for every layer."""
 
     cos: Float[Array, "B T P"]
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
     sharding: Sharding | None
-    is_plain: bool  # each row is one sequence without a cache: what it sees is before it, and within the window
+    is_plain: bool  # each row is one sequence without a cache: a token sees those before it, within the window
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh, arrays whose rows are divided and nothing else."""
+    """On a mesh: constrain arrays so that only their rows are divided."""
     return tree if sharding is None else sharding.constrain_rows(tree)
 
 
 def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh, activations `[B T N ...]` whose rows and heads (or width) are divided."""
+    """On a mesh: constrain activations `[B T N ...]` so that rows and heads (or width) are divided."""
     return tree if sharding is None else sharding.constrain_heads(tree)
 
 
@@ -109,9 +109,9 @@ class Attention(nnx.Module):
             cache = write_token(cache, now, context.positions[:, 0])
             attended = attend(q, cache, context.visible)
         else:
-            whole = write_tokens(joined(cache), now, context.positions[:, 0])
+            whole = write_tokens(join_blocks(cache), now, context.positions[:, 0])
             attended = attend(q, [whole], context.visible)
-            cache = parted(whole, [block.values.shape[2] for block in cache])
+            cache = split_blocks(whole, [block.values.shape[2] for block in cache])
         attended = by_heads(context.sharding, attended)
         return self.o_proj(attended.reshape(rows, length, -1)), cache
 
@@ -134,7 +134,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(
         self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: LoraSpec | None = None
@@ -154,13 +154,13 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """Everything but the blocks: the embedding, the last norm and the output projection."""
+    """The embedding, the final norm and the output projection: everything but the blocks."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # Stored as transformers stores it, a row per token, so that both kinds of head are the same product.
+        # A row per token, as in transformers, so that a tied and an untied head are the same product.
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
 
 
@@ -207,7 +207,7 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
 
 
 Remat = Literal["none", "dots", "full"]
-"""What the backward pass computes again (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
+"""Recomputation in the backward pass (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -341,7 +341,7 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
-    """Stacked block parameters as a list with a dict per layer."""
+    """Parameters stacked over layers as a list with a dict per layer."""
     return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]
 
 
@@ -352,13 +352,13 @@ def make_context(
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
 ) -> Context:
-    """Rotations, and who sees whom: earlier places of the same segment, within the window.
+    """Rotations, and visibility: a token sees itself and earlier tokens of its segment, within the window.
 
-    The place of a token in its row (not its position, which restarts in each packed segment) orders tokens without a
-    cache; with one, places and positions are the same thing.
+    Without a cache, tokens are ordered by their column, as positions restart in each packed segment; with a cache, by
+    their positions.
 
     Raises:
-        ValueError: segments together with a cache.
+        ValueError: segments are given together with a cache.
     """
     cos, sin = rotary(config, positions)
     if cache is None:
@@ -381,7 +381,7 @@ def make_context(
 DECODER_RULES: Rules = (
     ("embedding", ("tensor", "fsdp")),  # [V D]
     ("lm_head", ("tensor", "fsdp")),  # [V D]
-    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # to decode with: [out in]
+    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
     ("transposed_layers/*/gate_proj/kernel", ("tensor", "fsdp")),
     ("transposed_layers/*/up_proj/kernel", ("tensor", "fsdp")),
     ("transposed_layers/*/kernel", ("fsdp", "tensor")),
@@ -394,7 +394,7 @@ DECODER_RULES: Rules = (
     ("gate_proj/bias", ("tensor",)),
     ("up_proj/bias", ("tensor",)),
 )
-"""Heads and the feed-forward's width along `tensor`, the other side of every kernel along `fsdp`, norms whole."""
+"""Heads and the feed-forward's width lie along `tensor`, the other side of a kernel along `fsdp`; norms are whole."""
 
 NO_AXIS = "-"
 
@@ -402,13 +402,13 @@ RULES: Mapping[Family, Rules] = dict.fromkeys(("llama", "mistral", "qwen2", "qwe
 
 
 def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
-    """How a decoder lies on a mesh. A dimension that does not divide is whole on every device, which a warning says.
+    """The sharding of a decoder on a mesh. A dimension that does not divide stays whole, with a warning.
 
     Args:
         strict: raise instead of warning.
 
     Raises:
-        ValueError: heads do not divide over `tensor`; or, if `strict`, any dimension over its axis.
+        ValueError: heads do not divide over `tensor`; or, with `strict`, any dimension over its axis.
     """
     tensor = mesh.shape["tensor"]
     for name in ("num_heads", "num_kv_heads"):
@@ -428,7 +428,7 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
 
 
 def rules_table() -> str:
-    """The rules of every family as text: the mesh axes of the last dimensions of each parameter.
+    """The sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
 
     >>> print(rules_table().splitlines()[1])
     embedding                                tensor     fsdp
@@ -445,7 +445,7 @@ def rules_table() -> str:
 
 
 def parameters_table(shapes: Params, sharding: Sharding) -> str:
-    """Every parameter (or shape) of a tree with its partition and the MiB of it on each device."""
+    """A table of the parameters (or shapes) of a tree: shape, partition, and MiB on each device."""
     sizes = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
     lines = [f"mesh: {sizes}", f"{'parameter':<52} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
     total = 0

@@ -1,7 +1,7 @@
-"""Models in Hugging Face's file format, in and out: `config.json` and safetensors, on disk or from the hub.
+"""Weights in Hugging Face's file format, in and out.
 
 A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and keep kernels
-as `[in, out]`. `TENSORS` is the one place that says which is which.
+as `[in, out]`. `TENSORS` maps the one to the other.
 """
 
 import os
@@ -38,7 +38,7 @@ from jaxft.models.hf_files import (
 
 
 class Tensor(NamedTuple):
-    """Where one parameter stands: its path in our dict, and its name in a file (`*` for the number of the layer)."""
+    """A parameter's path in our dict, and its name in a file (`*` for the number of the layer)."""
 
     path: str
     name: str
@@ -66,7 +66,7 @@ TENSORS: tuple[Tensor, ...] = (
     Tensor("ends/norm/scale", "model.norm.weight"),
     Tensor("ends/lm_head", "lm_head.weight"),
 )
-"""Every parameter that a decoder can have; a config decides which of them it has."""
+"""All parameters that a decoder can have, in the order of the exported files."""
 
 
 def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], sharding: Sharding | None = None) -> Params:
@@ -88,7 +88,7 @@ def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], shar
 def _read_parameter(
     tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """The parameter, layer by layer, cut for the devices of this process that hold it."""
+    """The parameter, read layer by layer and cut for the devices that hold it."""
     cuts: Any = sharding.addressable_devices_indices_map(shape)
     shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
     for layer, name in enumerate(_names(tensor, shape)):
@@ -102,7 +102,7 @@ def _read_parameter(
     arrays, waiting = [], [str(cut) for cut in cuts.values()]
     for device in cuts:
         own = waiting.pop(0)
-        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # given up as soon as nobody waits for it
+        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # freed after its last device
         arrays.append(jax.block_until_ready(jax.device_put(share, device)))
         del share
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -182,21 +182,22 @@ def save_model(
     *,
     max_shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
+    """Write a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
-    What the files of a loaded model say beside its shape is kept: stop ids and sampling defaults
-    (`generation_config.json`), and the other fields of `config.json`; token ids that it lacks are the tokenizer's.
-    Weights keep their dtype, and come to the host one tensor at a time. All is written beside the folder and moved in
-    one step: a folder is whole or absent. A manifest says what was written; equal models give equal bytes.
+    The other fields of a loaded model's files are kept: stop ids and sampling defaults (`generation_config.json`), and
+    those of `config.json`; token ids that it lacks are the tokenizer's. Weights keep their dtype, and come to the host
+    one tensor at a time. The files are written beside the folder and moved in one step: a folder is whole or absent. A
+    manifest lists the files; equal models give equal bytes.
 
     Args:
-        folder: made, with its parents; may exist when empty.
-        model: of `load_model` or `init_model`.
-        tokenizer: anything with transformers' `save_pretrained`.
-        max_shard_bytes: weights above this are split over several files with an index.
+        folder: folder to make, with its parents; it may exist when empty.
+        model: a decoder, of `load_model` or `init_model`.
+        params: its parameters, without adapters.
+        tokenizer: an object with transformers' `save_pretrained`.
+        max_shard_bytes: bytes of a weights file; more weights are split over several files with an index.
 
     Raises:
-        ModelFileError: the folder holds files, the model is no decoder, or `params` are not those of the model.
+        ModelFileError: the folder holds files, the model is no decoder, or `params` do not fit its config.
         ValueError: `max_shard_bytes` below 1.
     """
     if max_shard_bytes < 1:
@@ -263,6 +264,6 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
 
 def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
     leaf = flat[tensor.path]
-    # Sliced before it is copied to the host, where jax would keep a copy of the whole for as long as the array lives.
+    # Sliced before the copy to the host, where jax would keep a copy of the whole for as long as the array lives.
     values = np.asarray(leaf[layer] if _is_per_layer(tensor) else leaf)
     return np.ascontiguousarray(values.T if tensor.is_transposed else values)

@@ -1,4 +1,4 @@
-"""`_type: local_policy`: a model that lives, samples and is trained in this process."""
+"""`_type: local_policy`: a model that samples and is trained in this process."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
 
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
-    """A chat client of a fresh policy. A `path` wins over a `preset`: one override puts a checkpoint in its place."""
+    """Yield a chat client of a fresh policy. `path` wins over `preset`, so that one override selects a checkpoint."""
     seed = builder.config.finetuning.seed
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
@@ -62,7 +62,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
 
 
 def base_name(path: str) -> str:
-    """How others find a checkpoint: a folder by its whole path, the hub's by its id."""
+    """The name under which others find a checkpoint: the absolute path of a folder, or the hub id."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 
@@ -73,16 +73,16 @@ def lora_of(config: LoraConfig | None) -> Lora | None:
 
 
 def mesh_of(config: MeshConfig) -> Mesh:
-    """The mesh of all devices there are.
+    """The mesh of all devices.
 
     Raises:
-        ValueError: the sizes do not multiply to their number.
+        ValueError: the sizes do not multiply to the number of devices.
     """
     return make_mesh(config.data, config.fsdp, config.tensor)
 
 
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
-    """The shape of the model, for which no weights are read."""
+    """The shape of the model, without reading weights."""
     if config.path is not None:
         return load_config(local_folder(config.path) / "config.json")
     assert config.preset is not None
@@ -90,12 +90,12 @@ def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
 
 
 def sharding_table(config: LocalPolicyConfig) -> str | None:
-    """Which parameters lie where on the mesh of the configuration, as text; None without a mesh.
+    """The partition of every parameter over the mesh of the configuration, as text; None without a mesh.
 
-    The devices of a mesh whose sizes are all given need not be here.
+    A mesh whose sizes are all given can be planned without its devices.
 
     Raises:
-        ValueError: a parameter cannot lie so.
+        ValueError: the model does not divide over the mesh.
     """
     if config.mesh is None:
         return None
