@@ -1,4 +1,4 @@
-"""The decoder: neither padding, order, packing nor the cache changes what a token's distribution is."""
+"""The decoder: neither padding, order, packing nor the cache changes the distribution of a token."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -137,7 +137,7 @@ def test_sampler_and_trainer_agree(name):
 
 
 def test_sampler_and_trainer_agree_on_the_padding_id_and_within_a_window():
-    # So few ids that 0, which also pads, is sampled for certain, and stopping is common.
+    # With so few ids, 0, which also pads, is certain to be sampled, and stopping is common.
     model = decoder(replace(SMALL, vocab_size=20, sliding_window=6))
     params = peaked()[1]
     params = {**params, "ends": {**params["ends"], "embedding": params["ends"]["embedding"][:20]}}
@@ -152,7 +152,7 @@ def test_window_hides_what_is_further_back():
     positions = jnp.array([[0, 1, 2, 3]])
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
     np.testing.assert_array_equal(make_context(config, positions, None, None).visible[0], expected)
-    # The last two tokens, with places for six in the cache.
+    # The last two tokens, with a cache for six.
     cache = (decoder(config).init_cache(1, 6, jnp.float32),)
     visible = make_context(config, positions[:, 2:], cache, None).visible[0]
     np.testing.assert_array_equal(visible, np.pad(expected[2:], ((0, 0), (0, 2))))
@@ -162,7 +162,7 @@ def test_a_token_reaches_as_far_as_the_windows_of_the_layers_add_up():
     model, params = with_window(5)
     tokens = random_tokens(4, 24)
     changed = logits_of(model, params, tokens.at[:, 1].add(1)) != logits_of(model, params, tokens)
-    # Two layers, four tokens back each: place 1 is seen by 1 to 9.
+    # Two layers, each four tokens back: token 1 is seen by tokens 1 to 9.
     assert changed.any(axis=-1)[0].tolist() == [False] + [True] * 9 + [False] * 14
 
 
@@ -172,7 +172,7 @@ def test_bfloat16_weights_give_float32_logits():
     tokens = random_tokens(4, 24)
     logits = logits_of(model, narrow, tokens)
     assert logits.dtype == jnp.float32
-    # A bfloat16 has 8 bits: a few of their roundings, on logits with a standard deviation of about 1.
+    # A bfloat16 has 8 bits: the bound is a few roundings of logits with a standard deviation of about 1.
     assert float(jnp.abs(logits - logits_of(model, params, tokens)).max()) < 0.1
 
 
@@ -237,7 +237,7 @@ def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
 
 
 def test_scores_in_bfloat16_are_scaled_in_float32():
-    """Scores of about 40, which queries that are rounded once more change by 0.1 and weights by a tenth."""
+    """Scores are about 40; rounding the queries once more changes them by 0.1, and weights by a tenth."""
     draw = lambda i, *shape: jax.random.randint(jax.random.key(i), shape, -8, 9).astype(jnp.float32)  # noqa: E731
     q, keys, values = draw(0, 1, 8, 1, 32) * 1.25, draw(1, 1, 1, 32, 8), jnp.eye(8, 32)[None, None]
     visible = jnp.ones((1, 8, 8), bool)
@@ -251,7 +251,7 @@ def test_scores_in_bfloat16_are_scaled_in_float32():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_fused_attention_is_asked_for_what_attention_is_here(window):
-    """On a GPU cuDNN answers the same call."""
+    """On a GPU cuDNN serves the same call."""
     config = replace(SMALL, sliding_window=window)
     key = jax.random.key(0)
     q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (2, 24, heads, 8)) for i, heads in enumerate((4, 2, 2)))
@@ -265,7 +265,7 @@ def test_fused_attention_is_asked_for_what_attention_is_here(window):
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """As much of a device as tells what it can do; only those of CUDA and ROCm have a `compute_capability`."""
+    """The attributes of a device that tell its abilities; only GPUs have a `compute_capability`."""
 
     platform: str
     client: SimpleNamespace
@@ -335,7 +335,7 @@ def shapes(config):
 
 @pytest.mark.parametrize("family", RULES)
 def test_all_but_norms_are_cut(family):
-    """Of eight devices each holds an eighth, and the norms and output biases whole."""
+    """Each of eight devices holds an eighth of everything, and norms and output biases whole."""
     config = replace(CONFIG, family=family, qk_norm=family == "qwen3", tie_word_embeddings=False)
     sharding = sharding_for(config, mesh(fsdp=4, tensor=2), strict=True)
     kernels = {k: v for k, v in shapes(config)["layers"].items() if k in ("self_attn", "mlp")}

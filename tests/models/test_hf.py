@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format: transformers' logits, every bit after export and reload, faults by name."""
+"""Models in Hugging Face's format: logits as in transformers, equal bits after export and reload, damaged files."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def full_logits(model, params, tokens):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def cached_logits(model, params, tokens, prefilled):
-    """A first part in one go, then token by token, with a cache of two blocks."""
+    """Logits with a cache of two blocks: the first tokens at once, then token by token."""
     rows, length = tokens.shape
     params = model.decode_layout(params)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)

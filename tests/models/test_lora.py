@@ -1,4 +1,4 @@
-"""Adapters: they begin as nothing, train alone, and merge into what they are beside the kernels."""
+"""Adapters: fresh ones change nothing, only they are trained, and merged kernels give the same logits."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_adapters_are_drawn_beside_the_base_that_the_key_gives_without_them():
 
 
 def filled(params):
-    """The same with adapters that change a lot."""
+    """The same parameters with adapters that change the logits a lot."""
     leaves, structure = jax.tree.flatten(params["adapter"])
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
@@ -130,7 +130,7 @@ def test_sampler_and_trainer_agree(params, dtype):
 
 
 def test_a_narrow_base_keeps_what_small_adapters_say(params):
-    """Merged in bfloat16, changes of half a step of the base and less would be rounded away."""
+    """Merging in bfloat16 rounds changes of up to half a step of the base away."""
     base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params["base"])
     small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
     merged = merge_lora(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]

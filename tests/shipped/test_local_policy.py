@@ -25,7 +25,7 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
 @pytest.fixture
 def make_lora_policy(tokenizer):
-    """Makes a policy with adapters, always the same; another `seed`, another base."""
+    """Makes a policy with adapters; equal seeds give equal weights."""
     made = []
 
     def make(seed=1, **lora):
@@ -109,7 +109,7 @@ def test_checkpoints_hold_the_adapters_and_know_their_base(make_lora_policy, mak
 
 
 def test_a_base_that_was_changed_is_kept_and_exported(make_lora_policy, make_collection, tmp_path):
-    """As a warm start changes it: it is nowhere else then."""
+    """A warm start changes the base, which then exists nowhere else."""
     policy = make_lora_policy()
 
     def change(params):
