@@ -43,12 +43,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     arguments = parser.parse_args()
     config = jaxft.model_preset(ALIASES.get(arguments.model, arguments.model))
-    plain, base = jaxft.init_model(config, jax.random.key(0))
-    model = jaxft.lora_decoder(config, jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank))
-    adapter = jax.tree.map(lambda x: x + 0.01, jaxft.init_adapter(model, jax.random.key(1)))
-    params = {"base": base, "adapter": adapter}
+    lora = jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank)
+    model, params = jaxft.init_model(config, jax.random.key(0), lora=lora)
+    params["adapter"] = jax.tree.map(lambda x: x + 0.01, params["adapter"])
+    plain = jaxft.base_model(model)
 
-    whole, own = update_bytes(plain, base), update_bytes(model, params)
+    whole, own = update_bytes(plain, params["base"]), update_bytes(model, params)
     print(f"{'MiB':<26} {'full':>9} {'LoRA':>9} {'share':>7}")
     for name in whole:
         print(f"{name:<26} {whole[name] / 2**20:>9.1f} {own[name] / 2**20:>9.1f} {own[name] / whole[name]:>7.1%}")

@@ -159,9 +159,10 @@ def updates(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, An
     descend = optax.sgd(0.1)
     update = jaxft.make_update(model, jaxft.grpo_loss, descend, microbatch_rows=ROWS // 2)
     stepped, _ = update(jaxft.init_train_state(jax.tree.map(jnp.copy, params), descend, model), batch)
-    adapted = jaxft.lora_decoder(config(), jaxft.LoraSpec(4, 8.0), sharding=model.sharding)
-    adapter = jax.tree.map(lambda leaf: leaf + 0.02, jaxft.init_adapter(adapted, jax.random.key(2)))
-    with_adapters = {"base": jax.tree.map(jnp.copy, params), "adapter": adapter}
+    mesh = None if model.sharding is None else model.sharding.mesh
+    lora = jaxft.LoraSpec(4, 8.0)
+    adapted, with_adapters = jaxft.init_model(config(), jax.random.key(0), lora=lora, mesh=mesh, strict=True)
+    with_adapters["adapter"] = jax.tree.map(lambda leaf: leaf + 0.02, with_adapters["adapter"])
     _, _, of_adapters = jax.jit(partial(loss_and_gradients, adapted, jaxft.grpo_loss))(with_adapters, batch)
     return {
         "parameters after a step": jax.device_get(stepped.params),

@@ -158,20 +158,20 @@ from .models.decoder import (
     sharding_for as sharding_for,
 )
 from .models.hf import (
-    init_model as init_model,
-    load_model as load_model,
     save_model as save_model,
 )
-from .models.lora import (
+from .models.load import (
     base_model as base_model,
-    init_adapter as init_adapter,
-    lora_decoder as lora_decoder,
+    init_model as init_model,
+    load_merged as load_merged,
+    load_model as load_model,
+)
+from .models.lora import (
     merge_lora as merge_lora,
 )
 from .models.peft import (
     load_lora_config as load_lora_config,
     load_adapter as load_adapter,
-    load_merged as load_merged,
     save_adapter as save_adapter,
 )
 from .rollout.chat import (

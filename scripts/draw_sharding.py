@@ -1,4 +1,4 @@
-"""Draws docs/scaling/sharding.png: which device of a 2 x 2 x 2 mesh holds which part of what.
+"""Draw docs/scaling/sharding.png: the part of each array that each device of a 2 x 2 x 2 mesh holds.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/draw_sharding.py
 """
@@ -29,16 +29,19 @@ SIZE = 8
 
 
 def main() -> None:
-    """Three rows of boxes: parameters as trained, as used and sampled with, and what is computed with them."""
+    """Draw three rows of boxes: parameters as stored, parameters as used, and activations, caches and logits."""
     mesh = jaxft.make_mesh(2, 2, 2)
     sharding = jaxft.sharding_for(jaxft.model_preset("qwen3-1m", vocab_size=264), mesh)
-    figure = Figure(figsize=(12, 9.2), dpi=110, sharding="constrained")
+    figure = Figure(figsize=(12, 9.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     boxes = figure.subplots(3, 4)
     for column, (name, path, sides) in enumerate(ARRAYS):
         draw(boxes[0, column], f"{name}\nstored", sharding.leaf_sharding(path, (SIZE, SIZE)), sides)
         draw(
-            boxes[1, column], f"{name}\nused, and sampled with", sharding.gathered().sharding(path, (SIZE, SIZE)), sides
+            boxes[1, column],
+            f"{name}\nused, and sampled with",
+            sharding.gathered().leaf_sharding(path, (SIZE, SIZE)),
+            sides,
         )
     for column, (name, axes, sides) in enumerate(CUTS):
         draw(boxes[2, column], name, sharding.cut((SIZE, SIZE), *axes), sides)
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 def draw(box, name: str, sharding: jax.sharding.NamedSharding, sides: tuple[str, str]) -> None:
-    """One array of 8 x 8, its parts coloured, each with the devices that hold it."""
+    """Draw an array of 8 x 8, its parts coloured and labelled with the devices that hold them."""
     parts: dict[tuple[int, int, int, int], list[int]] = {}
     for device, (rows, columns) in sharding.devices_indices_map((SIZE, SIZE)).items():
         (top, bottom, _), (left, right, _) = rows.indices(SIZE), columns.indices(SIZE)

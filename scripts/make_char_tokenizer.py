@@ -1,11 +1,11 @@
-"""Writes the embedded byte tokenizer as an ordinary Hugging Face tokenizer directory.
+"""Write the embedded byte tokenizer as a Hugging Face tokenizer folder.
 
     python scripts/make_char_tokenizer.py                  # rewrites the shipped files
     python scripts/make_char_tokenizer.py elsewhere        # writes a copy
 
-Ids 0 to 5 are the special tokens, id 6 + b is byte b: one token per ASCII character, and any text comes back as it went
-in. It is a byte-level BPE without merges, so every tool that reads `tokenizer.json` reads it. The files are spelt out
-here and not saved through a library, so that they stay the same to the byte whatever version is installed.
+Ids 0 to 5 are the special tokens, id 6 + b is byte b: one token per ASCII character, and any text decodes to itself. It
+is a byte-level BPE without merges, so every tool that reads `tokenizer.json` reads it. The files are spelt out here and
+not saved by a library, so that their bytes do not depend on an installed version.
 """
 
 import json
@@ -18,9 +18,9 @@ PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIALS = (PAD, END, *(f"<|{role}|>" for role in ROLES))
 
-# A turn is closed by the token that the policy samples to stop, and nothing stands between two turns. So the recorded
-# ids of a conversation are a prefix of the ids of its continuation. A function and the environment speak as a tool
-# does: tokens of their own would move the ids of all bytes, away from every model that was trained on these.
+# A turn ends with the token that the policy samples to stop, and no token stands between two turns, so the recorded ids
+# of a conversation are a prefix of the ids of its continuation. Functions and the environment share the role of a tool:
+# tokens of their own would shift the ids of all bytes, which trained models rely on.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {%- set role = 'tool' if message['role'] in ['function', 'environment'] else message['role'] -%}
@@ -97,7 +97,7 @@ def tokenizer_config() -> dict:
 
 
 def main(folder: Path) -> None:
-    """Writes the three files into `folder`, made when it does not exist."""
+    """Write the three files into `folder`, which is made when it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("tokenizer.json", tokenizer_json()), ("tokenizer_config.json", tokenizer_config())):
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

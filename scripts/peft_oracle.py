@@ -1,9 +1,9 @@
-"""Records what PEFT makes of adapters, for tests/models/test_peft.py. Needs torch, transformers and peft.
+"""Record the logits of PEFT with adapters, for tests/models/test_peft.py. Needs torch, transformers and peft.
 
     python scripts/peft_oracle.py tests/data/hf/qwen2 tests/data/peft/by_jaxft          # adapters that jaxft saved
     python scripts/peft_oracle.py tests/data/hf/llama tests/data/peft/by_peft --make    # adapters of PEFT's own
 
-Writes `logits.json` into the adapter's folder: tokens, and the float32 logits of the base with the adapter.
+The script writes `logits.json` into the adapter's folder: tokens, and the float32 logits of the base with the adapter.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    """Reads or makes the adapter, runs the model once, writes the logits."""
+    """Read or make the adapter, run the model once, and write the logits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path)
     parser.add_argument("adapter", type=Path)
-    parser.add_argument("--make", action="store_true", help="make and save one with random weights first")
+    parser.add_argument("--make", action="store_true", help="first make and save an adapter with random weights")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32, trust_remote_code=False)
@@ -41,8 +41,8 @@ def main() -> None:
             tokens
         ).logits
     assert (logits - plain).abs().max() > 0.01, "the adapter changes nothing: a test with it could not fail"
-    figures = {"tokens": tokens.tolist(), "logits": logits.tolist()}
-    (arguments.adapter / "logits.json").write_text(json.dumps(figures) + "\n")
+    recorded = {"tokens": tokens.tolist(), "logits": logits.tolist()}
+    (arguments.adapter / "logits.json").write_text(json.dumps(recorded) + "\n")
 
 
 if __name__ == "__main__":

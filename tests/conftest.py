@@ -23,7 +23,7 @@ def make_policy(tokenizer):
     import jax
 
     from jaxft.models.config import model_preset
-    from jaxft.models.hf import init_model
+    from jaxft.models.load import init_model
     from jaxft.rollout.policy import Policy
 
     model, params = init_model(model_preset("qwen3-50k"), jax.random.key(1, impl="threefry2x32"))

@@ -1,6 +1,6 @@
-"""A mesh of eight CPU devices beside one device, in a process of its own: the number of devices is settled there once.
+"""A mesh of eight CPU devices gives the numbers of one device; a process of its own fixes the number of devices.
 
-Gradients on a mesh with all three axes by default; all that is compared, on every kind of mesh, among the slow tests.
+The default test compares gradients on a mesh with all three axes; the slow one everything on every kind of mesh.
 """
 
 import json
@@ -28,9 +28,9 @@ CLOSE = {
 }
 
 
-def judge(figures, *parts):
+def judge(numbers, *parts):
     for name in (name for part in parts for name in CLOSE[part]):
-        assert figures[name] <= 1e-5, name
+        assert numbers[name] <= 1e-5, name
 
 
 def test_gradients_on_a_mesh_of_all_axes(tmp_path):
@@ -44,10 +44,10 @@ def test_every_kind_of_mesh(tmp_path):
     meshes = ["8x1x1", "1x8x1", "1x1x4", "2x2x2", "1x1x1"]
     found = agreement(tmp_path / "found.json", "--mesh", *meshes)
     assert list(found) == meshes
-    for figures in found.values():
-        judge(figures, *CLOSE)
-        assert figures["restored on another mesh"] == figures["bits of files, written and read"] == 0
-        assert {"  rows of generate that diverge", "  rows of the engine that diverge"} <= figures.keys()
+    for numbers in found.values():
+        judge(numbers, *CLOSE)
+        assert numbers["restored on another mesh"] == numbers["bits of files, written and read"] == 0
+        assert {"  rows of generate that diverge", "  rows of the engine that diverge"} <= numbers.keys()
     alone = found["1x1x1"]
     assert alone.pop("shares of trajectories") < 1e-6  # from a number by hand, and not from that of one device
     assert not any(alone.values()), "of one device a mesh changes no bit"

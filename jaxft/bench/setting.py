@@ -15,10 +15,9 @@ from jaxtyping import Array, Float
 from jaxft.bench.arguments import ALIASES, Job
 from jaxft.bench.results import CaseResult
 from jaxft.bench.shapes import Shapes
-from jaxft.core.precision import compute_in
 from jaxft.core.types import Batch, Model, Params
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.hf import init_model
+from jaxft.models.load import init_model
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.requests import Completion, Request
@@ -86,9 +85,8 @@ def make_setting(job: Job, repeats: int) -> Setting:
     """The setting of a job on a model."""
     assert job.model is not None
     config = model_preset(ALIASES.get(job.model, job.model))
-    model, params = init_model(config, jax.random.key(0))
-    if job.dtype != "float32":
-        model = compute_in(model, jnp.dtype(job.dtype))
+    compute_dtype = None if job.dtype == "float32" else job.dtype
+    model, params = init_model(config, jax.random.key(0), compute_dtype=compute_dtype)
     return Setting(job, config, model, jax.block_until_ready(params), repeats)
 
 

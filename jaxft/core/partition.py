@@ -1,7 +1,7 @@
-"""Parameters that are trained, and those that are not: the base of a model with adapters.
+"""The split of parameters into trained and frozen ones.
 
-Of a model with adapters (`Model.lora`) parameters are `{"base": ..., "adapter": ...}`. The base gets no gradient and no
-optimiser state; an update passes it on as it is.
+A model with adapters (`Model.lora`) has parameters `{"base": ..., "adapter": ...}`. The base gets no gradient and no
+optimiser state; an update passes it on unchanged. Every parameter of another model is trained.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ BASE, ADAPTER = "base", "adapter"
 
 
 def partition(model: Model, params: Params) -> tuple[Params, Params]:
-    """The trained parameters and the others, each a whole tree with None in the place of the other's arrays.
+    """The trained and the frozen parameters: two trees of the same keys, each with None in place of the other's arrays.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: tokens)._replace(lora="rank 8")
@@ -33,12 +33,12 @@ def partition(model: Model, params: Params) -> tuple[Params, Params]:
 
 
 def trainable(model: Model, params: Params) -> Params:
-    """The trained parameters alone."""
+    """The tree of trained parameters, with None in place of frozen ones."""
     return partition(model, params)[0]
 
 
 def combine(first: Params, second: Params) -> Params:
-    """The inverse of `partition`; where both have something, what the first has.
+    """The inverse of `partition`: the leaves of `first`, and those of `second` where `first` has None.
 
     >>> combine({"base": None, "adapter": 2}, {"base": 1, "adapter": 7})
     {'adapter': 2, 'base': 1}

@@ -1,9 +1,9 @@
-"""Devices as a mesh, and which axis of an array lies along which axis of it.
+"""A mesh of devices, and the axes of it that each dimension of an array is divided over.
 
-A mesh has three axes. Along `data` every device has parameters and rows of its own; along `fsdp` rows of its own, too,
-but only a share of the parameters, which are gathered where they are used (arXiv 1910.02054); along `tensor` a share of
-the heads and of the feed-forward's width, for all rows (arXiv 1909.08053). A `Sharding` says by a short table of paths
-which parameter is cut where; the compiler puts in what has to be sent.
+A mesh has three axes. Along `data` each device has its own rows and all parameters. Along `fsdp` each device has its
+own rows and a share of the parameters, which are gathered where they are used (arXiv 1910.02054). Along `tensor` each
+device has a share of the heads and of the feed-forward's width, for all rows (arXiv 1909.08053). A `Sharding` maps
+paths of parameters to mesh axes by a short table; the compiler adds the communication.
 """
 
 import math
@@ -19,19 +19,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-"""What the rows of a batch and of a cache are divided over."""
+"""The mesh axes that the rows of a batch and of a cache are divided over."""
 
 Axes = tuple[str | None, ...]
 Rules = tuple[tuple[str, Axes], ...]
-"""Paths, with `*` for any part of them, and mesh axes of the *last* dimensions there; the first that fits counts."""
+"""Pairs of a path pattern (`*` matches anything) and the mesh axes of the *last* dimensions; the first match counts."""
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of these devices (all there are, if None); one size may be -1: as many as are left.
+    """A mesh of these devices, by default all; one size may be -1, which takes the devices that are left.
 
     Raises:
-        ValueError: a size is neither positive nor -1, two are -1, they do not multiply to the number of devices, or
-            there are several processes.
+        ValueError: a size is neither positive nor -1, two are -1, the sizes do not multiply to the number of devices,
+            or there are several processes.
 
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
@@ -56,7 +56,7 @@ def check_one_process() -> None:
     """Raise if jax runs in several processes.
 
     Raises:
-        ValueError: says how many there are.
+        ValueError: there are; the message has their number.
     """
     if jax.process_count() > 1:
         raise ValueError(
@@ -67,11 +67,11 @@ def check_one_process() -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where parameters, and everything made like them, lie on a mesh. Hashable: a static part of a model.
+    """The partition of parameters, and of trees made like them, over a mesh. Hashable: a static part of a model.
 
     Attributes:
-        mesh: the devices; an abstract one does to plan with.
-        rules: which dimensions of a parameter are cut along which axes; what no rule names is whole on every device.
+        mesh: the devices; an abstract mesh serves to plan.
+        rules: mesh axes by path; an array that no rule names is whole on every device.
     """
 
     mesh: Mesh | AbstractMesh
@@ -79,38 +79,38 @@ class Sharding:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return self.mesh.size
 
     @property
     def row_shards(self) -> int:
-        """How many parts rows are divided into."""
+        """Number of parts that rows are divided into."""
         return math.prod(self.mesh.shape[name] for name in ROW_AXES)
 
     def gathered(self) -> "Sharding":
-        """The layout in which parameters are used: whole along `fsdp`.
+        """The sharding in which parameters are used: whole along `fsdp`.
 
-        >>> Layout(make_mesh(devices=jax.devices()[:1]), (("kernel", ("fsdp", "tensor")),)).gathered().rules
+        >>> Sharding(make_mesh(devices=jax.devices()[:1]), (("kernel", ("fsdp", "tensor")),)).gathered().rules
         (('kernel', (None, 'tensor')),)
         """
         rules = tuple((path, tuple(None if axis == "fsdp" else axis for axis in axes)) for path, axes in self.rules)
         return replace(self, rules=rules)
 
     def whole(self) -> "Sharding":
-        """The layout in which every device has everything."""
+        """The sharding in which every device has every array whole."""
         return replace(self, rules=())
 
     def axes(self, path: str) -> Axes:
-        """The mesh axes of the last dimensions of the array at a path, whatever stands before it.
+        """The mesh axes of the last dimensions of the array at a path; rules match the end of the path.
 
-        >>> layout = Layout(make_mesh(devices=jax.devices()[:1]), (("mlp/*/kernel", ("fsdp", "tensor")),))
-        >>> layout.axes("0/mu/layers/mlp/up/kernel"), layout.axes("layers/mlp/up/bias")
+        >>> sharding = Sharding(make_mesh(devices=jax.devices()[:1]), (("mlp/*/kernel", ("fsdp", "tensor")),))
+        >>> sharding.axes("0/mu/layers/mlp/up/kernel"), sharding.axes("layers/mlp/up/bias")
         (('fsdp', 'tensor'), ())
         """
         return next((axes for pattern, axes in self.rules if fnmatchcase(f"/{path}", f"*/{pattern}")), ())
 
     def spec(self, path: str, shape: Sequence[int]) -> PartitionSpec:
-        """The partition of an array; a dimension that does not divide is whole on every device."""
+        """The partition of an array; a dimension that does not divide over its axis stays whole."""
         axes = self.axes(path)
         if len(axes) > len(shape):
             return PartitionSpec()
@@ -123,25 +123,25 @@ class Sharding:
         )
 
     def leaf_sharding(self, path: str, shape: Sequence[int]) -> NamedSharding:
-        """The sharding of the array at a path."""
+        """JAX's sharding of the array at a path."""
         return NamedSharding(self.mesh, self.spec(path, shape))
 
     def shardings(self, tree: Any) -> Any:
-        """The sharding of every array (or shape) of a tree, by its path."""
+        """JAX's sharding of each array (or shape) of a tree, by its path."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.leaf_sharding(path_text(path), leaf.shape), tree
         )
 
     def place(self, tree: Any) -> Any:
-        """The arrays of a tree put where they belong; of shapes, the same with their shardings."""
+        """Copy the arrays of a tree to their devices; a tree of shapes gets shardings instead."""
         return _placed(tree, self.shardings(tree))
 
     def constrain(self, tree: Any) -> Any:
-        """Inside a jitted function: the arrays of a tree, which are to lie where they belong."""
+        """Inside a jitted function: constrain the arrays of a tree to the partition of their paths."""
         return jax.lax.with_sharding_constraint(tree, self.shardings(tree))
 
     def cut(self, shape: Sequence[int], *axes: str | tuple[str, ...] | None) -> NamedSharding:
-        """An array whose first dimensions are cut along these mesh axes, as far as they divide."""
+        """JAX's sharding that cuts the first dimensions along these mesh axes, as far as they divide."""
         spec = []
         for size, names in zip(shape, axes, strict=False):
             parts = 1 if names is None else math.prod(self.mesh.shape[name] for name in np.atleast_1d(names))
@@ -149,40 +149,40 @@ class Sharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def constrain_axes(self, tree: Any, *axes: str | tuple[str, ...] | None) -> Any:
-        """Inside a jitted function: arrays that are to be `cut` so."""
+        """Inside a jitted function: constrain each array of a tree to `cut` along these axes."""
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.cut(x.shape, *axes)), tree)
 
     def constrain_rows(self, tree: Any) -> Any:
-        """Arrays with rows on axis 0, of which each device is to have its own."""
+        """Constrain arrays with rows on axis 0: each device has its own rows."""
         return self.constrain_axes(tree, ROW_AXES)
 
     def constrain_heads(self, tree: Any) -> Any:
-        """Activations, `[rows, tokens, heads, ...]` or `[rows, tokens, width]`: rows and heads divided."""
+        """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]`: rows and heads are divided."""
         return self.constrain_axes(tree, ROW_AXES, None, "tensor")
 
     def constrain_cache(self, tree: Any) -> Any:
-        """Keys and values, `[rows, heads, ...]`, or logits `[rows, vocabulary]`."""
+        """Constrain keys and values `[rows, heads, ...]`, or logits `[rows, vocabulary]`."""
         return self.constrain_axes(tree, ROW_AXES, "tensor")
 
     def constrain_spread(self, x: Any) -> Any:
-        """An array whose first axis is divided over all devices if it can be, or else as rows are."""
+        """Constrain the first axis to all devices if it divides over them, else to those that share rows."""
         return self.constrain_axes(x, AXES if x.shape[0] % self.devices == 0 else ROW_AXES)
 
     def place_rows(self, tree: Any) -> Any:
-        """Arrays with rows on axis 0, each device with its own.
+        """Copy arrays with rows on axis 0 to the devices of their rows.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: the rows do not divide.
         """
         for leaf in jax.tree.leaves(tree):
             self.check_rows(leaf.shape[0], "rows")
         return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
 
     def check_rows(self, count: int, what: str) -> None:
-        """Nothing, if so many rows divide over the devices that share them.
+        """Raise unless this many rows divide over the devices that share them.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not; `what` names them in the message.
         """
         if count % self.row_shards:
             sizes = " x ".join(f"{name} {self.mesh.shape[name]}" for name in ROW_AXES)
@@ -192,7 +192,7 @@ class Sharding:
             )
 
     def uneven(self, tree: Any) -> list[str]:
-        """What stays whole against the rules, a line for each."""
+        """A line for each dimension that stays whole because it does not divide over the axis of its rule."""
         lines = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             axes = self.axes(path_text(path))
@@ -206,7 +206,7 @@ class Sharding:
 
 
 def devices_of(sharding: Sharding | None) -> list[Any]:
-    """The devices that compute: those of the mesh, or else (also for an abstract mesh) the one that jax takes first.
+    """The devices that compute: those of the mesh, or jax's default device without a mesh or with an abstract one.
 
     >>> devices_of(None) == jax.devices()[:1]
     True
@@ -219,7 +219,7 @@ def devices_of(sharding: Sharding | None) -> list[Any]:
 
 
 def constrain(sharding: Sharding | None, tree: Any) -> Any:
-    """Inside a jitted function: the arrays of a tree, where they belong if there is a layout."""
+    """`sharding.constrain(tree)`, or the tree itself without a sharding."""
     return tree if sharding is None else sharding.constrain(tree)
 
 
@@ -230,7 +230,7 @@ def _placed(tree: Any, shardings: Any) -> Any:
 
 
 def path_text(path: Any) -> str:
-    """The path of a leaf as text.
+    """The path of a leaf as text, its keys joined by `/`.
 
     >>> [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
@@ -240,7 +240,7 @@ def path_text(path: Any) -> str:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_params(stored: Sharding, used: Sharding, params: Any) -> Any:
-    """Parameters laid out as they are used; their gradients are laid out as they are stored, a share on each device."""
+    """Parameters laid out as `used`; their gradients are laid out as `stored`, a share on each device."""
     return used.constrain(params)
 
 
@@ -249,7 +249,7 @@ def _gather_forward(stored: Sharding, used: Sharding, params: Any) -> tuple[Any,
 
 
 def _gather_backward(stored: Sharding, used: Sharding, saved: None, cotangent: Any) -> tuple[Any]:
-    # Summed as they are used, then cut: the compiler joins the two.
+    # Both constraints: the compiler joins the sum over devices and the cut into one reduce-scatter.
     return (stored.constrain(used.constrain(cotangent)),)
 
 
@@ -257,7 +257,7 @@ gather_params.defvjp(_gather_forward, _gather_backward)
 
 
 def device_bytes(sharding: Sharding | None, tree: Any) -> int:
-    """Bytes that each device holds of the arrays (or shapes) of a tree; of a single device all of them.
+    """Bytes of a tree of arrays (or shapes) that each device holds; all bytes without a sharding.
 
     >>> device_bytes(None, {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")})
     128

@@ -1,4 +1,4 @@
-"""What the pure functions pass to each other: the model contract, a batch, and what scoring and sampling return.
+"""The types that the pure functions share: the model contract, a batch, and the results of scoring and sampling.
 
 Letters: `B` rows, `T` tokens, `V` vocabulary, `D` width of the hidden state.
 """
@@ -15,12 +15,12 @@ Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
 
 Cache = tuple[Any, ...]
-"""Keys and values of the tokens seen so far: blocks of places (`jaxft.core.cache`), one behind the other. Every leaf of
-a block has rows on axis 0 and places on an axis of the model's choice; the rest is the model's own affair."""
+"""Keys and values of the tokens so far: consecutive blocks of positions (`jaxft.core.cache`). Every leaf of a block has
+rows on axis 0 and positions on an axis that the model chooses; the rest of its form is up to the model."""
 
 
 def same_params(params: Params) -> Params:
-    """The layout of a model that decodes from the arrays as they are trained.
+    """The default `decode_layout`: decode with the parameters as they are trained.
 
     >>> same_params({"w": 1})
     {'w': 1}
@@ -29,22 +29,22 @@ def same_params(params: Params) -> Params:
 
 
 class Model(NamedTuple):
-    """A language model as a tuple of pure functions, the way an optax optimiser is one.
+    """A language model as a tuple of pure functions, as an optax optimiser is one.
 
     Equal configs must give the same function objects (`functools.cache` from config to Model), or every call retraces.
 
     Attributes:
-        config: numbers, strings and tuples; hashable.
+        config: the shape and name of the model; hashable.
         init: `key -> params`.
         apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`.
-            With a cache, the positions of a row are consecutive and are also the places that are written; what has no
-            place in it is dropped. A token sees the places up to its own.
+            With a cache, the positions of a row are consecutive and index the cache that is written; tokens past its
+            end are dropped. A token sees the positions up to its own.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
-        init_cache: `(rows, places, dtype) -> block` of a cache, empty, with room for `places` tokens a row.
+        init_cache: `(rows, length, dtype) -> block` of an empty cache with room for `length` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
-        layout: where everything lies on a mesh of devices; None on a single one.
-        lora: numbers of the adapters, when parameters are `{"base": ..., "adapter": ...}` and only the latter are
-            trained (`jaxft.core.partition`); None when everything is.
+        sharding: the partition over a mesh of devices; None on a single device.
+        lora: rank, scale and targets of adapters, when parameters are `{"base": ..., "adapter": ...}` and only the
+            adapters are trained (`jaxft.core.partition`); None when all parameters are.
     """
 
     config: Hashable
@@ -60,8 +60,8 @@ class Model(NamedTuple):
 class Scored(NamedTuple):
     """Log-probability and entropy of each token of a batch, aligned to the token that they describe.
 
-    `values[b, t]`, with a value head, is the value of what token t was chosen after: `tokens[b, :t]`;
-    `next_values[b, t]` is that of `tokens[b, :t + 1]`, known also behind the last token of a row or packed segment.
+    With a value head, `values[b, t]` is the value of `tokens[b, :t]`, before token t was chosen, and
+    `next_values[b, t]` that of `tokens[b, :t + 1]`, which exists behind the last token of a row or segment, too.
     """
 
     logprobs: Float[Array, "B T"]
@@ -71,13 +71,13 @@ class Scored(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """What losses and metrics are averaged over: counts of the *whole* batch, however it is split.
+    """Counts that losses and metrics divide by: those of the *whole* batch, however it is split.
 
     Attributes:
         rows: rows with at least one trained token.
         tokens: trained tokens.
-        pairs: of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
-        trajectories: those with at least one trained token; None where every row is one.
+        pairs: pairs of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
+        trajectories: trajectories with at least one trained token; None where every row is a trajectory.
     """
 
     rows: Float[Array, ""]
@@ -89,11 +89,11 @@ class Denominators(NamedTuple):
 class Batch(NamedTuple):
     """Padded arrays, or nested lists, for one update. `completion_mask` is True where the policy chose the token.
 
-    The optional fields are None when the loss does not need them; `advantages` may be one per row or one per token.
-    With `segment_ids` (and positions that restart) several sequences are packed into a row: a sequence's tokens stand
-    next to each other and share an id, which no other sequence of the row has.
-    `trajectory_tokens` says of each token how many trained tokens its whole trajectory has, in all sequences of it that
-    are in the update: then a trajectory counts once, however many sequences it is. None: each sequence is a trajectory.
+    A field is None when the loss does not need it; `advantages` may be one per row or one per token.
+    With `segment_ids` (and positions that restart) a row packs several sequences: the tokens of a sequence stand next
+    to each other and share an id, which no other sequence of the row has.
+    `trajectory_tokens` holds, for each token, the number of trained tokens of its trajectory in all its sequences of
+    the update, so that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
     """
 
     tokens: Int[Array, "B T"]
@@ -112,21 +112,22 @@ class Batch(NamedTuple):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a completion ended: a stop token was sampled, or its budget of tokens was used up."""
+    """Reason why a completion ended: a stop token was sampled, or the token limit was reached."""
 
     STOP = 0
     LENGTH = 1
 
 
 class Rollout(NamedTuple):
-    """What `generate` returns, rows prompt-major; everything over time is aligned to the token that it describes.
+    """The result of `generate`, rows prompt-major; arrays over time are aligned to the token that they describe.
 
     Attributes:
         tokens: prompt and completion, right-padded with 0.
         completion_mask: True on sampled tokens, the stop token included.
-        sampler_logprobs: under the temperature-scaled full vocabulary: what a trainer recomputes.
-        behavior_logprobs: under the distribution that the token was drawn from (top-k, top-p and min-p applied).
-        lengths: tokens of the row, prompt included.
+        sampler_logprobs: log-probabilities under the temperature-scaled full vocabulary, which a trainer recomputes.
+        behavior_logprobs: log-probabilities under the distribution that the token was drawn from, after top-k, top-p
+            and min-p.
+        lengths: number of tokens of each row, prompt included.
         finish_reason: a `FinishReason` per row.
     """
 

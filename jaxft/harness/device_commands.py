@@ -15,9 +15,9 @@ from jaxft.harness.config import Config
 from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.decoder import rules_table
-from jaxft.models.hf import load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.load import load_merged, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.models.peft import load_merged
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory

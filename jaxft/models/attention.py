@@ -1,6 +1,7 @@
-"""Attention, the keys and values that it keeps, and the forms in which it is fast: in blocks, or fused.
+"""Rotary positions, attention in blocks or fused, and the cache of keys and values.
 
-Letters: `B` rows, `T` tokens, `S` places of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head width.
+Letters: `B` rows, `T` tokens, `S` positions of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
+width, `P = h / 2` pairs that a rotation turns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,25 +38,25 @@ def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScalin
 def rotate(
     x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
 ) -> Float[Array, "B T N h"]:
-    """Turns each pair (i, i + h/2) of a head's components by its angle."""
+    """Rotate each pair (i, i + h/2) of a head's components by its angle."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 MASK_VALUE = -1e30
-"""Score of a key that may not be seen: finite, so that a row that sees nothing gives numbers and not NaN."""
+"""Score of a masked key: finite, so that a row that sees no key gives numbers and not NaN."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, rows first. Keys lie transposed: decoding multiplies by them 8 times faster."""
+    """Keys and values of one layer, rows first. Transposed keys make the product in decoding 8 times faster."""
 
     keys: Float[Array, "B K h S"]
     values: Float[Array, "B K S h"]
 
 
 LayerBlocks = list[LayerCache]
-"""The blocks of one layer, in the order of their places."""
+"""The blocks of one layer, in the order of their positions."""
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -63,8 +64,10 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
-    """Whether cuDNN's fused attention takes heads of this width and type on all of these devices: NVIDIA's from Ampere
-    on, with heads of up to 128, and from Hopper on up to 256 (as `jax.nn.dot_product_attention` asks).
+    """True if cuDNN's fused attention takes heads of this width and dtype on all of these devices.
+
+    The limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128, those
+    from Hopper on of up to 256.
 
     >>> can_use_flash(jnp.bfloat16, 128, jax.devices("cpu"))
     False
@@ -75,7 +78,7 @@ def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
-    """The compute capability of a GPU under CUDA, such as (9, 0); (0, 0) of any other device, AMD's GPUs among them.
+    """The compute capability of a GPU under CUDA, such as (9, 0); (0, 0) for any other device, also AMD's GPUs.
 
     >>> compute_capability(jax.devices("cpu")[0])
     (0, 0)
@@ -92,8 +95,10 @@ def flash_attention(
     window: int | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "B T H h"]:
-    """Causal attention within rows that are one sequence each, never writing the scores. Right padding needs no mask:
-    it is behind all that sees anything real."""
+    """Causal attention within rows of one sequence each, without writing the scores to memory.
+
+    Right padding needs no mask: no real token sees what stands behind it.
+    """
     mixed: Any = jax.nn.dot_product_attention(
         q,
         k,
@@ -108,10 +113,10 @@ def flash_attention(
 def attend(
     q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
 ) -> Float[Array, "B T H h"]:
-    """Softmax attention to all places of all blocks.
+    """Softmax attention to all visible positions of all blocks.
 
     Heads of a group share one matrix product instead of repeating their keys and values. Each block is computed by
-    itself and added to those before it, so that blocks that a row sees nothing of change no bit of what it gets.
+    itself and added to those before it, so that a block of which a row sees nothing changes no bit of its result.
     """
     rows, length, heads, head_dim = q.shape
     kv_heads = blocks[0].keys.shape[1]
@@ -122,7 +127,7 @@ def attend(
     for block in blocks:
         seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
         products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
-        # The products are scaled, which are float32, and not the queries, which bfloat16 would round once more.
+        # The float32 products are scaled, not the queries, which bfloat16 would round once more.
         products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
         scores.append(jnp.where(seen[:, None, None], products, MASK_VALUE))
         first += block.keys.shape[-1]
@@ -133,18 +138,18 @@ def attend(
         jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
         for w, block in zip(weights, blocks, strict=True)
     ]
-    # As a product: a quotient is compiled to one or the other as it comes, and they round differently.
+    # A product with the inverse: XLA compiles a quotient to either form, and the two round differently.
     mixed = (reduce(jnp.add, parts).reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
 
 
 def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]) -> LayerBlocks:
-    """The blocks with the keys and values of one token put at each row's own place."""
+    """Write the keys and values of one token per row into the blocks, at the row's own position."""
     rows, written, first = jnp.arange(positions.shape[0]), [], 0
     for block in blocks:
         size = block.keys.shape[-1]
         place = positions - first
-        place = jnp.where(place < 0, size, place)  # what lies outside is dropped
+        place = jnp.where(place < 0, size, place)  # positions outside of the block are dropped
         keys = block.keys.at[rows, :, :, place].set(now.keys[..., 0].astype(block.keys.dtype), mode="drop")
         values = block.values.at[rows, :, place].set(now.values[:, :, 0].astype(block.values.dtype), mode="drop")
         written.append(LayerCache(keys, values))
@@ -153,7 +158,7 @@ def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]
 
 
 def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
-    """The cache with the keys and values of consecutive tokens put at each row's own place, as far as there is one."""
+    """Write the keys and values of consecutive tokens from each row's own start on; what passes the end is dropped."""
     size, length = cache.keys.shape[-1], now.keys.shape[-1]
 
     def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
@@ -167,16 +172,16 @@ def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) ->
     )
 
 
-def joined(blocks: LayerBlocks) -> LayerCache:
-    """All places of all blocks in one."""
+def join_blocks(blocks: LayerBlocks) -> LayerCache:
+    """One block with the positions of all blocks."""
     return LayerCache(
         jnp.concatenate([block.keys for block in blocks], axis=-1),
         jnp.concatenate([block.values for block in blocks], axis=-2),
     )
 
 
-def parted(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
-    """The inverse of `joined`."""
+def split_blocks(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
+    """The inverse of `join_blocks`."""
     ends = np.cumsum(sizes)[:-1]
     keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
     return [LayerCache(*block) for block in zip(keys, values, strict=True)]

@@ -1,8 +1,8 @@
 """Your own network behind the model contract: a causal `f(params, tokens, positions) -> logits`, or a flax module.
 
-Slow to sample from: there is no cache of keys and values, so each new token runs the network over the whole row again.
-What the contract calls the cache is the history of tokens. Scoring and training cost what the network costs.
-Letters: `B` rows, `T` tokens, `S` places of a row's history, `V` vocabulary.
+Sampling is slow: there is no cache of keys and values, so each new token runs the network over the whole row again. The
+contract's cache holds the history of tokens. Scoring and training cost what the network costs.
+Letters: `B` rows, `T` tokens, `S` tokens of a row's history, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from jaxtyping import Array, Float, Int
 from jaxft.core.types import Model, Params
 
 Network = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, "B T V"]]
-"""`(params, tokens, positions) -> logits`, causal: what stands behind a token never changes its logits."""
+"""`(params, tokens, positions) -> logits`, causal: later tokens never change the logits of a token."""
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """All that is known of somebody else's network: what it is called."""
+    """The config of a bridged network: its name, nothing else is known."""
 
     name: str
 
 
 def no_init(key: Any) -> Params:
-    """The `init` of a network that came without one: always an error.
+    """The `init` of a network that came without one.
 
     Raises:
-        ValueError: always; its parameters come from whoever made it.
+        ValueError: always; the parameters come from the maker of the network.
     """
     raise ValueError("this model has no init; make its parameters where the network was made, or pass init")
 
@@ -47,10 +47,10 @@ def from_function(network: Network, init: Callable[[Any], Params] = no_init, nam
 
     Args:
         network: `(params, tokens [B T], positions [B T]) -> logits [B T V]`, `params` a plain nested dict of arrays.
-        init: `key -> params`, if anything is to call `model.init`.
-        name: stands in the model's config.
+        init: `key -> params`, needed only to call `model.init`.
+        name: name in the model's config.
 
-    >>> def echo(params, tokens, positions):  # likes to repeat the token it saw
+    >>> def echo(params, tokens, positions):  # prefers to repeat the last token
     ...     return jax.nn.one_hot(tokens, 3) * params["scale"]
     >>> model = from_function(echo)
     >>> params, tokens = {"scale": jnp.array(2.0)}, jnp.array([[1, 0]])

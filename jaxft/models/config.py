@@ -1,4 +1,4 @@
-"""The shape of a decoder in numbers, and a few shapes by name."""
+"""The shape of a decoder and of its adapters, and presets of shapes by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,10 +10,10 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, those between blended.
+    """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, the others blended.
 
     Attributes:
-        factor: how many times longer the context became.
+        factor: factor by which the context became longer.
         low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched fully.
         high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone.
         original_max_position_embeddings: context length, in tokens, before stretching.
@@ -30,7 +30,7 @@ class DecoderConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     Attributes:
-        family: which published architecture, for the names of tensors and the defaults of its files.
+        family: published architecture, which decides the defaults of its files.
         vocab_size: rows of the embedding.
         hidden_size: width `D` of the residual stream.
         intermediate_size: width `F` of the gated feed-forward layer.
@@ -38,18 +38,18 @@ class DecoderConfig:
         num_heads: query heads `H`.
         num_kv_heads: key and value heads `K`; divides `num_heads`.
         head_dim: width `h` of a head.
-        max_position_embeddings: context length in tokens that the model was made for.
-        rms_norm_eps: added to the mean square.
+        max_position_embeddings: context length, in tokens, of the model's pretraining.
+        rms_norm_eps: constant added to the mean square.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: Llama 3.1's, or None.
+        rope_scaling: Llama 3.1's stretch of frequencies, or None.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None sees all.
         qkv_bias: query, key and value projections add a bias (Qwen2).
-        output_bias: the attention's output projection adds one too (Llama with `attention_bias`).
-        mlp_bias: the feed-forward projections add one.
+        output_bias: the attention's output projection adds a bias (Llama with `attention_bias`).
+        mlp_bias: the feed-forward projections add a bias.
         qk_norm: RMSNorm on each query and key head (Qwen3).
         tie_word_embeddings: the output projection is the embedding.
-        source_json: JSON text of what else the files say that the model was loaded from, to be exported with it:
-            `{"config.json": {...}, "generation_config.json": {...}}`; empty when nothing.
+        source_json: JSON text of the other fields of the files that the model was loaded from, kept for the export:
+            `{"config.json": {...}, "generation_config.json": {...}}`; empty without any.
     """
 
     family: Family
@@ -90,12 +90,12 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Low-rank adapters (arXiv 2106.09685): some kernels `W` are used as `W + scale A B`, of which `A B` is trained.
+    """Low-rank adapters (arXiv 2106.09685): kernels `W` are used as `W + scale A B`; only `A` and `B` are trained.
 
     Attributes:
-        rank: width `r` of the product.
-        alpha: `scale = alpha / rank`, so that the rank can be changed with the learning rate left alone.
-        targets: which projections have one, by name or path with `*`: `q_proj`, `mlp/*`.
+        rank: inner width `r` of the product.
+        alpha: `scale = alpha / rank`, so that the rank can change while the learning rate stays.
+        targets: projections that have an adapter, by name or path with `*`: `q_proj`, `mlp/*`.
         use_rslora: `scale = alpha / sqrt(rank)` (arXiv 2312.03732).
     """
 
@@ -119,9 +119,9 @@ class LoraSpec:
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def is_target(self, path: str) -> bool:
-        """Whether the projection at this path has an adapter.
+        """True if the projection at this path has an adapter.
 
-        >>> [path for path in PROJECTIONS if Lora(8, 16, ("q_proj", "mlp/*")).is_target(path)]
+        >>> [path for path in PROJECTIONS if LoraSpec(8, 16, ("q_proj", "mlp/*")).is_target(path)]
         ['self_attn/q_proj', 'mlp/gate_proj', 'mlp/up_proj', 'mlp/down_proj']
         """
         return any(matches(target, path) for target in self.targets)
@@ -131,11 +131,11 @@ PROJECTIONS = (
     *(f"self_attn/{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp/{name}_proj" for name in ("gate", "up", "down")),
 )
-"""The paths of all that may have an adapter, within a layer."""
+"""Paths, within a layer, of the projections that may have an adapter."""
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path, or its end, fits a pattern.
+    """True if a path, or its end, fits a pattern.
 
     >>> matches("q_proj", "self_attn/q_proj"), matches("attn/q_proj", "self_attn/q_proj")
     (True, False)
@@ -155,14 +155,14 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
 }
-"""Shapes by name, for `init_model`. The vocabulary of the two smallest is that of the embedded character tokenizer."""
+"""Shapes by name, for `init_model`. The two smallest have the vocabulary of the embedded character tokenizer."""
 
 
 def model_preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
-    """The config of a named shape, with the vocabulary of a tokenizer in place of its own when given.
+    """The config of a preset, with another size of vocabulary when given.
 
     Raises:
-        ValueError: no preset has this name; lists those there are.
+        ValueError: no preset has this name; the message lists the presets.
 
     >>> model_preset("qwen3-1m", vocab_size=300).vocab_size
     300

@@ -1,8 +1,8 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules, from outside pure functions on plain dicts.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
 
-Parameters of the blocks are stacked on a leading layer axis and scanned while training; decoding takes them one by one
-(`decode_layout`), each layer with its own buffers of keys and values.
-Letters: `B` rows, `T` tokens, `S` places of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
+Training stacks the parameters of the blocks on a leading layer axis and scans over them. Decoding takes them layer by
+layer (`decode_layout`), each layer with its own buffers of keys and values.
+Letters: `B` rows, `T` tokens, `S` positions of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
@@ -16,10 +16,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.sharding import Rules, Sharding, devices_of, gather_params, path_text
+from jaxft.core.partition import ADAPTER, BASE
+from jaxft.core.sharding import Rules, Sharding, constrain, devices_of, gather_params, path_text
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -27,36 +29,42 @@ from jaxft.models.attention import (
     attend,
     can_use_flash,
     flash_attention,
-    joined,
-    parted,
+    join_blocks,
     rotary,
     rotate,
+    split_blocks,
     write_token,
     write_tokens,
 )
 from jaxft.models.config import DecoderConfig, Family, LoraSpec
-from jaxft.models.layers import Linear, RMSNorm, adapter_of, look_up
+from jaxft.models.layers import Linear, RMSNorm, look_up
+from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 
 
 class Context(NamedTuple):
-    """What every layer needs to know of the tokens: their rotation, their places, and which of them they may see."""
+    """Rotations, positions and visibility of the tokens: the same for every layer."""
 
     cos: Float[Array, "B T P"]
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
     sharding: Sharding | None
-    is_plain: bool  # each row is one sequence without a cache: what it sees is before it, and within the window
+    is_plain: bool  # each row is one sequence without a cache: a token sees those before it, within the window
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh, arrays whose rows are divided and nothing else."""
+    """On a mesh: constrain arrays so that only their rows are divided."""
     return tree if sharding is None else sharding.constrain_rows(tree)
 
 
 def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh, activations `[B T N ...]` whose rows and heads (or width) are divided."""
+    """On a mesh: constrain activations `[B T N ...]` so that rows and heads (or width) are divided."""
     return tree if sharding is None else sharding.constrain_heads(tree)
+
+
+def adapter_of(lora: LoraSpec | None, path: str) -> LoraSpec | None:
+    """Return the spec if the projection at this path has an adapter, else None."""
+    return lora if lora is not None and lora.is_target(path) else None
 
 
 class Attention(nnx.Module):
@@ -101,9 +109,9 @@ class Attention(nnx.Module):
             cache = write_token(cache, now, context.positions[:, 0])
             attended = attend(q, cache, context.visible)
         else:
-            whole = write_tokens(joined(cache), now, context.positions[:, 0])
+            whole = write_tokens(join_blocks(cache), now, context.positions[:, 0])
             attended = attend(q, [whole], context.visible)
-            cache = parted(whole, [block.values.shape[2] for block in cache])
+            cache = split_blocks(whole, [block.values.shape[2] for block in cache])
         attended = by_heads(context.sharding, attended)
         return self.o_proj(attended.reshape(rows, length, -1)), cache
 
@@ -126,7 +134,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(
         self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: LoraSpec | None = None
@@ -146,33 +154,60 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """Everything but the blocks: the embedding, the last norm and the output projection."""
+    """The embedding, the final norm and the output projection: everything but the blocks."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # Stored as transformers stores it, a row per token, so that both kinds of head are the same product.
+        # A row per token, as in transformers, so that a tied and an untied head are the same product.
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
 
 
-def as_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[[Any], Params], Callable[[Params], Any]]:
-    """`init(key) -> plain dict` and `bind(plain dict) -> module`: the only place where modules and dicts meet."""
+def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
+    """Return `bind(plain dict) -> module` for modules of this kind."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-
-    def init(key: Any) -> Params:
-        return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1])
 
     def bind(params: Params) -> Any:
         state = jax.tree.map(lambda variable: variable, shapes)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
 
-    return init, bind
+    return bind
+
+
+def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -> Params:
+    """Random float32 parameters of a decoder; with `lora`, `{"base": ..., "adapter": ...}`.
+
+    Kernels are normal with variance `1 / D`, embeddings normal with deviation 0.02. Of adapters `lora_a` is uniform in
+    `±1 / sqrt(D)` and `lora_b` zero, so that they change nothing yet.
+    """
+
+    def draw(key: Any, lora: LoraSpec | None) -> Params:
+        def init_block(key: Any) -> Params:
+            return nnx.to_pure_dict(nnx.split(Block(config, nnx.Rngs(key), lora=lora))[1])
+
+        ends_key, layers_key = jax.random.split(key)
+        ends = nnx.to_pure_dict(nnx.split(Ends(config, nnx.Rngs(ends_key)))[1])
+        return {"ends": ends, "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))}
+
+    if lora is None:
+        return draw(key, None)
+    base_key, adapter_key = jax.random.split(key)
+    flat = flatten_dict(draw(adapter_key, lora))
+    adapter = unflatten_dict({path: leaf for path, leaf in flat.items() if path[-1] in LORA_NAMES})
+    return {BASE: draw(base_key, None), ADAPTER: adapter}
+
+
+@cache
+def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Params:
+    """The tree of `init_params` with a shape in the place of each array."""
+    shapes: Params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), lora))
+    return shapes
 
 
 Remat = Literal["none", "dots", "full"]
-"""What the backward pass computes again (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
+"""Recomputation in the backward pass (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -182,32 +217,42 @@ SAVEABLE = {
 
 
 def decoder(
-    config: DecoderConfig, remat: Remat = "dots", sharding: Sharding | None = None, lora: LoraSpec | None = None
+    config: DecoderConfig,
+    remat: Remat = "dots",
+    *,
+    compute_dtype: Any = None,
+    lora: LoraSpec | None = None,
+    sharding: Sharding | None = None,
 ) -> Model:
     """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
 
-    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. To decode there
-    is instead a list with a dict per layer, `transposed_layers`, whose kernels are.
+    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. `decode_layout`
+    replaces `layers` by `transposed_layers`, a list with a dict per layer, whose kernels are transposed.
+    With `lora`, parameters are `{"base": ..., "adapter": ...}` as `jaxft.models.lora` says.
 
     Args:
         remat: what the backward pass computes again.
-        layout: of `jaxft.models.decoder`, to compute on a mesh; None for one device.
-        lora: some kernels of `layers` have `lora_a` and `lora_b` beside them.
+        compute_dtype: dtype of products and activations: floating parameters are cast to it wherever they are used,
+            and once per policy version to decode. Parameters, gradients and optimiser state keep their own dtype, and
+            logits are float32. None computes in the dtype of the parameters.
+        lora: rank, scale and targets of adapters; None for a model without.
+        sharding: of `sharding_for`, to compute on a mesh; None for one device.
     """
-    return _decoder(config, remat, sharding, lora)  # with defaults filled in, or it would be cached as another
+    # With defaults filled in and one spelling of the dtype, or an equal model would be cached as another.
+    return _decoder(config, remat, None if compute_dtype is None else jnp.dtype(compute_dtype), lora, sharding)
 
 
 @cache
-def _decoder(config: DecoderConfig, remat: Remat, sharding: Sharding | None, lora: LoraSpec | None) -> Model:
-    init_ends, bind_ends = as_functions(lambda rngs: Ends(config, rngs))
-    init_block, bind_block = as_functions(lambda rngs: Block(config, rngs, lora=lora))
-    _, bind_transposed = as_functions(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
+def _decoder(
+    config: DecoderConfig, remat: Remat, compute_dtype: Any, lora: LoraSpec | None, sharding: Sharding | None
+) -> Model:
+    bind_ends = binder(lambda rngs: Ends(config, rngs))
+    bind_block = binder(lambda rngs: Block(config, rngs, lora=lora))
+    bind_transposed = binder(lambda rngs: Block(config, rngs, is_transposed=True))
+    bind_adapted = binder(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
 
     def init(key: Any) -> Params:
-        ends_key, layers_key = jax.random.split(key)
-        layers = jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))
-        params = {"ends": init_ends(ends_key), "layers": layers}
-        return params if sharding is None else sharding.constrain(params)
+        return constrain(sharding, init_params(config, key, lora))
 
     def apply(
         params: Params,
@@ -216,12 +261,13 @@ def _decoder(config: DecoderConfig, remat: Remat, sharding: Sharding | None, lor
         cache: Cache | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        ends = bind_ends(used(params["ends"]))
+        params = put_beside(narrow(params))
+        ends = bind_ends(gather(params["ends"]))
         x = by_rows(sharding, look_up(ends.embedding[...], by_rows(sharding, tokens)))  # [B T D]
         context = make_context(config, by_rows(sharding, positions), cache, segment_ids, sharding)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
-            return bind_block(used(layer))(x, context, None)[0], None
+            return bind_block(gather(layer))(x, context, None)[0], None
 
         if cache is None:
             x = jax.lax.scan(jax.checkpoint(step, policy=SAVEABLE[remat]), x, params["layers"])[0]
@@ -230,25 +276,26 @@ def _decoder(config: DecoderConfig, remat: Remat, sharding: Sharding | None, lor
             for index, layer in enumerate(bind_layers(params)):
                 x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
-            cache = kept(tuple(zip(*updated, strict=True)))
+            cache = by_cache(tuple(zip(*updated, strict=True)))
         return ends.norm(x), cache
 
     def bind_layers(params: Params) -> list[Block]:
-        if "transposed_layers" in params:
-            return list(map(bind_transposed, params["transposed_layers"]))
-        return list(map(bind_block, used(per_layer(params["layers"], config.num_layers))))
+        if "transposed_layers" not in params:
+            return list(map(bind_block, gather(per_layer(params["layers"], config.num_layers))))
+        layers = params["transposed_layers"]
+        return list(map(bind_adapted if has_adapters(layers[0]) else bind_transposed, layers))
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+        params = narrow(params.get(BASE, params))
         name = "embedding" if config.tie_word_embeddings else "lm_head"
         head = {name: params["ends"][name]}
         if sharding is None:
             return _project_to_vocabulary(hidden, head[name])
         if "transposed_layers" in params:  # few rows: each device makes its share of the logits, and gets its own rows
-            logits = sharding.constrain_cache(_project_to_vocabulary(hidden, used(head)[name]))
+            logits = sharding.constrain_cache(_project_to_vocabulary(hidden, gather(head)[name]))
             return sharding.constrain_spread(logits)
-        whole = gather_params(sharding, sharding.whole(), head)[
-            name
-        ]  # many: logits never leave the device of their token
+        # Many rows: logits never leave the device of their token.
+        whole = gather_params(sharding, sharding.whole(), head)[name]
         return _project_to_vocabulary(sharding.constrain_spread(hidden), whole)
 
     def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
@@ -259,22 +306,31 @@ def _decoder(config: DecoderConfig, remat: Remat, sharding: Sharding | None, lor
             )
             for _ in range(config.num_layers)
         )
-        return kept(block)
+        return by_cache(block)
 
     def decode_layout(params: Params) -> Params:
-        layers = per_layer(params["layers"], config.num_layers)
+        # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
+        params = narrow(params) if lora is None else merge_or_put_beside(lora, params)
         transposed = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf.T if path_text(path).endswith("/kernel") else leaf, layers
+            lambda path, leaf: leaf.T if path_text(path).endswith("/kernel") else leaf,
+            per_layer(params["layers"], config.num_layers),
         )
-        return used({"ends": params["ends"], "transposed_layers": transposed})
+        return narrow(gather({"ends": params["ends"], "transposed_layers": transposed}))
 
-    def used(params: Any) -> Any:
+    def narrow(params: Params) -> Params:
+        if compute_dtype is None:
+            return params
+        return jax.tree.map(
+            lambda leaf: leaf.astype(compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
+        )
+
+    def gather(params: Any) -> Any:
         return params if sharding is None else gather_params(sharding, sharding.gathered(), params)
 
-    def kept(cache: Any) -> Any:
+    def by_cache(cache: Any) -> Any:
         return cache if sharding is None else sharding.constrain_cache(cache)
 
-    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding)
+    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora)
 
 
 def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
@@ -285,7 +341,7 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
-    """Stacked block parameters as a list with a dict per layer."""
+    """Parameters stacked over layers as a list with a dict per layer."""
     return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]
 
 
@@ -296,13 +352,13 @@ def make_context(
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
 ) -> Context:
-    """Rotations, and who sees whom: earlier places of the same segment, within the window.
+    """Rotations, and visibility: a token sees itself and earlier tokens of its segment, within the window.
 
-    The place of a token in its row (not its position, which restarts in each packed segment) orders tokens without a
-    cache; with one, places and positions are the same thing.
+    Without a cache, tokens are ordered by their column, as positions restart in each packed segment; with a cache, by
+    their positions.
 
     Raises:
-        ValueError: segments together with a cache.
+        ValueError: segments are given together with a cache.
     """
     cos, sin = rotary(config, positions)
     if cache is None:
@@ -325,7 +381,7 @@ def make_context(
 DECODER_RULES: Rules = (
     ("embedding", ("tensor", "fsdp")),  # [V D]
     ("lm_head", ("tensor", "fsdp")),  # [V D]
-    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # to decode with: [out in]
+    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
     ("transposed_layers/*/gate_proj/kernel", ("tensor", "fsdp")),
     ("transposed_layers/*/up_proj/kernel", ("tensor", "fsdp")),
     ("transposed_layers/*/kernel", ("fsdp", "tensor")),
@@ -338,7 +394,7 @@ DECODER_RULES: Rules = (
     ("gate_proj/bias", ("tensor",)),
     ("up_proj/bias", ("tensor",)),
 )
-"""Heads and the feed-forward's width along `tensor`, the other side of every kernel along `fsdp`, norms whole."""
+"""Heads and the feed-forward's width lie along `tensor`, the other side of a kernel along `fsdp`; norms are whole."""
 
 NO_AXIS = "-"
 
@@ -346,13 +402,13 @@ RULES: Mapping[Family, Rules] = dict.fromkeys(("llama", "mistral", "qwen2", "qwe
 
 
 def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
-    """How a decoder lies on a mesh. A dimension that does not divide is whole on every device, which a warning says.
+    """The sharding of a decoder on a mesh. A dimension that does not divide stays whole, with a warning.
 
     Args:
         strict: raise instead of warning.
 
     Raises:
-        ValueError: heads do not divide over `tensor`; or, if `strict`, any dimension over its axis.
+        ValueError: heads do not divide over `tensor`; or, with `strict`, any dimension over its axis.
     """
     tensor = mesh.shape["tensor"]
     for name in ("num_heads", "num_kv_heads"):
@@ -363,7 +419,7 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
                 f"divisor of {heads} there"
             )
     sharding = Sharding(mesh, RULES[config.family])
-    lines = sharding.uneven(jax.eval_shape(decoder(config).init, jax.random.key(0)))
+    lines = sharding.uneven(parameter_shapes(config))
     if lines and strict:
         raise ValueError("\n".join(lines))
     if lines:
@@ -372,7 +428,7 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
 
 
 def rules_table() -> str:
-    """The rules of every family as text: the mesh axes of the last dimensions of each parameter.
+    """The sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
 
     >>> print(rules_table().splitlines()[1])
     embedding                                tensor     fsdp
@@ -389,7 +445,7 @@ def rules_table() -> str:
 
 
 def parameters_table(shapes: Params, sharding: Sharding) -> str:
-    """Every parameter (or shape) of a tree with its partition and the MiB of it on each device."""
+    """A table of the parameters (or shapes) of a tree: shape, partition, and MiB on each device."""
     sizes = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
     lines = [f"mesh: {sizes}", f"{'parameter':<52} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
     total = 0

@@ -1,12 +1,12 @@
-"""Models in Hugging Face's file format, in and out: `config.json` and safetensors, on disk or from the hub.
+"""Weights in Hugging Face's file format, in and out.
 
 A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and keep kernels
-as `[in, out]`. `TENSORS` is the one place that says which is which.
+as `[in, out]`. `TENSORS` maps the one to the other.
 """
 
 import os
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,21 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from jaxft.core.sharding import check_one_process, constrain
+from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
-from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import decoder, sharding_for
-from jaxft.models.hf_config import CONFIG, GENERATION, config_json, load_config, source_files
+from jaxft.models.config import DecoderConfig
+from jaxft.models.decoder import parameter_shapes
+from jaxft.models.hf_config import CONFIG, GENERATION, config_json, source_files
 from jaxft.models.hf_files import (
     DTYPES,
     INDEX,
     WEIGHTS,
     StoredTensor,
-    check_manifest,
-    local_folder,
     new_folder,
     put_transposed,
     read_tensor,
@@ -40,7 +38,7 @@ from jaxft.models.hf_files import (
 
 
 class Tensor(NamedTuple):
-    """Where one parameter stands: its path in our dict, and its name in a file (`*` for the number of the layer)."""
+    """A parameter's path in our dict, and its name in a file (`*` for the number of the layer)."""
 
     path: str
     name: str
@@ -68,73 +66,29 @@ TENSORS: tuple[Tensor, ...] = (
     Tensor("ends/norm/scale", "model.norm.weight"),
     Tensor("ends/lm_head", "lm_head.weight"),
 )
-"""Every parameter that a decoder can have; a config decides which of them it has."""
+"""All parameters that a decoder can have, in the order of the exported files."""
 
 
-def init_model(
-    config: DecoderConfig | str, key: Any, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, strict: bool = False
-) -> tuple[Model, Params]:
-    """A decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
-
-    Args:
-        mesh: of `make_mesh`, to have every device hold its share; see `sharding_for`. None for one device.
-        strict: a dimension that does not divide over the mesh is an error, and not a warning.
+def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], sharding: Sharding | None = None) -> Params:
+    """The parameters of a decoder from the safetensors of a model folder, cast to `dtype` and put on their devices.
 
     Raises:
-        ValueError: no preset has this name, `dtype` is none that weights can have, the model does not divide over
-            `mesh`, or there are several processes.
+        ModelFileError: a file is absent, corrupt or not what the config asks for.
     """
-    check_one_process()
-    config = model_preset(config) if isinstance(config, str) else config
-    model = decoder(config, sharding=None if mesh is None else sharding_for(config, mesh, strict=strict))
-    return model, _init(model, _weights_dtype(dtype), key)
-
-
-@partial(jax.jit, static_argnames=("model", "dtype"))
-def _init(model: Model, dtype: Any, key: Any) -> Params:
-    return constrain(model.sharding, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(key)))
-
-
-def load_model(
-    path_or_hub_id: str | os.PathLike[str], *, dtype: Any = jnp.float32, mesh: Mesh | None = None, strict: bool = False
-) -> tuple[Model, Params]:
-    """A Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
-
-    Weights are read one tensor at a time, cast to `dtype`, and put on the devices that hold them: the host never has
-    more than one parameter. Of `model.safetensors` and an index of shards, the single file wins, as in transformers.
-    Where `save_model` left a manifest, the files it lists are checked first.
-
-    Args:
-        mesh: of `make_mesh`, to have every device hold its share; see `sharding_for`. None for one device.
-        strict: a dimension that does not divide over the mesh is an error, and not a warning.
-
-    Raises:
-        ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for.
-        ValueError: `dtype` is none that weights can have, the model does not divide over `mesh`, or there are several
-            processes.
-    """
-    check_one_process()
-    dtype = _weights_dtype(dtype)
-    folder = local_folder(path_or_hub_id)
-    check_manifest(folder)
-    config = load_config(folder / CONFIG)
-    sharding = None if mesh is None else sharding_for(config, mesh, strict=strict)
-    model = decoder(config, sharding=sharding)
-    stored = stored_tensors(folder)
-    shapes = _parameter_shapes(model)
+    stored, shapes = stored_tensors(folder), _parameter_shapes(config)
     _check_stored(folder, stored, shapes)
     one_device = SingleDeviceSharding(jnp.zeros(()).device)
     flat = {}
     for tensor, shape in shapes.items():
         target = one_device if sharding is None else sharding.leaf_sharding(tensor.path, shape)
         flat[tensor.path] = _read_parameter(tensor, shape, stored, dtype, target)
-    return model, unflatten_dict(flat, sep="/")
+    return unflatten_dict(flat, sep="/")
 
 
 def _read_parameter(
-    tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: Sharding
+    tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """The parameter, layer by layer, cut for the devices of this process that hold it."""
+    """The parameter, read layer by layer and cut for the devices that hold it."""
     cuts: Any = sharding.addressable_devices_indices_map(shape)
     shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
     for layer, name in enumerate(_names(tensor, shape)):
@@ -148,19 +102,10 @@ def _read_parameter(
     arrays, waiting = [], [str(cut) for cut in cuts.values()]
     for device in cuts:
         own = waiting.pop(0)
-        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # given up as soon as nobody waits for it
+        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # freed after its last device
         arrays.append(jax.block_until_ready(jax.device_put(share, device)))
         del share
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _weights_dtype(dtype: Any) -> np.dtype[Any]:
-    wanted = jnp.dtype(dtype)
-    if wanted not in DTYPES.values():
-        raise ValueError(f"dtype is {wanted.name}; wanted float32, bfloat16, float16 or float64")
-    if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-        raise ValueError(f"dtype is {wanted.name}, which jax has switched off; set jax_enable_x64 or choose another")
-    return wanted
 
 
 def _is_per_layer(tensor: Tensor) -> bool:
@@ -176,8 +121,8 @@ def _names(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
 
 
 @cache
-def _parameter_shapes(model: Model) -> dict[Tensor, tuple[int, ...]]:
-    flat = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+def _parameter_shapes(config: DecoderConfig) -> dict[Tensor, tuple[int, ...]]:
+    flat = flatten_dict(parameter_shapes(config), sep="/")
     return {tensor: flat[tensor.path].shape for tensor in TENSORS if tensor.path in flat}
 
 
@@ -237,21 +182,22 @@ def save_model(
     *,
     max_shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
+    """Write a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
-    What the files of a loaded model say beside its shape is kept: stop ids and sampling defaults
-    (`generation_config.json`), and the other fields of `config.json`; token ids that it lacks are the tokenizer's.
-    Weights keep their dtype, and come to the host one tensor at a time. All is written beside the folder and moved in
-    one step: a folder is whole or absent. A manifest says what was written; equal models give equal bytes.
+    The other fields of a loaded model's files are kept: stop ids and sampling defaults (`generation_config.json`), and
+    those of `config.json`; token ids that it lacks are the tokenizer's. Weights keep their dtype, and come to the host
+    one tensor at a time. The files are written beside the folder and moved in one step: a folder is whole or absent. A
+    manifest lists the files; equal models give equal bytes.
 
     Args:
-        folder: made, with its parents; may exist when empty.
-        model: of `load_model` or `init_model`.
-        tokenizer: anything with transformers' `save_pretrained`.
-        max_shard_bytes: weights above this are split over several files with an index.
+        folder: folder to make, with its parents; it may exist when empty.
+        model: a decoder, of `load_model` or `init_model`.
+        params: its parameters, without adapters.
+        tokenizer: an object with transformers' `save_pretrained`.
+        max_shard_bytes: bytes of a weights file; more weights are split over several files with an index.
 
     Raises:
-        ModelFileError: the folder holds files, the model is no decoder, or `params` are not those of the model.
+        ModelFileError: the folder holds files, the model is no decoder, or `params` do not fit its config.
         ValueError: `max_shard_bytes` below 1.
     """
     if max_shard_bytes < 1:
@@ -259,7 +205,7 @@ def save_model(
     if not isinstance(model.config, DecoderConfig):
         raise ModelFileError(f"the model's config is a {type(model.config).__name__}; only a decoder can be written")
     flat = flatten_dict(params, sep="/")
-    _check_params(model, flat)
+    _check_params(model.config, flat)
     dtypes = {leaf.dtype.name for leaf in flat.values()}
     source = source_files(model.config)
     values = source[CONFIG] | config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
@@ -275,13 +221,13 @@ def save_model(
         write_json(unfinished / CONFIG, values)
         if source[GENERATION]:
             write_json(unfinished / GENERATION, source[GENERATION])
-        _write_weights(unfinished, model, flat, max_shard_bytes)
+        _write_weights(unfinished, model.config, flat, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
 
 
-def _check_params(model: Model, flat: dict[str, Any]) -> None:
-    shapes = {tensor.path: shape for tensor, shape in _parameter_shapes(model).items()}
+def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
+    shapes = {tensor.path: shape for tensor, shape in _parameter_shapes(config).items()}
     if flat.keys() != shapes.keys():
         missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
         raise ModelFileError(f"params lack {missing} and hold {extra} beyond what the model of this config has")
@@ -292,10 +238,10 @@ def _check_params(model: Model, flat: dict[str, Any]) -> None:
             raise ModelFileError(f"params: {path} has dtype {leaf.dtype}; wanted a floating-point one")
 
 
-def _write_weights(folder: Path, model: Model, flat: dict[str, Any], max_shard_bytes: float) -> None:
+def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], max_shard_bytes: float) -> None:
     shards: list[list[tuple[str, Tensor, int]]] = [[]]
     filled = total = 0
-    shapes = _parameter_shapes(model)
+    shapes = _parameter_shapes(config)
     for tensor, shape in shapes.items():
         size = flat[tensor.path].nbytes // (shape[0] if _is_per_layer(tensor) else 1)
         for layer, name in enumerate(_names(tensor, shape)):
@@ -318,6 +264,6 @@ def _write_weights(folder: Path, model: Model, flat: dict[str, Any], max_shard_b
 
 def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
     leaf = flat[tensor.path]
-    # Sliced before it is copied to the host, where jax would keep a copy of the whole for as long as the array lives.
+    # Sliced before the copy to the host, where jax would keep a copy of the whole for as long as the array lives.
     values = np.asarray(leaf[layer] if _is_per_layer(tensor) else leaf)
     return np.ascontiguousarray(values.T if tensor.is_transposed else values)

@@ -43,11 +43,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
 }
-"""What an absent key means, by `model_type`, as in transformers. The sizes have no default: none would be safe."""
+"""The value of an absent key, by `model_type`, as in transformers. Sizes have no default: none would be safe."""
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 NOT_EXPORTED = ("_name_or_path", "auto_map")
-"""Keys of a `config.json` that an export does not keep: where the source was, and code files that lay beside it."""
+"""Keys of a `config.json` that an export drops: the place of the source, and the code files beside it."""
 
 DEFAULT_ROPE_THETA = 10000.0
 _LLAMA3_KEYS = tuple(field.name for field in fields(RopeScaling))
@@ -56,7 +56,7 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 
 @dataclass(frozen=True)
 class _Reader:
-    """Typed reading of a JSON object; every complaint names the file and the key."""
+    """Typed reading of a JSON object; every error names the file and the key."""
 
     file: Path
     values: Mapping[str, Any]
@@ -91,11 +91,10 @@ class _Reader:
 
 
 def load_config(file: Path) -> DecoderConfig:
-    """The config that a `config.json` describes, with what else it and the `generation_config.json` beside it say.
+    """The config that a `config.json` describes; its other fields and `generation_config.json` become `source_json`.
 
     Raises:
-        ModelFileError: a file is no JSON object, or `config.json` is absent or describes a model that the decoder is
-            not.
+        ModelFileError: a file is no JSON object, or `config.json` is absent or describes an unsupported model.
     """
     values = load_json(file)
     config = decoder_config(values, file)
@@ -123,7 +122,7 @@ def decoder_config(values: Mapping[str, Any], file: Path = Path("config.json")) 
     """The config that the contents of a `config.json` describe; `file` is named in errors.
 
     Raises:
-        ModelFileError: a key is missing, of the wrong type, or asks for something that the decoder does not do.
+        ModelFileError: a key is missing, has the wrong type, or asks for a feature that the decoder lacks.
     """
     family: Any = values.get("model_type")
     if family not in ARCHITECTURES:
@@ -184,7 +183,7 @@ def _head_dim(reader: _Reader, hidden_size: int, num_heads: int) -> int:
 
 
 def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
-    # Version 5 keeps all in `rope_parameters`; version 4 has `rope_theta` beside `rope_scaling`, which may be null.
+    # Version 5 writes `rope_parameters`; version 4 writes `rope_theta` beside `rope_scaling`, which may be null.
     tables = [table for table in (reader.table("rope_scaling"), reader.table("rope_parameters")) if table]
     rope = _Reader(reader.file, tables[0] if tables else {})
     thetas = {_Reader(reader.file, t).number("rope_theta") for t in (reader.values, *tables) if "rope_theta" in t}
@@ -241,7 +240,7 @@ def _sliding_window(reader: _Reader, num_layers: int) -> int | None:
 
 
 def _first_sliding_layer(reader: _Reader) -> int:
-    # 0 is allowed, unlike for the sizes: every layer slides.
+    # 0 is allowed, unlike for sizes: every layer has the window.
     return 0 if reader.values["max_window_layers"] == 0 else reader.integer("max_window_layers")
 
 
@@ -249,7 +248,7 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """The contents of a `config.json` for version 5 of transformers, with the keys that version 4 reads beside them.
 
     Raises:
-        ModelFileError: the family's files have no way to say what the config holds (a Mistral with biases, say).
+        ModelFileError: files of the family cannot express the config, such as a Mistral with biases.
     """
     is_qwen = config.family in ("qwen2", "qwen3")
     rope: dict[str, Any] = {"rope_type": "default"}

@@ -34,7 +34,7 @@ CONVERT = (
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it lies in a file."""
+    """Place, dtype and shape of a tensor in a safetensors file; `offset` is in bytes."""
 
     file: Path
     dtype: str
@@ -43,10 +43,10 @@ class StoredTensor(NamedTuple):
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder itself when it is one, else where the hub's model of this id was downloaded to.
+    """The folder of a model, which is downloaded when the path is no folder but the id of a model on the hub.
 
     Raises:
-        ModelFileError: no such folder, and no such model or no way to it.
+        ModelFileError: there is no such folder, and the download failed.
     """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
@@ -70,10 +70,10 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 
 def check_manifest(folder: Path) -> None:
-    """Checks every file that the manifest of a model folder lists; a folder without a manifest is taken as it is.
+    """Check every file that the manifest of a model folder lists; do nothing in a folder without a manifest.
 
     Raises:
-        ModelFileError: the manifest is damaged, or a file is absent or not the one that was exported.
+        ModelFileError: the manifest is damaged, or a file is absent or differs from the exported one.
     """
     if not (folder / MANIFEST).exists():
         return
@@ -85,10 +85,10 @@ def check_manifest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place for a folder's files, which becomes the folder in one step, with a manifest: it is whole or absent.
+    """Yield a temporary folder, which gets a manifest and is renamed to `folder` at the end: it is whole or absent.
 
     Raises:
-        ModelFileError: it exists and holds something.
+        ModelFileError: the folder exists and is not empty.
     """
     folder = Path(folder).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -110,7 +110,7 @@ def load_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ModelFileError: the file is absent, or holds something else.
+        ModelFileError: the file is absent, or holds no JSON object.
     """
     if not file.is_file():
         raise ModelFileError(f"{file} does not exist; a model folder needs one")
@@ -124,15 +124,15 @@ def load_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON object with sorted keys: equal values give equal bytes."""
+    """Write a JSON object with sorted keys: equal values give equal bytes."""
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model folder by name; nothing but headers is read.
+    """Every tensor of a model folder by name; only headers are read.
 
     Raises:
-        ModelFileError: no safetensors, a corrupt file, or an index that disagrees with its shards.
+        ModelFileError: there are no safetensors, a file is corrupt, or the index disagrees with its shards.
     """
     if (folder / WEIGHTS).is_file():
         return tensors_of_file(folder / WEIGHTS)
@@ -149,7 +149,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        # Judged by name alone: in the hub's cache an honest shard is a link to a place outside the folder.
+        # Checked by name alone: in the hub's cache an honest shard is a link to a place outside the folder.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise ModelFileError(f"{index} names the file {shard!r}, which is outside of {folder}")
         _refuse_pickle(folder / shard)
@@ -176,7 +176,11 @@ def _refuse_pickle(file: Path) -> None:
 
 
 def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file by name; nothing but its header is read."""
+    """Every tensor of a safetensors file by name; only its header is read.
+
+    Raises:
+        ModelFileError: the file is absent or corrupt.
+    """
     try:
         # The library checks the header against the file: lengths, overlaps, gaps.
         with safe_open(file, framework="np"):
@@ -196,14 +200,14 @@ def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(tensor: StoredTensor) -> np.ndarray:
-    """The values of a tensor whose dtype is one of `DTYPES`."""
+    """Read the values of a tensor, whose dtype is one of `DTYPES`."""
     dtype = DTYPES[tensor.dtype]
     size = int(np.prod(tensor.shape)) * dtype.itemsize
     return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)
 
 
 def put_transposed(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source.T`, in strips as wide as a line of the cache: seven times as fast as numpy does it.
+    """`target[...] = source.T`, in strips as wide as a cache line: seven times as fast as numpy's copy.
 
     >>> target = np.zeros((2, 40))
     >>> put_transposed(target, np.arange(80.0).reshape(40, 2))
@@ -216,7 +220,7 @@ def put_transposed(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An empty array whose memory goes back to the system with it, and not to an allocator that may keep it.
+    """An uninitialised array whose memory returns to the system when it is freed, past the allocator's pools.
 
     >>> scratch((2, 3), np.float32).shape
     (2, 3)
@@ -228,13 +232,13 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def write_tensors(
     file: Path, kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], values: Iterable[np.ndarray]
 ) -> None:
-    """Writes a safetensors file tensor by tensor: the library itself wants them all in memory at once.
+    """Write a safetensors file tensor by tensor; the library itself needs all of them in memory at once.
 
     Args:
         kinds: dtype (one of `DTYPES`) and shape of each tensor, by its name.
-        values: of each, in the same order.
+        values: values of each tensor, in the same order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # or transformers refuses kernels laid out as torch's
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     names, offset = {dtype: name for name, dtype in DTYPES.items()}, 0
     for name, (dtype, shape) in kinds.items():
         size = int(np.prod(shape)) * dtype.itemsize

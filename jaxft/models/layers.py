@@ -1,7 +1,6 @@
-"""The parts of a decoder: the look-up of embeddings, products with weights, and norms.
+"""The layers of a decoder: embedding look-up, linear projections with adapters, and RMSNorm.
 
-Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` width that comes in, `F` width that goes out, `r` rank, `V`
-vocabulary.
+Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` input width, `F` output width, `r` rank, `V` vocabulary.
 """
 
 import jax
@@ -13,13 +12,13 @@ from jaxft.models.config import LoraSpec
 
 
 def invariant_sum(x: Float[Array, "*N S"], *, decoding: bool) -> Float[Array, "*N 1"]:
-    """Sums over the last axis, which is kept.
+    """The sum over the last axis, which is kept; while decoding it does not depend on the number of rows.
 
     XLA for CPU chooses the order of a reduction by the size of the whole array, so that a row alone and the same row
-    among others end in different last bits. While decoding, where rows come and go, halves are added instead, again and
-    again; it costs as much, or less.
+    among others differ in their last bits. Decoding, where rows come and go, adds halves repeatedly instead, at the
+    same cost or less.
 
-    >>> row_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), decoding=True).tolist()
+    >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), decoding=True).tolist()
     [[15.0]]
     """
     if not decoding or jax.default_backend() != "cpu":
@@ -33,13 +32,13 @@ def invariant_sum(x: Float[Array, "*N S"], *, decoding: bool) -> Float[Array, "*
 
 @jax.custom_vjp
 def look_up(embedding: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The embedding of each token; gradients of a token's places are summed in float32 or wider.
+    """The embedding of each token; gradients of a token's occurrences are summed in float32 or wider.
 
     Automatic differentiation sums them in the dtype of the embedding. In bfloat16 a sum of ones stops at 256, so a
-    token at every other place of a batch gets a third of its gradient.
+    token at every other position of a batch gets a third of its gradient.
 
     >>> gradient = jax.grad(lambda table: look_up(table, jnp.zeros((1, 1000), int)).sum())(jnp.ones((1, 1), "bfloat16"))
-    >>> print(gradient)  # one for each place
+    >>> print(gradient)  # one for each position
     [[1000]]
     """
     return jnp.take(embedding, tokens, axis=0)
@@ -63,7 +62,7 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 def matmul(x: Float[Array, "N D"], kernel: Float[Array, "D F"]) -> Float[Array, "N F"]:
     """`x @ kernel`, with the kernel's gradient as one product over tokens in the kernel's own layout.
 
-    Automatic differentiation forms it transposed, which makes a whole update on CPU 2 to 4 times slower.
+    Automatic differentiation forms that gradient transposed, which makes a whole update on CPU 2 to 4 times slower.
     """
     return x @ kernel
 
@@ -81,7 +80,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias` on the last axis, with an adapter `scale * x @ A @ B` more; the kernel may be transposed."""
+    """`x @ kernel + bias` on the last axis, plus `scale * x @ A @ B` with an adapter; the kernel may be transposed."""
 
     def __init__(
         self, inputs: int, outputs: int, use_bias: bool, rngs: nnx.Rngs, is_transposed: bool, lora: LoraSpec | None
@@ -90,7 +89,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
         self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
         self.is_transposed = is_transposed
-        # As in the paper's code: A as a layer's weights are drawn there, B zero, so that training begins at the base.
+        # As in the paper's code: A uniform as its layers' weights are, B zero, so that training begins at the base.
         shape, bound = (inputs, 0 if lora is None else lora.rank), inputs**-0.5
         drawn = None if lora is None else jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
         self.lora_a = None if drawn is None else nnx.Param(drawn)
@@ -103,15 +102,12 @@ class Linear(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         y = matmul(flat, kernel)
         if self.lora_a is not None and self.lora_b is not None:
-            a, b = (matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b))  # of a narrow base's dtype
+            a, b = (
+                matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b)
+            )  # in the dtype of activations
             y = y + self.lora_scale * matmul(matmul(flat, a), b)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...]
-
-
-def adapter_of(lora: LoraSpec | None, path: str) -> LoraSpec | None:
-    """The adapters' numbers, if the projection at this path has one."""
-    return lora if lora is not None and lora.is_target(path) else None
 
 
 class RMSNorm(nnx.Module):

@@ -1,8 +1,8 @@
 """Adapters in PEFT's file format, in and out: `adapter_config.json` and `adapter_model.safetensors`.
 
-A file has two matrices per adapter and layer, `lora_A [r D]` and `lora_B [F r]`; ours are stacked and the other way
-round, `lora_a [L D r]` and `lora_b [L r F]`. An adapter belongs to its base: `base_fingerprint` in the folder's own
-`jaxft_base.json` says to which, and PEFT does not mind.
+A file has two matrices per adapter and layer, `lora_A [r D]` and `lora_B [F r]`; our parameters stack the layers and
+transpose the matrices, `lora_a [L D r]` and `lora_b [L r F]`. `jaxft_base.json`, which PEFT ignores, holds the
+fingerprint of the base that the adapters belong to.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,7 +21,7 @@ from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
-from jaxft.models.hf import load_model, save_model
+from jaxft.models.hf import save_model
 from jaxft.models.hf_files import (
     DTYPES,
     StoredTensor,
@@ -33,7 +32,6 @@ from jaxft.models.hf_files import (
     tensors_of_file,
     write_json,
 )
-from jaxft.models.lora import base_model, merge_lora
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
 FINGERPRINT, FINGERPRINT_ROWS = "base_fingerprint", 8
@@ -49,7 +47,7 @@ PLAIN: dict[str, Any] = {
     "modules_to_save": None,
     "layers_to_transform": None,
 }
-"""What else is written: adapters of one rank, in every layer, of the seven projections, and no more."""
+"""Fields of `adapter_config.json` with one supported value: one rank in all layers, no biases, nothing else trained."""
 
 UNSUPPORTED = (
     *PLAIN,
@@ -61,19 +59,18 @@ UNSUPPORTED = (
     "use_qalora",
     "use_bdlora",
 )
-"""What PEFT can say and adapters here cannot be."""
+"""Fields of `adapter_config.json` that must be absent, empty or as in `PLAIN`."""
 
 
 def save_adapter(
     folder: str | os.PathLike[str], model: Model, params: Params, *, base: str | None = None, tokenizer: Any = None
 ) -> None:
-    """Writes the adapters of a model, in one step, for `load_adapter` and for `PeftModel.from_pretrained`.
+    """Write the adapters of a model, in one step, for `load_adapter` and for `PeftModel.from_pretrained`.
 
     Args:
-        folder: made, with its parents; may exist when empty.
-        base: where the base is to be found, a path or a hub id; None where it has no such place: then it is written as
-            well, into the folder `base` there.
-        tokenizer: anything with transformers' `save_pretrained`.
+        folder: folder to make, with its parents; it may exist when empty.
+        base: path or hub id of the base; None writes the base into the folder's subfolder `base`.
+        tokenizer: an object with transformers' `save_pretrained`.
 
     Raises:
         ModelFileError: the model has no adapters, or the folder holds files.
@@ -106,14 +103,14 @@ def save_adapter(
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         if base is None:
-            save_model(unfinished / BASE, base_model(model), params[BASE])
+            save_model(unfinished / BASE, model, params[BASE])
 
 
 def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     """Rank, scale and targets of the adapters in a folder.
 
     Raises:
-        ModelFileError: it holds none, or some that these models cannot have.
+        ModelFileError: the folder holds no adapters, or unsupported ones.
     """
     folder = Path(folder).expanduser()
     check_manifest(folder)
@@ -139,10 +136,16 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
 def load_adapter(
     folder: str | os.PathLike[str], config: DecoderConfig, base: Params, *, sharding: Sharding | None = None
 ) -> Params:
-    """The adapters in a folder, for a base of this shape: to stand beside it as `{"base": ..., "adapter": ...}`.
+    """The adapters in a folder as the `adapter` of `{"base": ..., "adapter": ...}`.
+
+    Args:
+        folder: a folder in PEFT's format.
+        config: shape of the base.
+        base: parameters of the base.
+        sharding: of `sharding_for`, to place the adapters on a mesh.
 
     Raises:
-        ModelFileError: a file is absent or damaged, a layer has none, or they belong to another base.
+        ModelFileError: a file is absent or damaged, a layer has no adapter, or the adapters belong to another base.
     """
     folder = Path(folder).expanduser()
     lora, stored = load_lora_config(folder), _stored(folder)
@@ -175,26 +178,8 @@ def load_adapter(
     return adapter if sharding is None else sharding.place(adapter)
 
 
-def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
-    """The model that a folder's adapters make of their base: a plain one, to be saved or trained as any other.
-
-    Raises:
-        ModelFileError: the base is not where `adapter_config.json` says, or not the adapters' own.
-    """
-    folder = Path(folder).expanduser()
-    lora = load_lora_config(folder)
-    named = load_json(folder / CONFIG).get("base_model_name_or_path")
-    place = folder / BASE if (folder / BASE).is_dir() else named
-    if not isinstance(place, str | Path):
-        raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is {named!r}; wanted where the base is")
-    model, base = load_model(place)  # in full, and rounded once they are merged
-    assert isinstance(model.config, DecoderConfig)
-    merged = merge_lora(lora, {BASE: base, ADAPTER: load_adapter(folder, model.config, base)})
-    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), merged)
-
-
 def base_fingerprint(base: Params) -> str:
-    """Tells one base from another by a few rows of every parameter, in bfloat16 whatever it has."""
+    """A SHA-256 of the first rows of every parameter, cast to bfloat16: equal for a base in any dtype."""
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten_dict(base, sep="/").items()):
         rows = leaf[:, :FINGERPRINT_ROWS] if path.startswith("layers/") else leaf[:FINGERPRINT_ROWS]
@@ -203,7 +188,7 @@ def base_fingerprint(base: Params) -> str:
 
 
 def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
-    """The tensors of an adapter's file, by module and kind, then by layer."""
+    """The tensors of an adapter's file, by module and matrix (`a` or `b`), then by layer."""
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelFileError(f"{folder} holds no {WEIGHTS}")

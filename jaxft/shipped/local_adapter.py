@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
-from jaxft.core.partition import ADAPTER, BASE
 from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
@@ -22,8 +20,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.models.config import DecoderConfig
-from jaxft.models.hf import load_model
-from jaxft.models.lora import init_adapter
+from jaxft.models.load import load_model
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.rollout.engine import Engine
@@ -105,26 +102,27 @@ def make_learner(config: LocalTrainerAdapterConfig, policy: Policy, seed: int) -
 
 
 def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
-    """The parameters of the checkpoint that the KL is measured from; of a policy with adapters with fresh ones, which
-    change nothing."""
+    """The parameters of the checkpoint that the KL is measured from. Adapters of a policy that has some are fresh
+    ones in the reference, which change nothing.
 
-    path = config.loss.reference.path
+    Raises:
+        ComponentError: the checkpoint is of another model than the policy, or should follow a policy with adapters.
+    """
+    path, sharding = config.loss.reference.path, policy.model.sharding
+    lora: Any = policy.model.lora
     assert path is not None
-    sharding = policy.model.sharding
-    mesh: Any = None if sharding is None else sharding.mesh
-    reference, params = load_model(path, mesh=mesh)
-    own, other = policy.model.config, reference.config
-    assert isinstance(other, DecoderConfig)
-    if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
-        raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
-    if policy.model.lora is None:
-        return params
-    if config.loss.reference.update_every is not None:
+    if lora is not None and config.loss.reference.update_every is not None:
         raise ComponentError(
             "loss.reference: with adapters, a reference of its own (path) has another base and cannot follow the "
             "policy; leave out update_every or path"
         )
-    return {BASE: params, ADAPTER: init_adapter(policy.model, jax.random.key(0))}
+    mesh: Any = None if sharding is None else sharding.mesh
+    reference, params = load_model(path, lora=lora, mesh=mesh)
+    own, other = policy.model.config, reference.config
+    assert isinstance(other, DecoderConfig)
+    if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
+        raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
+    return params
 
 
 BACKEND = "local"

@@ -1,4 +1,4 @@
-"""`_type: local_policy`: a model that lives, samples and is trained in this process."""
+"""`_type: local_policy`: a model that samples and is trained in this process."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,50 +8,41 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.precision import compute_in
+from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, make_mesh
-from jaxft.core.types import Model, Params
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import Remat, decoder, parameters_table, sharding_for
-from jaxft.models.hf import init_model, load_model
+from jaxft.models.decoder import parameter_shapes, parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
-from jaxft.models.lora import init_adapter, lora_decoder
-from jaxft.models.peft import load_adapter, load_lora_config
+from jaxft.models.load import Lora, init_model, load_model, lora_spec
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
-ADAPTER_STREAM = 4
-"""Of random numbers: what fresh adapters are drawn with."""
-
 
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
-    """A chat client of a fresh policy. A `path` wins over a `preset`: one override puts a checkpoint in its place."""
+    """Yield a chat client of a fresh policy. `path` wins over `preset`, so that one override selects a checkpoint."""
     seed = builder.config.finetuning.seed
-    dtype = jnp.dtype(config.dtype)
+    key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
-    on_mesh: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "compute_dtype": config.compute_dtype,
+        "remat": config.remat,
+        "lora": lora_of(config.lora),
+    }
     if config.mesh is not None:
-        on_mesh = {"mesh": mesh_of(config.mesh), "strict": config.mesh.strict}
+        options |= {"mesh": mesh_of(config.mesh), "strict": config.mesh.strict}
     if folder is not None:
-        model, params = load_model(folder, dtype=dtype, **on_mesh)
+        model, params = load_model(folder, key=key, **options)
     else:
-        model, params = init_model(shape_of(config), jax.random.key(seed, impl="threefry2x32"), dtype=dtype, **on_mesh)
+        model, params = init_model(shape_of(config), key, **options)
     assert isinstance(model.config, DecoderConfig)
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
-    if config.lora is None:
-        model = decoder(model.config, config.remat, model.sharding)
-    else:
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), ADAPTER_STREAM)
-        model, params = with_adapters(model, params, config.lora, config.remat, key)
-    if config.compute_dtype is not None:
-        model = compute_in(model, jnp.dtype(config.compute_dtype))
     policy = Policy(
         model,
         params,
@@ -71,34 +62,27 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
 
 
 def base_name(path: str) -> str:
-    """How others find a checkpoint: a folder by its whole path, the hub's by its id."""
+    """The name under which others find a checkpoint: the absolute path of a folder, or the hub id."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 
 
-def with_adapters(model: Model, params: Params, config: LoraConfig, remat: Remat, key: Any) -> tuple[Model, Params]:
-    """A loaded model as the base of adapters: those of a folder, or fresh ones drawn with `key`."""
-    shape: Any = model.config
-    lora = config.lora() if config.path is None else load_lora_config(config.path)
-    adapted = lora_decoder(shape, lora, remat, model.sharding)
-    if config.path is None:
-        adapter = init_adapter(adapted, key)
-    else:
-        adapter = load_adapter(config.path, shape, params, sharding=model.sharding)
-    return adapted, {BASE: params, ADAPTER: adapter}
+def lora_of(config: LoraConfig | None) -> Lora | None:
+    """The `lora` of `init_model` and `load_model`: a folder of adapters wins over the numbers of fresh ones."""
+    return None if config is None else config.path or config.lora()
 
 
 def mesh_of(config: MeshConfig) -> Mesh:
-    """The mesh of all devices there are.
+    """The mesh of all devices.
 
     Raises:
-        ValueError: the sizes do not multiply to their number.
+        ValueError: the sizes do not multiply to the number of devices.
     """
     return make_mesh(config.data, config.fsdp, config.tensor)
 
 
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
-    """The shape of the model, for which no weights are read."""
+    """The shape of the model, without reading weights."""
     if config.path is not None:
         return load_config(local_folder(config.path) / "config.json")
     assert config.preset is not None
@@ -106,12 +90,12 @@ def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
 
 
 def sharding_table(config: LocalPolicyConfig) -> str | None:
-    """Which parameters lie where on the mesh of the configuration, as text; None without a mesh.
+    """The partition of every parameter over the mesh of the configuration, as text; None without a mesh.
 
-    The devices of a mesh whose sizes are all given need not be here.
+    A mesh whose sizes are all given can be planned without its devices.
 
     Raises:
-        ValueError: a parameter cannot lie so.
+        ValueError: the model does not divide over the mesh.
     """
     if config.mesh is None:
         return None
@@ -119,10 +103,7 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     mesh = mesh_of(config.mesh) if min(sizes) < 1 else AbstractMesh(sizes, AXES)
     sharding = sharding_for(shape, mesh, strict=config.mesh.strict)
-    of_base = jax.eval_shape(decoder(shape).init, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), of_base)
-    if config.lora is not None:
-        lora = config.lora.lora() if config.lora.path is None else load_lora_config(config.lora.path)
-        adapted = jax.eval_shape(lora_decoder(shape, lora).init, jax.random.key(0))
-        params = {BASE: params, ADAPTER: adapted[ADAPTER]}
-    return parameters_table(params, sharding)
+    params = parameter_shapes(shape, lora_spec(lora_of(config.lora)))
+    base = params.get(BASE, params)
+    base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)  # adapters are float32
+    return parameters_table({**params, BASE: base} if BASE in params else base, sharding)

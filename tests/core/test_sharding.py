@@ -1,4 +1,4 @@
-"""Meshes and layouts, as far as they can be judged without devices; what is computed on them is in test_scaling.py."""
+"""Meshes and shardings without devices; tests/test_scaling.py computes on a mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def test_rows_that_do_not_divide():
 
 
 def test_a_batch_that_does_not_divide():
-    """Found before anything is compiled or placed."""
+    """The error comes before anything is compiled or placed."""
     config = replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4)
     model = decoder(config, sharding=sharding(2, 2, 2))
     batch = jaxft.Batch(np.zeros((6, 8), np.int32), np.ones((6, 8), bool), np.ones(6, np.float32))

@@ -9,7 +9,8 @@ import jaxft
 from jaxft.cli import main
 from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.models.hf import load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.load import load_model
 
 
 @pytest.fixture

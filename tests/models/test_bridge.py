@@ -1,4 +1,4 @@
-"""Somebody else's network behind the contract: sampled, scored and trained as the built-in decoder is."""
+"""A network of the user's own behind the model contract: sampled, scored and trained like the built-in decoder."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ VOCAB, WIDTH, PLACES = 11, 8, 64
 
 
 def causal_mean(x):
-    """The mean of a token and all before it."""
+    """The mean of a token and all tokens before it."""
     return jnp.cumsum(x, axis=1) / jnp.arange(1, x.shape[1] + 1)[None, :, None]
 
 

@@ -1,4 +1,4 @@
-"""Shapes of decoders: what is refused, and what the presets are."""
+"""Shapes of decoders: presets, and refused shapes."""
 
 from dataclasses import replace
 

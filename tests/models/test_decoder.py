@@ -1,4 +1,4 @@
-"""The decoder: neither padding, order, packing nor the cache changes what a token's distribution is."""
+"""The decoder: neither padding, order, packing nor the cache changes the distribution of a token."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -7,19 +7,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.precision import compute_in
+from jaxft.core.objectives import grpo_loss
 from jaxft.core.sharding import AXES, device_bytes, devices_of
+from jaxft.core.types import Batch
+from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
 from jaxft.models.config import PRESETS, model_preset
 from jaxft.models.decoder import RULES, decoder, make_context, parameters_table, rules_table, sharding_for
-from jaxft.models.hf import init_model
+from jaxft.models.load import init_model
 
 SMALL = PRESETS["qwen3-50k"]
+FEW_IDS = replace(SMALL, vocab_size=48)
 
 
 @cache
@@ -54,6 +58,7 @@ score = jax.jit(token_logprobs, static_argnums=0)
 def test_equal_configs_are_one_model():
     assert decoder(replace(SMALL)) is decoder(model_preset("qwen3-50k")) is decoder(SMALL, "dots")
     assert decoder(replace(SMALL, vocab_size=263)) is not decoder(SMALL)
+    assert decoder(SMALL, compute_dtype="bfloat16") is decoder(SMALL, compute_dtype=jnp.bfloat16) is not decoder(SMALL)
 
 
 @pytest.mark.slow
@@ -132,7 +137,7 @@ def test_sampler_and_trainer_agree(name):
 
 
 def test_sampler_and_trainer_agree_on_the_padding_id_and_within_a_window():
-    # So few ids that 0, which also pads, is sampled for certain, and stopping is common.
+    # With so few ids, 0, which also pads, is certain to be sampled, and stopping is common.
     model = decoder(replace(SMALL, vocab_size=20, sliding_window=6))
     params = peaked()[1]
     params = {**params, "ends": {**params["ends"], "embedding": params["ends"]["embedding"][:20]}}
@@ -147,7 +152,7 @@ def test_window_hides_what_is_further_back():
     positions = jnp.array([[0, 1, 2, 3]])
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
     np.testing.assert_array_equal(make_context(config, positions, None, None).visible[0], expected)
-    # The last two tokens, with places for six in the cache.
+    # The last two tokens, with a cache for six.
     cache = (decoder(config).init_cache(1, 6, jnp.float32),)
     visible = make_context(config, positions[:, 2:], cache, None).visible[0]
     np.testing.assert_array_equal(visible, np.pad(expected[2:], ((0, 0), (0, 2))))
@@ -157,7 +162,7 @@ def test_a_token_reaches_as_far_as_the_windows_of_the_layers_add_up():
     model, params = with_window(5)
     tokens = random_tokens(4, 24)
     changed = logits_of(model, params, tokens.at[:, 1].add(1)) != logits_of(model, params, tokens)
-    # Two layers, four tokens back each: place 1 is seen by 1 to 9.
+    # Two layers, each four tokens back: token 1 is seen by tokens 1 to 9.
     assert changed.any(axis=-1)[0].tolist() == [False] + [True] * 9 + [False] * 14
 
 
@@ -167,25 +172,63 @@ def test_bfloat16_weights_give_float32_logits():
     tokens = random_tokens(4, 24)
     logits = logits_of(model, narrow, tokens)
     assert logits.dtype == jnp.float32
-    # A bfloat16 has 8 bits: a few of their roundings, on logits with a standard deviation of about 1.
+    # A bfloat16 has 8 bits: the bound is a few roundings of logits with a standard deviation of about 1.
     assert float(jnp.abs(logits - logits_of(model, params, tokens)).max()) < 0.1
+
+
+def test_sampler_and_trainer_agree_in_bfloat16():
+    model, params = peaked(FEW_IDS)
+    narrow = decoder(FEW_IDS, compute_dtype=jnp.bfloat16)
+    prompts = [[7 * place % 48 for place in range(count)] for count in (3, 20)]
+    rollout = generate(narrow, params, prompts, jax.random.key(0), num_generations=8, max_new_tokens=30)
+    for scored_by, most in ((narrow, 0.01), (model, 0.05)):
+        scored = token_logprobs(scored_by, params, rollout.tokens)
+        assert scored.logprobs.dtype == jnp.float32
+        difference = jnp.abs(scored.logprobs - rollout.sampler_logprobs)[rollout.completion_mask]
+        assert float(difference.mean()) < most
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights():
+    _, params = peaked(FEW_IDS)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+    rng = np.random.default_rng(0)
+    batch = Batch(
+        jnp.asarray(rng.integers(0, 48, (4, 12)), jnp.int32),
+        jnp.asarray(rng.random((4, 12)) < 0.7).at[:, 0].set(False),
+        jnp.asarray(rng.normal(size=4), jnp.float32),
+    )
+    optimizer = optax.sgd(1e-6)
+    update = make_update(decoder(FEW_IDS, compute_dtype=jnp.bfloat16), grpo_loss, optimizer, microbatch_rows=2)
+    state = init_train_state(jax.tree.map(jnp.copy, params), optimizer)
+    for _ in range(3):
+        state, metrics = update(state, batch)
+    assert metrics["applied_updates"] == 1 and metrics["loss"].dtype == jnp.float32
+    moved = [after - before for after, before in zip(*map(jax.tree.leaves, (state.params, params)), strict=True)]
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    lost = [
+        np.mean(after.astype(jnp.bfloat16) == before.astype(jnp.bfloat16))
+        for after, before in zip(*map(jax.tree.leaves, (state.params, params)), strict=True)
+    ]
+    assert np.mean([np.mean(leaf != 0) for leaf in moved]) > 0.5  # in bfloat16 nearly none of it would be there
+    assert min(lost) > 0.98
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
-    """One token stands at half of 8,192 places, and the logits are made for 16 tokens at a time."""
+    """One token stands at half of 2,048 positions, and the logits are made for 16 tokens at a time."""
     model, params = init_model(replace(SMALL, num_layers=1, tie_word_embeddings=is_tied), jax.random.key(0))
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray(np.where(rng.random((32, 256)) < 0.5, 7, rng.integers(SMALL.vocab_size, size=(32, 256))))
+    tokens = jnp.asarray(np.where(rng.random((16, 128)) < 0.5, 7, rng.integers(SMALL.vocab_size, size=(16, 128))))
 
     @partial(jax.jit, static_argnums=0)
     def gradients(model, params):
         return jax.grad(lambda params: token_logprobs(model, params, tokens, chunk_tokens=16).logprobs.mean())(params)
 
     expected = gradients(model, wide)["ends"]
-    for computed, given in [(model, narrow)] if is_tied else [(model, narrow), (compute_in(model, jnp.bfloat16), wide)]:
+    computing = decoder(model.config, compute_dtype=jnp.bfloat16)
+    for computed, given in [(model, narrow)] if is_tied else [(model, narrow), (computing, wide)]:
         found = gradients(computed, given)["ends"]
         for name in ("embedding",) if is_tied else ("embedding", "lm_head"):
             rows = np.asarray(expected[name])
@@ -194,7 +237,7 @@ def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
 
 
 def test_scores_in_bfloat16_are_scaled_in_float32():
-    """Scores of about 40, which queries that are rounded once more change by 0.1 and weights by a tenth."""
+    """Scores are about 40; rounding the queries once more changes them by 0.1, and weights by a tenth."""
     draw = lambda i, *shape: jax.random.randint(jax.random.key(i), shape, -8, 9).astype(jnp.float32)  # noqa: E731
     q, keys, values = draw(0, 1, 8, 1, 32) * 1.25, draw(1, 1, 1, 32, 8), jnp.eye(8, 32)[None, None]
     visible = jnp.ones((1, 8, 8), bool)
@@ -208,7 +251,7 @@ def test_scores_in_bfloat16_are_scaled_in_float32():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_fused_attention_is_asked_for_what_attention_is_here(window):
-    """On a GPU cuDNN answers the same call."""
+    """On a GPU cuDNN serves the same call."""
     config = replace(SMALL, sliding_window=window)
     key = jax.random.key(0)
     q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (2, 24, heads, 8)) for i, heads in enumerate((4, 2, 2)))
@@ -222,7 +265,7 @@ def test_fused_attention_is_asked_for_what_attention_is_here(window):
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """As much of a device as tells what it can do; only those of CUDA and ROCm have a `compute_capability`."""
+    """The attributes of a device that tell its abilities; only GPUs have a `compute_capability`."""
 
     platform: str
     client: SimpleNamespace
@@ -271,7 +314,7 @@ def test_the_devices_of_the_mesh_decide_about_fused_attention():
 @pytest.mark.parametrize("window", [None, 5])
 def test_fused_attention_gives_the_logprobs_of_the_other(window):
     model, params = with_window(window) if window else peaked()
-    narrow = compute_in(model, jnp.bfloat16)
+    narrow = decoder(model.config, compute_dtype=jnp.bfloat16)
     tokens = random_tokens(4, 64)
     fused = token_logprobs(narrow, params, tokens).logprobs
     segments = jnp.ones_like(tokens)  # packed rows are not fused
@@ -292,7 +335,7 @@ def shapes(config):
 
 @pytest.mark.parametrize("family", RULES)
 def test_all_but_norms_are_cut(family):
-    """Of eight devices each holds an eighth, and the norms and output biases whole."""
+    """Each of eight devices holds an eighth of everything, and norms and output biases whole."""
     config = replace(CONFIG, family=family, qk_norm=family == "qwen3", tie_word_embeddings=False)
     sharding = sharding_for(config, mesh(fsdp=4, tensor=2), strict=True)
     kernels = {k: v for k, v in shapes(config)["layers"].items() if k in ("self_attn", "mlp")}

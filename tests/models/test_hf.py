@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format: transformers' logits, every bit after export and reload, faults by name."""
+"""Models in Hugging Face's format: logits as in transformers, equal bits after export and reload, damaged files."""
 
 import json
 import shutil
@@ -20,7 +20,8 @@ from jaxft.files import MANIFEST
 from jaxft.models.bridge import from_function
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
-from jaxft.models.hf import init_model, load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.load import init_model, load_model
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def full_logits(model, params, tokens):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def cached_logits(model, params, tokens, prefilled):
-    """A first part in one go, then token by token, with a cache of two blocks."""
+    """Logits with a cache of two blocks: the first tokens at once, then token by token."""
     rows, length = tokens.shape
     params = model.decode_layout(params)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)

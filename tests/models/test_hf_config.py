@@ -1,4 +1,4 @@
-"""`config.json` in the formats of transformers 4 and 5: defaults, refusals, and the way back."""
+"""`config.json` in the formats of transformers 4 and 5: defaults, unsupported values, and the export."""
 
 import json
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_transformers_reads_what_we_write(config, tmp_path):
         assert theirs.sliding_window == config.sliding_window
     if config.family.startswith("qwen"):
         assert set(theirs.layer_types) == {"sliding_attention" if config.sliding_window else "full_attention"}
-    # What they write in turn, with their defaults filled in, is the same model.
+    # The file that transformers writes in turn, with its defaults filled in, describes the same model.
     assert decoder_config(theirs.to_dict()) == config
 
 

@@ -1,4 +1,4 @@
-"""What stands between a model folder and its weights: the manifest of an export, and no pickle in any disguise."""
+"""Checks before the weights of a model folder are read: the manifest of an export, and no pickle in any disguise."""
 
 import json
 import pickle
@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from jaxft.errors import ManifestError, ModelFileError
 from jaxft.files import MANIFEST, verify_manifest
-from jaxft.models.hf import load_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.load import load_model
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -28,7 +29,7 @@ def save(folder):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A model with every kind of file that an export has; nobody changes it."""
+    """A model with every kind of file that an export has; no test changes it."""
     return save(tmp_path_factory.mktemp("exported") / "model")
 
 
@@ -106,7 +107,7 @@ def test_a_model_made_of_links_loads_as_in_the_cache_of_the_hub(exported, tmp_pa
 
 
 class Payload:
-    """Unpickling it would leave a mark."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

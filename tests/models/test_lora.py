@@ -1,4 +1,4 @@
-"""Adapters: they begin as nothing, train alone, and merge into what they are beside the kernels."""
+"""Adapters: fresh ones change nothing, only they are trained, and merged kernels give the same logits."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,14 @@ import pytest
 
 import jaxft
 from jaxft.core.partition import trainable
-from jaxft.core.precision import compute_in
 from jaxft.models.config import PROJECTIONS, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
-from jaxft.models.lora import init_adapter, lora_decoder, merge_lora
+from jaxft.models.load import base_model, init_adapter
+from jaxft.models.lora import merge_lora
 
 CONFIG = model_preset("qwen3-50k")
 LORA = LoraSpec(4, 8.0)
-MODEL, PLAIN = lora_decoder(CONFIG, LORA), decoder(CONFIG)
+MODEL, PLAIN = decoder(CONFIG, lora=LORA), decoder(CONFIG)
 TOKENS = jax.random.randint(jax.random.key(9), (4, 16), 0, CONFIG.vocab_size)
 POSITIONS = jnp.broadcast_to(jnp.arange(16), TOKENS.shape)
 BATCH = jaxft.Batch(TOKENS, POSITIONS >= 8, jnp.array([1, -1, 0.5, -2]))
@@ -31,8 +31,19 @@ def params():
     return fresh()
 
 
+def test_adapters_are_drawn_beside_the_base_that_the_key_gives_without_them():
+    key = jax.random.key(3)
+    model, params = jaxft.init_model(CONFIG, key, lora=LORA, dtype=jnp.bfloat16)
+    plain, base = jaxft.init_model(CONFIG, key, dtype=jnp.bfloat16)
+    assert model is MODEL and base_model(model) is plain
+    jax.tree.map(np.testing.assert_array_equal, params["base"], base)
+    again = init_adapter(model, jax.random.fold_in(key, 4))
+    jax.tree.map(np.testing.assert_array_equal, params["adapter"], again)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params["adapter"])} == {jnp.dtype("float32")}
+
+
 def filled(params):
-    """The same with adapters that change a lot."""
+    """The same parameters with adapters that change the logits a lot."""
     leaves, structure = jax.tree.flatten(params["adapter"])
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
@@ -109,7 +120,7 @@ def test_the_base_has_no_optimiser_state(params):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampler_and_trainer_agree(params, dtype):
-    model = MODEL if dtype == "float32" else compute_in(MODEL, jnp.dtype(dtype))
+    model = decoder(CONFIG, lora=LORA, compute_dtype=dtype)
     params = filled(params)
     rollout = jaxft.generate(model, params, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
     scored = jaxft.token_logprobs(model, params, rollout.tokens)
@@ -119,7 +130,7 @@ def test_sampler_and_trainer_agree(params, dtype):
 
 
 def test_a_narrow_base_keeps_what_small_adapters_say(params):
-    """Merged in bfloat16, changes of half a step of the base and less would be rounded away."""
+    """Merging in bfloat16 rounds changes of up to half a step of the base away."""
     base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params["base"])
     small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
     merged = merge_lora(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what PEFT made of ours, what we make of PEFT's, and files that are none.
+"""Adapters in PEFT's format: logits as PEFT's own, adapters saved and loaded again, and damaged files.
 
 `tests/data/peft` was recorded by `scripts/peft_oracle.py` with peft 0.21.2, transformers 5.23.0 and torch 2.13.0.
 """
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import jaxft
 from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
-from jaxft.models.lora import lora_decoder, merge_lora
+from jaxft.models.lora import merge_lora
 from jaxft.models.peft import (
     ABOUT_BASE,
     CONFIG,
@@ -32,10 +32,8 @@ BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
 
 
 def loaded(name, base=None):
-    plain, base_params = jaxft.load_model(DATA / "hf" / (base or BASES[name]))
-    lora = load_lora_config(DATA / "peft" / name)
-    params = {"base": base_params, "adapter": load_adapter(DATA / "peft" / name, plain.config, base_params)}
-    return plain, lora_decoder(plain.config, lora), params
+    model, params = jaxft.load_model(DATA / "hf" / (base or BASES[name]), lora=DATA / "peft" / name)
+    return jaxft.base_model(model), model, params
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -63,7 +61,7 @@ def test_saved_and_loaded_again(tmp_path):
 
 
 def test_a_merged_base_is_another_base():
-    """Merging changes kernels alone."""
+    """Merging changes only kernels."""
     _, model, params = loaded("by_jaxft")
     merged = merge_lora(model.lora, params)
     assert base_fingerprint(merged) != base_fingerprint(params["base"])
@@ -88,7 +86,7 @@ def test_an_adapter_of_another_base():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of PEFT's own, to be spoiled."""
+    """A copy of a folder that PEFT wrote, to be damaged."""
     return Path(shutil.copytree(DATA / "peft" / "by_peft", tmp_path / "adapter"))
 
 

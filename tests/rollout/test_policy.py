@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxft.errors import PolicyLostError
-from jaxft.models.hf import load_model
+from jaxft.models.load import load_model
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.policy import Policy
 

@@ -23,7 +23,8 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.models.config import model_preset
-from jaxft.models.hf import init_model, save_model
+from jaxft.models.hf import save_model
+from jaxft.models.load import init_model
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.rows import has_signal

@@ -17,20 +17,19 @@ from jaxft.models.lora import merge_lora
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import with_adapters
+from jaxft.shipped.local_policy import lora_of
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
 
 @pytest.fixture
 def make_lora_policy(tokenizer):
-    """Makes a policy with adapters, always the same; another `seed`, another base."""
+    """Makes a policy with adapters; equal seeds give equal weights."""
     made = []
 
     def make(seed=1, **lora):
-        config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora}).lora
-        model, base = jaxft.init_model("qwen3-50k", jax.random.key(seed))
-        model, params = with_adapters(model, base, config, "dots", jax.random.key(2))
+        config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora})
+        model, params = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_of(config.lora))
         made.append(Policy(model, params, tokenizer, stop_ids=(), slots=8, max_context_tokens=96))
         return made[-1]
 
@@ -109,7 +108,7 @@ def test_checkpoints_hold_the_adapters_and_know_their_base(make_lora_policy, mak
 
 
 def test_a_base_that_was_changed_is_kept_and_exported(make_lora_policy, make_collection, tmp_path):
-    """As a warm start changes it: it is nowhere else then."""
+    """A warm start changes the base, which then exists nowhere else."""
     policy = make_lora_policy()
 
     def change(params):
