@@ -13,128 +13,206 @@ CorrectionName = Literal[
 ]
 
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
-"""Losses that are no policy losses, with the fields they read."""
+"""Fields that the two losses without a policy ratio read."""
 
 NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
-"""Fields of policy losses that some of them do not read; so are those of ppo by all others."""
+"""Fields that a policy loss does not read; the fields of the value function are for ppo only."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
-"""Estimators that leave beta what it is: the others divide by a spread."""
+"""Advantage estimators that do not divide by a spread, which would rescale a KL in the reward."""
 
 
 class ReferenceConfig(ConfigModel):
-    """The policy that the KL holds to: the starting parameters, another checkpoint, or a slow average."""
+    """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
     path: PathOrName | None = Field(
-        default=None, description="A checkpoint of the same architecture; null: the parameters before the first update."
+        default=None,
+        description="Folder or hub id of a checkpoint with the policy's architecture; null: the policy's own "
+        "parameters before the first update.",
     )
-    update_every: int | None = Field(default=None, ge=1, description="Jobs between its updates; null: it stays.")
-    mixing: float = Field(default=1.0, gt=0.0, le=1.0, description="Share of the policy in the new reference.")
+    update_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Jobs with an update between two moves of the reference towards the policy; null: it never moves.",
+    )
+    mixing: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Weight of the policy in a move of the reference, which keeps 1 - mixing of itself; 1: it becomes "
+        "the policy.",
+    )
 
 
 class CorrectionConfig(ConfigModel):
-    """Weights for a sampler whose probabilities are not the trainer's."""
+    """Importance weights for a sampler whose probabilities differ from the trainer's."""
 
-    name: CorrectionName = Field(description="What is weighted or left out.")
+    name: CorrectionName = Field(
+        description="Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. "
+        "sequence_*: one per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. "
+        "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 elsewhere."
+    )
     low: float = Field(default=0.5, gt=0.0, le=1.0, description="Least ratio that a mask keeps.")
-    high: float = Field(default=2.0, ge=1.0, description="Largest weight, or largest ratio that a mask keeps.")
+    high: float = Field(default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or cap of a truncated one.")
 
 
 class PreferenceConfig(ConfigModel):
     """How dpo compares the two answers of a pair."""
 
-    kind: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="The loss of a margin.")
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="Share of pairs that may be the wrong way.")
-    length_normalized: bool = Field(default=False, description="Mean log-probability of an answer, and not the sum.")
+    kind: Literal["sigmoid", "ipo"] = Field(
+        default="sigmoid",
+        description="Loss of a pair's margin. sigmoid: DPO (arXiv 2305.18290). ipo: squared (arXiv 2310.12036).",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="Assumed fraction of pairs whose answers are the wrong way round."
+    )
+    length_normalized: bool = Field(
+        default=False,
+        description="true: an answer counts with the mean log-probability of its tokens. false: with their sum.",
+    )
     sft_coef: float = Field(
-        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which holds them up."
+        default=0.0,
+        ge=0.0,
+        description="Weight of the supervised loss on the chosen answers, which keeps them likely; 0: none.",
     )
 
 
 class LossConfig(ConfigModel):
-    """The loss: a published one by name, and what to change of it."""
+    """A published loss by name, and the settings that differ from it."""
 
     name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
-        default="grpo", description="The row of presets that the other fields of the loss override."
+        default="grpo", description="Published loss, which sets every field below that is null."
     )
     advantages: AdvantageName | None = Field(
-        default=None, description="The baseline: null for group_mean with dr_grpo, gae with ppo, group with all others."
+        default=None,
+        description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, group for all others.",
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
-        default=None, description="What the loss is averaged over."
+        default=None,
+        description="How the losses of tokens become one. seq_mean_token_mean: the mean over trajectories (see weigh) "
+        "of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum divided by "
+        "max_completion_tokens per trajectory. null: that of the published loss.",
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="trajectory: a trajectory counts once in the loss, however many sequences it has. sequence: each "
-        "sequence counts once. Ratios of importance_level 'sequence' stay those of sequences.",
+        description="What counts once in the loss. trajectory: a trajectory, however many sequences it has. sequence: "
+        "each of its sequences. Ratios of importance_level 'sequence' are those of sequences in both cases.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="One ratio per token or row."
+        default=None,
+        description="Whether each token or each sequence has a ratio of new to old probability; null: sequence for "
+        "gspo, token for all others.",
     )
-    clip_low: float | None = Field(default=None, gt=0.0, le=1.0, description="The ratio stays above 1 - clip_low.")
-    clip_high: float | None = Field(default=None, gt=0.0, description="It stays below 1 + clip_high; cispo's cap.")
-    delta: float | None = Field(default=None, gt=1.0, description="Dual clip: bounds the loss of bad rows.")
+    clip_low: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="The ratio is clipped below at 1 - clip_low; null: 3e-4 for gspo, 0.2 for all others.",
+    )
+    clip_high: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="The ratio is clipped above at 1 + clip_high, for cispo at clip_high itself; null: 0.28 for dapo "
+        "and bnpo, 4e-4 for gspo, 5 for cispo, 0.2 for all others.",
+    )
+    delta: float | None = Field(
+        default=None,
+        gt=1.0,
+        description="Dual clip (arXiv 1912.09729): where the advantage A is negative, a token's loss is at most "
+        "-delta * A; null: no bound.",
+    )
     beta: float | None = Field(
         default=None,
         ge=0.0,
         allow_inf_nan=False,
-        description="Weight of the KL to the reference, 0 keeps none; null: 0, and 0.1 for dpo.",
+        description="Weight of the KL to the reference, or dpo's temperature. 0: no KL, and no reference is kept. "
+        "null: 0.1 for dpo, 0 for all others.",
     )
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
-        default="k3_ratio", description="Its estimator, in the loss or in the reward."
+        default="k3_ratio",
+        description="Estimator of the KL. k1_in_reward subtracts it from the reward, all others add it to the loss.",
     )
-    reference: ReferenceConfig = Field(default=ReferenceConfig(), description="What the KL is measured from.")
-    correction: CorrectionConfig | None = Field(default=None, description="Sampler-to-trainer correction; null: none.")
-    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
-    gamma: float = Field(default=1.0, gt=0.0, le=1.0, description="Discount per step of shaped rewards, or per token.")
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Generalised advantage estimation's.")
+    reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
+    correction: CorrectionConfig | None = Field(
+        default=None,
+        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none.",
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus; 0: none."
+    )
+    gamma: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Discount of later rewards, per turn for shaped rewards, per token for gae and reinforce_pp.",
+    )
+    gae_lambda: float = Field(
+        default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation (arXiv 1506.02438)."
+    )
     bootstrap: Literal["value", "none"] = Field(
         default="value",
         description="Value after the last token of an episode that a length limit cut. value: the value head's output "
         "there. none: 0, as if the episode had ended.",
     )
-    value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value term.")
-    value_clip: float | None = Field(default=0.2, gt=0.0, description="How far a value may move at no loss; null: any.")
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a whole trajectory: the constant that dr_grpo divides by."
+    value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value loss.")
+    value_clip: float | None = Field(
+        default=0.2,
+        gt=0.0,
+        description="Largest change of a value from that before the update which the value loss rewards; null: no "
+        "limit.",
     )
-    mask_truncated: bool = Field(default=False, description="Rows cut by their length budget train nothing.")
+    max_completion_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Token budget of a whole trajectory, which dr_grpo divides by and overlong_buffer_tokens ends at; "
+        "null: none, which dr_grpo refuses.",
+    )
+    mask_truncated: bool = Field(
+        default=False, description="true: sequences that a length limit cut are not trained. false: they are."
+    )
     overlong_buffer_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="DAPO's soft penalty: the reward falls by up to 1 over the last so many tokens of the budget.",
+        description="DAPO's soft penalty: over the last so many tokens of max_completion_tokens, the reward falls by "
+        "up to 1; null: none.",
     )
     reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
-        default=None, min_length=1, description="Weights of named rewards; null: the reward as its evaluator gave it."
+        default=None,
+        min_length=1,
+        description="Weights of named rewards, whose sum becomes the reward; null: the reward as it was given.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         default="sum_then_normalize",
         description="Whether named rewards are added before or after each is normalised in its group.",
     )
 
-    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Of dpo.")
+    preference: PreferenceConfig = Field(
+        default=PreferenceConfig(), description="How dpo compares the two answers of a pair."
+    )
     min_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="sft imitates trajectories of at least this reward; null: all."
+        default=None,
+        allow_inf_nan=False,
+        description="Least reward of the trajectories that sft imitates; null: it imitates all.",
     )
 
     @property
     def is_policy_loss(self) -> bool:
-        """Whether rewards become advantages; dpo learns from pairs and sft from examples."""
+        """True if rewards become advantages; dpo learns from pairs and sft from examples."""
         return self.name not in OTHER_LOSSES
 
     @property
     def kl_weight(self) -> float:
-        """`beta`, where it weights a KL."""
+        """Weight of the KL to the reference; 0 for dpo and sft, which have none."""
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's log-probabilities enter."""
+        """True if the loss reads the log-probabilities of the reference."""
         return self.kl_weight > 0 or self.name == "dpo"
 
     @property
     def estimator(self) -> str:
-        """The baseline that is really used."""
+        """Advantage estimator in use: the configured one, or that of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
@@ -185,35 +263,45 @@ class LossConfig(ConfigModel):
 
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
-"""The fields that policy losses read."""
+"""Fields that policy losses read."""
 
 
 class OptimizerConfig(ConfigModel):
-    """Which optimiser, and how fast."""
+    """Optimizer, learning-rate schedule and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
     learning_rate: float = Field(
-        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate of every update after the warm-up."
+        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="What the learning rate does after the warm-up: stay, or fall in that shape."
+        default="constant", description="Shape in which the learning rate falls after the warm-up; constant: it stays."
     )
-    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate rises.")
+    warmup_updates: int = Field(
+        default=0, ge=0, description="Updates over which the learning rate rises linearly from 0; 0: none."
+    )
     decay_updates: int | None = Field(
-        default=None, ge=1, description="Updates after the warm-up over which it falls; for linear and cosine."
+        default=None,
+        ge=1,
+        description="Updates after the warm-up over which the learning rate falls; null: for schedule constant only.",
     )
-    end_fraction: float = Field(default=0.1, ge=0.0, le=1.0, description="Share of the learning rate that it falls to.")
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient.")
-    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient.")
+    end_fraction: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Last learning rate of a falling schedule, divided by learning_rate."
+    )
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient, per update.")
+    b2: float = Field(
+        default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient, per update."
+    )
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Of AdamW's mean gradient; null for that of the parameters. bfloat16 halves it; the mean square "
-        "stays as wide as the parameters, or its small changes would be lost.",
+        description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type of "
+        "the parameters, as it would lose small changes. null: the type of the parameters.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, which applies to matrices only."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, of matrices only; 0: none."
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0.0, description="Gradients are clipped to this global norm.")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0.0, description="Largest global norm of the gradient, which is scaled down to it; null: any."
+    )
 
     @model_validator(mode="after")
     def _falls_over_some_updates(self) -> "OptimizerConfig":
