@@ -336,8 +336,8 @@ def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
     changes = {
         "finetuning__num_epochs": 4,
         "finetuning__strict_compile": True,
-        "trainer_adapters__local__updates_per_batch": 2,
-        "trainer_adapters__local__minibatches": 2,
+        "trainer_adapters__local__num_iterations": 2,
+        "trainer_adapters__local__num_minibatches": 2,
         "trainer_adapters__local__microbatch_tokens": 16,
         "trainer_adapters__local__loss": {"name": "grpo", "beta": 0.1},
     }

@@ -16,24 +16,15 @@ class MeshConfig(ConfigModel):
     The sizes multiply to the number of devices. One of them may be -1, which stands for all devices that are left.
     """
 
-    data: int = Field(
-        default=-1,
-        description="Devices on the axis 'data', which splits rows and copies parameters; -1: all that are left.",
-    )
+    data: int = Field(default=-1, description="Devices that split rows and copy parameters; -1: all that are left.")
     fsdp: int = Field(
-        default=1,
-        description="Devices on the axis 'fsdp', which splits rows, parameters and optimiser state; parameters are "
-        "gathered layer by layer. -1: all that are left.",
+        default=1, description="Devices that split rows, parameters and optimizer state; -1: all that are left."
     )
     tensor: int = Field(
-        default=1,
-        description="Devices on the axis 'tensor', which splits attention heads and feed-forward width and copies "
-        "rows; -1: all that are left.",
+        default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
     )
     strict: bool = Field(
-        default=False,
-        description="true: a parameter whose shape does not divide over its axis is an error. false: every device "
-        "holds the whole parameter, and a warning names it.",
+        default=False, description="Refuse a parameter that does not divide; otherwise it is copied, with a warning."
     )
 
 
@@ -42,20 +33,16 @@ class LoraConfig(ConfigModel):
 
     rank: int = Field(default=8, ge=1, description="Rank of each adapter.")
     alpha: float = Field(
-        default=16.0, gt=0.0, allow_inf_nan=False, description="An adapter's output is multiplied by alpha / rank."
+        default=16.0, gt=0.0, allow_inf_nan=False, description="Scale of an adapter's output, divided by rank."
     )
     targets: tuple[str, ...] = Field(
-        default=("*_proj",),
-        description="Projections that get an adapter, by name or path: q_proj, self_attn/*, mlp/up_proj.",
+        default=("*_proj",), description="Projections with an adapter, by name or path: q_proj, self_attn/*."
     )
     use_rslora: bool = Field(
-        default=False,
-        description="true: an adapter's output is multiplied by alpha / sqrt(rank) instead (arXiv 2312.03732).",
+        default=False, description="Divide alpha by the square root of rank instead (arXiv 2312.03732)."
     )
     path: PathOrName | None = Field(
-        default=None,
-        description="Folder or hub id of adapters in PEFT's format to start from, whose rank, alpha, targets and "
-        "use_rslora replace those above; null: new adapters, which change nothing before the first update.",
+        default=None, description="Folder of adapters in PEFT's format, whose own settings count; null: new adapters."
     )
 
     @model_validator(mode="after")
@@ -80,20 +67,14 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
     )
     preset: str | None = Field(
-        default=None,
-        description="Name of the shape of a model with random weights, such as qwen3-1m, where path is null; null: the "
-        "model is the checkpoint of path.",
+        default=None, description="Shape of random weights, such as qwen3-1m; null: path decides it."
     )
     tokenizer: PathOrName | None = Field(
-        default=None,
-        description="Folder or hub id of a tokenizer; null: that of the checkpoint or, without one, jaxft's own, "
-        "which has a token per byte.",
+        default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the parameters.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None,
-        description="Type of matrix products and activations; parameters, gradients and optimizer state keep dtype. "
-        "null: that of dtype.",
+        default=None, description="Type of products and activations, where it is not that of parameters; null: dtype."
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
@@ -101,10 +82,10 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         "products with weights. full: whole layers.",
     )
     mesh: MeshConfig | None = Field(
-        default=None, description="Mesh of devices that share the model, rows and requests; null: the first device."
+        default=None, description="Devices that share the model, rows and requests; null: the first device."
     )
     lora: LoraConfig | None = Field(
-        default=None, description="Low-rank adapters, which alone are trained; null: all parameters are trained."
+        default=None, description="Low-rank adapters, which alone are trained; null: all parameters are."
     )
     max_context_tokens: int = Field(
         default=512, ge=2, description="Tokens of the longest conversation, answers included."
@@ -113,16 +94,15 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     prefix_cache_rows: int | None = Field(
         default=None,
         ge=8,
-        description="Prompts whose keys and values are kept for other generations and next turns. Each takes the "
-        "memory of max_context_tokens tokens. null: as many as slots, and at least 8.",
+        description="Prompts kept for other generations and next turns, each in the memory of max_context_tokens "
+        "tokens; null: as many as slots, and at least 8.",
     )
     long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
         default="fail",
         description="What happens to a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
-        "raises an error, and an episode that does not catch it has failed. drop: the same, but in training the "
-        "episode counts as dropped (dropped_episodes) and not as failed. truncate_left: the prompt loses its first "
-        "tokens, so that it leaves room for max_tokens or for half of the context, whichever is less; what remains is "
-        "what is trained (truncated_prompts counts such calls).",
+        "raises an error, and the episode fails unless it catches that. drop: the same, but a training episode counts "
+        "in dropped_episodes and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or "
+        "half of the context is left for the answer (truncated_prompts counts such calls).",
     )
 
     @model_validator(mode="after")
@@ -138,40 +118,27 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     llm: LLMRef = Field(description="Policy to train: an entry of llms of type local_policy.")
     loss: LossConfig = Field(default=LossConfig(), description="Loss, its baseline, and its penalties.")
     optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(), description="Optimizer, learning-rate schedule and gradient clipping."
+        default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
     )
     microbatch_tokens: int = Field(
-        default=8192, ge=1, description="Largest number of tokens in one forward and backward pass, padding included."
+        default=8192, ge=1, description="Largest number of tokens in one forward and backward pass."
     )
     packing: bool | None = Field(
         default=None,
         description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
-        "length share a microbatch. null: false where the backend has fused attention, which takes a row as one "
-        "sequence; true elsewhere.",
+        "length share a microbatch. null: false where the backend has fused attention, which takes a row"
+        " as one sequence; true elsewhere.",
     )
-    num_minibatches: int = Field(
-        default=1, ge=1, description="Optimizer steps in one pass over the trajectories of a job."
-    )
+    num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
     max_stale_fraction: float = Field(
-        default=0.1,
-        ge=0.0,
-        le=1.0,
-        description="Largest fraction of a job's trajectories that another version of the policy may have sampled; a "
-        "job with more is refused.",
+        default=0.1, ge=0.0, le=1.0, description="Largest fraction of trajectories from other policy versions."
     )
     max_logprob_diff: float = Field(
-        default=0.1,
-        gt=0.0,
-        description="Nats. A sequence disagrees with the policy when its recorded log-probabilities differ by more "
-        "than this on average.",
+        default=0.1, gt=0.0, description="Mean nats from the policy's above which a sequence disagrees with it."
     )
     max_disagreeing_fraction: float = Field(
-        default=0.1,
-        ge=0.0,
-        le=1.0,
-        description="Largest fraction of the sequences of an update that may disagree (max_logprob_diff); an update "
-        "with more is refused.",
+        default=0.1, ge=0.0, le=1.0, description="Largest fraction of an update's sequences that may disagree."
     )
 
     @model_validator(mode="after")
@@ -184,9 +151,7 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
 class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory_builder"):
     """Groups of episodes, one group per example."""
 
-    num_generations: int = Field(
-        default=8, ge=1, description="Episodes of each example: the group whose rewards are compared."
-    )
+    num_generations: int = Field(default=8, ge=1, description="Episodes of each example: its group.")
 
 
 class EarlyStopConfig(ConfigModel):
@@ -196,21 +161,13 @@ class EarlyStopConfig(ConfigModel):
     """
 
     target_reward: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="Mean reward at which the run ends: that of validation if there is validation, else that of "
-        "training. null: no reward ends it.",
+        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: none."
     )
     patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of mean rewards in a row without a gain after which the run ends; null: it goes on.",
+        default=None, ge=1, description="Mean rewards in a row without a gain at which the run ends; null: any."
     )
     min_gain: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="A mean reward is a gain when it is above the best one so far by more than this.",
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Least rise above the best mean reward that is a gain."
     )
 
 
@@ -218,32 +175,25 @@ class LoggedTrainerConfig(TrainerConfig):
     """Settings that both shipped trainers have."""
 
     max_failed_fraction: float = Field(
-        default=0.5,
-        gt=0.0,
-        le=1.0,
-        description="Largest fraction of a collection's episodes that may fail; with more, the collection fails.",
+        default=0.5, gt=0.0, le=1.0, description="Largest fraction of a collection's episodes that may fail."
     )
-    max_bad_updates: int = Field(
-        default=3, ge=1, description="Number of non-finite updates in a row after which the run ends with an error."
-    )
+    max_bad_updates: int = Field(default=3, ge=1, description="Non-finite updates in a row that end the run.")
 
 
 class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     """One collection and one training job per epoch."""
 
     examples_per_update: int | None = Field(
-        default=None,
-        ge=1,
-        description="Examples of one epoch. Each pass over the dataset has an order of its own. null: all examples.",
+        default=None, ge=1, description="Examples of an epoch, in a new order for each pass over the data; null: all."
     )
     early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="When the run ends before num_epochs.")
     show_episodes_every: int = Field(
-        default=10, ge=0, description="Epochs between two sample episodes on the console; 0: none is shown."
+        default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
     )
     save_episodes: Literal["shown", "all"] = Field(
         default="shown",
-        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode "
-        "of every epoch, failed ones included.",
+        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode"
+        " of every epoch, failed ones included.",
     )
 
 
@@ -252,28 +202,21 @@ class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_b
 
     num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
     exhaustive_pairs: bool = Field(
-        default=True,
-        description="true: every two candidates of a decision make a pair. false: only the best and the worst do.",
+        default=True, description="Pair all candidates of a decision; otherwise the best with the worst."
     )
     min_score_diff: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Least difference between the scores of a pair; equal scores never make a pair.",
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Least difference between the scores of a pair."
     )
     max_pairs_per_turn: int | None = Field(
-        default=None,
-        ge=1,
-        description="Largest number of pairs of one decision, those with the largest difference; null: all.",
+        default=None, ge=1, description="Most pairs of one decision, by difference; null: any number."
     )
     reward_from_score_diff: bool = Field(
-        default=True,
-        description="Reward of a pair. true: the difference of its scores. false: the score of the chosen answer.",
+        default=True, description="Reward a pair by the difference of its scores; otherwise by the higher score."
     )
     require_multiple_candidates: bool = Field(
         default=True,
-        description="true: only candidates of one decision are compared. false: so are those of other decisions of "
-        "the same example that had the same prompt.",
+        description="Compare candidates of one decision only; otherwise also those of other decisions of the example"
+        " with the same prompt.",
     )
 
 
@@ -281,12 +224,8 @@ class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer"):
     """Some collections of episodes, then `finetuning.num_epochs` training jobs on all their pairs."""
 
     num_runs: int = Field(default=1, ge=1, description="Collections of episodes before training.")
-    deduplicate_pairs: bool = Field(
-        default=True, description="true: a pair that was collected twice is trained once. false: it is trained twice."
-    )
-    max_pairs: int | None = Field(
-        default=None, ge=1, description="Largest number of pairs to train, those with the largest reward; null: all."
-    )
+    deduplicate_pairs: bool = Field(default=True, description="Train a pair once that was collected twice.")
+    max_pairs: int | None = Field(default=None, ge=1, description="Most pairs to train, by reward; null: any number.")
     continue_on_collection_error: bool = Field(
-        default=False, description="true: a collection that fails is left out. false: it ends the run."
+        default=False, description="Leave out a collection that fails; otherwise it ends the run."
     )

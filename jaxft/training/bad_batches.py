@@ -8,19 +8,19 @@ Equal runs write equal files.
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxft.files import safe_name, with_non_finite_named
 from jaxft.harness.data_models import Trajectory
 from jaxft.redaction import redacted_tokens
 from jaxft.runs.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from jaxft.training.batch import PlacedBatch, Row
+from jaxft.training.batch import PlacedBatch, Row
 
 FOLDER = "bad_batches"
 MAX_KEPT = 3
-"""Batches of one run: what is wrong with the first ones is wrong with the others, too."""
+"""Batches of one run: the first ones show what is wrong with the others, too."""
 
 
 class BadUpdate(NamedTuple):
@@ -28,19 +28,19 @@ class BadUpdate(NamedTuple):
 
     Attributes:
         number: of the update in its job, from 1 on.
-        metrics: what it gave.
-        rows: what its batch was made of.
+        metrics: of the update.
+        rows: of its batch.
         make_batch: makes the batch again.
     """
 
     number: int
     metrics: Mapping[str, Any]
-    rows: "list[Row]"
-    make_batch: "Callable[[], PlacedBatch]"
+    rows: list[Row]
+    make_batch: Callable[[], PlacedBatch]
 
 
 class BadBatches:
-    """Writes the first few batches of a run that were not finite."""
+    """Writes the first batches of a run that were not finite."""
 
     def __init__(
         self,
@@ -48,38 +48,44 @@ class BadBatches:
         log: Callable[[str], None],
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`log` is told when there are so many that others are left out; with `decode`, the text of token ids, those
-        that spell a secret are written as -1."""
+        """Write into `directory`.
+
+        Args:
+            directory: of the run.
+            log: shows a sentence, once, when batches are left out.
+            decode: gives the text of token ids; ids that spell a secret are written as -1. None: all are written.
+        """
         self._directory, self._log, self._decode = directory, log, decode
-        self._has_said = False
+        self._has_logged = False
 
     def keep(self, run_id: str, updates: Sequence[BadUpdate], groups: Sequence[Sequence[Trajectory]]) -> list[str]:
-        """Writes the batches of a job as long as there are not too many; the names of the files with the arrays.
+        """Write the batches of a job while the run has fewer than `MAX_KEPT`; return the names of their `.npz` files.
 
         Args:
             run_id: of the job.
-            updates: its bad ones.
-            groups: the trajectories that rows count, or nothing where they are not known.
+            updates: those that were not finite.
+            groups: the trajectories that `Row.trajectory` counts; empty where they are not known.
 
         Raises:
             RunDirectoryError: the folder leads out of the run directory.
             DiskFull: there is no room for a batch.
         """
+        trajectories = [trajectory for group in groups for trajectory in group]
         names = []
         for update in updates:
             name = f"{FOLDER}/{safe_name(run_id)}-{update.number}"
             path = self._directory.file(f"{name}.npz")
             others = [other for other in path.parent.glob("*.npz") if other != path]
             if len(others) >= MAX_KEPT:
-                self._say_once(f"{FOLDER} holds {len(others)} batches; those of later updates are not kept")
+                if not self._has_logged:
+                    self._has_logged = True
+                    self._log(f"{FOLDER} holds {len(others)} batches; those of later updates are not kept")
                 break
-            self._write(name, run_id, update, [trajectory for group in groups for trajectory in group])
+            self._write(name, run_id, update, trajectories)
             names.append(f"{name}.npz")
         return names
 
     def _write(self, name: str, run_id: str, update: BadUpdate, trajectories: list[Trajectory]) -> None:
-        import numpy as np
-
         placed, content = update.make_batch(), io.BytesIO()
         arrays: dict[str, Any] = {field: each for field, each in placed.batch._asdict().items() if each is not None}
         spans = list(zip(update.rows, *(places.tolist() for places in placed.packing[:3]), strict=True))
@@ -90,26 +96,20 @@ class BadBatches:
                 tokens[:] = redacted_tokens(tokens.tolist(), self._decode)
         np.savez(content, **arrays)  # dates every array 1980-01-01
         self._directory.write_bytes(f"{name}.npz", content.getvalue())
-        sequences = [
-            {**_episode(row.trajectory, trajectories), "row": place, "start": start, "tokens": length}
-            for row, place, start, length in spans
-        ]
+
+        def episode(number: int) -> dict[str, Any]:
+            if not trajectories:
+                return {"trajectory": number}
+            return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}
+
         described = {
             "run_id": run_id,
             "update": update.number,
-            "metrics": {figure: float(value) for figure, value in update.metrics.items()},
+            "metrics": {metric: float(value) for metric, value in update.metrics.items()},
             "microbatch_shapes": [list(shape) for shape in placed.microbatch_shapes],
-            "sequences": sequences,
+            "sequences": [
+                {**episode(row.trajectory), "row": place, "start": start, "tokens": length}
+                for row, place, start, length in spans
+            ],
         }
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))
-
-    def _say_once(self, message: str) -> None:
-        if not self._has_said:
-            self._has_said = True
-            self._log(message)
-
-
-def _episode(number: int, trajectories: list[Trajectory]) -> dict[str, Any]:
-    if not trajectories:
-        return {"trajectory": number}
-    return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}

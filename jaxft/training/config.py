@@ -26,21 +26,13 @@ class ReferenceConfig(ConfigModel):
     """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
     path: PathOrName | None = Field(
-        default=None,
-        description="Folder or hub id of a checkpoint with the policy's architecture; null: the policy's own "
-        "parameters before the first update.",
+        default=None, description="Folder or hub id of a checkpoint; null: the policy's first parameters."
     )
     update_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Jobs with an update between two moves of the reference towards the policy; null: it never moves.",
+        default=None, ge=1, description="Jobs between moves of the reference towards the policy; null: it never moves."
     )
     mixing: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=1.0,
-        description="Weight of the policy in a move of the reference, which keeps 1 - mixing of itself; 1: it becomes "
-        "the policy.",
+        default=1.0, gt=0.0, le=1.0, description="Weight of the policy in a move; the reference keeps the rest."
     )
 
 
@@ -50,7 +42,8 @@ class CorrectionConfig(ConfigModel):
     name: CorrectionName = Field(
         description="Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. "
         "sequence_*: one per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. "
-        "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 elsewhere."
+        "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 "
+        "elsewhere."
     )
     low: float = Field(default=0.5, gt=0.0, le=1.0, description="Least ratio that a mask keeps.")
     high: float = Field(default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or cap of a truncated one.")
@@ -60,20 +53,16 @@ class PreferenceConfig(ConfigModel):
     """How dpo compares the two answers of a pair."""
 
     kind: Literal["sigmoid", "ipo"] = Field(
-        default="sigmoid",
-        description="Loss of a pair's margin. sigmoid: DPO (arXiv 2305.18290). ipo: squared (arXiv 2310.12036).",
+        default="sigmoid", description="Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=0.5, description="Assumed fraction of pairs whose answers are the wrong way round."
+        default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs assumed to be the wrong way round."
     )
     length_normalized: bool = Field(
-        default=False,
-        description="true: an answer counts with the mean log-probability of its tokens. false: with their sum.",
+        default=False, description="Compare mean log-probabilities of answers, and not their sums."
     )
     sft_coef: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Weight of the supervised loss on the chosen answers, which keeps them likely; 0: none.",
+        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which keeps them likely."
     )
 
 
@@ -81,118 +70,89 @@ class LossConfig(ConfigModel):
     """A published loss by name, and the settings that differ from it."""
 
     name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
-        default="grpo", description="Published loss, which sets every field below that is null."
+        default="grpo", description="Published loss, which decides the fields below that are null."
     )
     advantages: AdvantageName | None = Field(
-        default=None,
-        description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, group for all others.",
+        default=None, description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, group for others."
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
         default=None,
-        description="How the losses of tokens become one. seq_mean_token_mean: the mean over trajectories (see weigh) "
-        "of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum divided by "
-        "max_completion_tokens per trajectory. null: that of the published loss.",
+        description="How the losses of tokens become one. seq_mean_token_mean: the mean over trajectories (see "
+        "weigh) of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum "
+        "divided by max_completion_tokens per trajectory. null: that of the published loss.",
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="What counts once in the loss. trajectory: a trajectory, however many sequences it has. sequence: "
-        "each of its sequences. Ratios of importance_level 'sequence' are those of sequences in both cases.",
+        description="What counts once in the loss. trajectory: a trajectory, however many sequences it has. "
+        "sequence: each of its sequences. Ratios of importance_level 'sequence' are those of sequences "
+        "in both cases.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None,
-        description="Whether each token or each sequence has a ratio of new to old probability; null: sequence for "
-        "gspo, token for all others.",
+        description="Whether a token or a sequence has a ratio; null: sequence for gspo, token for others.",
     )
     clip_low: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1.0,
-        description="The ratio is clipped below at 1 - clip_low; null: 3e-4 for gspo, 0.2 for all others.",
+        default=None, gt=0.0, le=1.0, description="Clips the ratio at 1 - clip_low; null: 3e-4 for gspo, else 0.2."
     )
     clip_high: float | None = Field(
         default=None,
         gt=0.0,
-        description="The ratio is clipped above at 1 + clip_high, for cispo at clip_high itself; null: 0.28 for dapo "
-        "and bnpo, 4e-4 for gspo, 5 for cispo, 0.2 for all others.",
+        description="Clips the ratio at 1 + clip_high, for cispo at clip_high; null: 0.28 for dapo and bnpo, 4e-4 "
+        "for gspo, 5 for cispo, 0.2 for all others.",
     )
     delta: float | None = Field(
-        default=None,
-        gt=1.0,
-        description="Dual clip (arXiv 1912.09729): where the advantage A is negative, a token's loss is at most "
-        "-delta * A; null: no bound.",
+        default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
     )
     beta: float | None = Field(
         default=None,
         ge=0.0,
         allow_inf_nan=False,
-        description="Weight of the KL to the reference, or dpo's temperature. 0: no KL, and no reference is kept. "
-        "null: 0.1 for dpo, 0 for all others.",
+        description="Weight of the KL to the reference, or dpo's temperature; null: 0.1 for dpo, 0 for all others, "
+        "which keep no reference.",
     )
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
-        default="k3_ratio",
-        description="Estimator of the KL. k1_in_reward subtracts it from the reward, all others add it to the loss.",
+        default="k3_ratio", description="Estimator of the KL; k1_in_reward goes into the reward, others into the loss."
     )
     reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
     correction: CorrectionConfig | None = Field(
-        default=None,
-        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none.",
+        default=None, description="Weights for a sampler whose probabilities differ from the trainer's; null: none."
     )
-    entropy_coef: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus; 0: none."
-    )
+    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(
         default=1.0,
         gt=0.0,
         le=1.0,
-        description="Discount of later rewards, per turn for shaped rewards, per token for gae and reinforce_pp.",
+        description="Discount per turn of shaped rewards, per token for gae and reinforce_pp.",
     )
-    gae_lambda: float = Field(
-        default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation (arXiv 1506.02438)."
-    )
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
     bootstrap: Literal["value", "none"] = Field(
         default="value",
-        description="Value after the last token of an episode that a length limit cut. value: the value head's output "
-        "there. none: 0, as if the episode had ended.",
+        description="Value after the last token of an episode that a length limit cut. value: the value head's "
+        "output there. none: 0, as if the episode had ended.",
     )
     value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value loss.")
     value_clip: float | None = Field(
-        default=0.2,
-        gt=0.0,
-        description="Largest change of a value from that before the update which the value loss rewards; null: no "
-        "limit.",
+        default=0.2, gt=0.0, description="Largest change of a value that its loss rewards; null: any."
     )
     max_completion_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Token budget of a whole trajectory, which dr_grpo divides by and overlong_buffer_tokens ends at; "
-        "null: none, which dr_grpo refuses.",
+        default=None, ge=1, description="Token budget of a whole trajectory, which dr_grpo divides by; null: none."
     )
-    mask_truncated: bool = Field(
-        default=False, description="true: sequences that a length limit cut are not trained. false: they are."
-    )
+    mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
     overlong_buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="DAPO's soft penalty: over the last so many tokens of max_completion_tokens, the reward falls by "
-        "up to 1; null: none.",
+        default=None, ge=1, description="Last tokens of the budget, over which the reward falls by up to 1; null: none."
     )
     reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
         default=None,
         min_length=1,
-        description="Weights of named rewards, whose sum becomes the reward; null: the reward as it was given.",
+        description="Weights of named rewards in the reward; null: the evaluator's own reward.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize",
-        description="Whether named rewards are added before or after each is normalised in its group.",
+        default="sum_then_normalize", description="Add named rewards, or first normalise each in its group."
     )
 
-    preference: PreferenceConfig = Field(
-        default=PreferenceConfig(), description="How dpo compares the two answers of a pair."
-    )
+    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="How dpo compares answers.")
     min_reward: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="Least reward of the trajectories that sft imitates; null: it imitates all.",
+        default=None, allow_inf_nan=False, description="Least reward of trajectories that sft imitates; null: all."
     )
 
     @property
@@ -274,18 +234,14 @@ class OptimizerConfig(ConfigModel):
         default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape in which the learning rate falls after the warm-up; constant: it stays."
+        default="constant", description="How the learning rate goes on after the warm-up."
     )
-    warmup_updates: int = Field(
-        default=0, ge=0, description="Updates over which the learning rate rises linearly from 0; 0: none."
-    )
+    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate first rises.")
     decay_updates: int | None = Field(
-        default=None,
-        ge=1,
-        description="Updates after the warm-up over which the learning rate falls; null: for schedule constant only.",
+        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: for constant."
     )
     end_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Last learning rate of a falling schedule, divided by learning_rate."
+        default=0.1, ge=0.0, le=1.0, description="Fraction of the learning rate that it falls to."
     )
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient, per update.")
     b2: float = Field(
@@ -293,14 +249,14 @@ class OptimizerConfig(ConfigModel):
     )
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type of "
-        "the parameters, as it would lose small changes. null: the type of the parameters.",
+        description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type "
+        "of the parameters, as it would lose small changes. null: the type of the parameters.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, of matrices only; 0: none."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, of matrices only."
     )
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0.0, description="Largest global norm of the gradient, which is scaled down to it; null: any."
+        default=1.0, gt=0.0, description="Largest global norm of the gradient; null: any."
     )
 
     @model_validator(mode="after")

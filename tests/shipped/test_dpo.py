@@ -213,8 +213,8 @@ class Listed(TrajectoryBuilder):
             raise given
         failures = [f"example '{n}', generation 0: ValueError: x\ntraceback" for n in range(10 - len(given))]
         rewards = {"reward_mean": len(given), "reward_max": len(given)}
-        figures = {"episodes": 10, "failed_episodes": len(failures), "pairs": len(given), **rewards}
-        return TrajectoryCollection(trajectories=[given], run_id=run_id, metrics=figures, failures=failures)
+        metrics = {"episodes": 10, "failed_episodes": len(failures), "pairs": len(given), **rewards}
+        return TrajectoryCollection(trajectories=[given], run_id=run_id, metrics=metrics, failures=failures)
 
     def log_progress(self, run_id: str, metrics: dict, output_dir: str | None = None) -> None:
         pass
@@ -225,9 +225,9 @@ class NotedConfig(TrainerAdapterConfig, name="noted_pairs"):
 
 
 class Noted(TrainerAdapter):
-    def __init__(self, status=TrainingStatusEnum.COMPLETED, **figures):
+    def __init__(self, status=TrainingStatusEnum.COMPLETED, **metrics):
         super().__init__(NotedConfig())
-        self.answer, self.figures, self.submitted = status, figures, []
+        self.answer, self.metrics, self.submitted = status, metrics, []
 
     async def is_healthy(self) -> bool:
         return True
@@ -237,7 +237,7 @@ class Noted(TrainerAdapter):
         return TrainingJobRef(run_id=trajectories.run_id, backend="noted")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        metadata = {"metrics": self.figures}
+        metadata = {"metrics": self.metrics}
         return TrainingJobStatus(run_id=ref.run_id, backend="noted", status=self.answer, metadata=metadata)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -280,19 +280,21 @@ def test_collections_then_a_job_per_epoch(train, tmp_path):
     assert [status.run_id for status in statuses] == ["epoch_00000", "epoch_00001"]
     assert [prompts(collection) for collection in adapter.submitted] == ["abcdefghij"] * 2  # once each
     assert [len(group) for group in adapter.submitted[0].trajectories] == [1] * 10
-    expected = {"episodes": 20, "failed_episodes": 5, "reward_mean": 7.5, "reward_max": 8, "pairs_trained": 10}
-    assert rows[0].items() >= expected.items() and "episodes" not in rows[1]
+    reward_mean = pytest.approx((7 * 7 + 8 * 8) / 15)  # weighted by the episodes that ended well
+    expected = {"episodes": 20, "failed_episodes": 5, "reward_max": 8, "pairs_trained": 10}
+    assert rows[0].items() >= expected.items() and rows[0]["reward_mean"] == reward_mean
+    assert "episodes" not in rows[1]
     assert "10 pairs from 20 episodes" in shown and "collection_00000: 3 of 10 episodes failed" in shown
     assert "2/2 epochs  preferred 0.75" in shown
-    assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == 7.5
+    assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == reward_mean
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
 
 
-def test_pairs_collected_and_pairs_trained_are_two_figures(train, tokenizer):
+def test_pairs_collected_and_pairs_trained_are_two_metrics(train, tokenizer):
     class Counting(Noted):
         async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
             template = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
-            self.figures = gather_pairs(self.submitted[-1], template).metrics  # what the local adapter says of a job
+            self.metrics = gather_pairs(self.submitted[-1], template).metrics  # what the local adapter says of a job
             return await super().status(ref)
 
     _, rows, _ = train(Listed([pair(c) for c in "aaabbbccca"]), Counting())
@@ -340,8 +342,8 @@ def test_no_pairs_are_no_learning_signal(train):
 def test_dropped_episodes_are_told(train, dropped, why):
     class Dropping(Listed):
         async def finalize(self, run_id: str, meta: dict | None = None) -> TrajectoryCollection:
-            figures = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
-            return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=figures)
+            metrics = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
+            return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=metrics)
 
     with pytest.raises(NoLearningSignal, match=f"no pairs were found: {why}"):
         train(Dropping(), Noted())

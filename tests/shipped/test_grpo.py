@@ -253,11 +253,11 @@ class NotingAdapterConfig(TrainerAdapterConfig, name="noting_adapter"):
 
 
 class NotingAdapter(TrainerAdapter):
-    """A backend that trains nothing; it keeps what is submitted and answers with `figures`."""
+    """A backend that trains nothing; it keeps what is submitted and answers with `metrics`."""
 
-    def __init__(self, status=TrainingStatusEnum.COMPLETED, **figures):
+    def __init__(self, status=TrainingStatusEnum.COMPLETED, **metrics):
         super().__init__(NotingAdapterConfig())
-        self.answer, self.figures = status, figures
+        self.answer, self.metrics = status, metrics
         self.submitted = []
 
     async def is_healthy(self) -> bool:
@@ -273,7 +273,7 @@ class NotingAdapter(TrainerAdapter):
             backend="noting",
             status=self.answer,
             message="so it went",
-            metadata={"metrics": self.figures, "timings": {"seconds_update": 0.1}},
+            metadata={"metrics": self.metrics, "timings": {"seconds_update": 0.1}},
         )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -385,8 +385,8 @@ def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
     timings = json.loads((tmp_path / "run" / "timings.jsonl").read_text().splitlines()[0])
     assert {"seconds", "seconds_rollout", "seconds_reward", "seconds_update"} <= timings.keys()
 
-    figures = asyncio.run(trainer.get_metrics("epoch_00001"))
-    assert figures["reward_mean"] == 0.5 and figures["seconds_update"] == 0.1
+    metrics = asyncio.run(trainer.get_metrics("epoch_00001"))
+    assert metrics["reward_mean"] == 0.5 and metrics["seconds_update"] == 0.1
     with pytest.raises(ValueError, match="no epoch 'epoch_00002' was run; epochs: epoch_00000, epoch_00001"):
         asyncio.run(trainer.get_metrics("epoch_00002"))
 
