@@ -5,11 +5,14 @@ import importlib.util
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxft
@@ -172,10 +175,7 @@ def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
     folder, shown = first_run
-    told = (
-        "3 of 12 episodes failed and are left out; example 'of-200', generation 0: PromptTooLongError: the prompt has"
-    )
-    assert told in shown
+    assert re.search("3 of 12 episodes .*; example 'of-200', generation 0: PromptTooLongError", shown)
     assert [(row["failed_episodes"], row["groups"]) for row in metrics_of(folder)] == [(3, 3), (3, 3)]
 
 
@@ -355,9 +355,6 @@ class CompilingConfig(jaxft.WorkflowConfig, name="e2e_compiling"):
 @jaxft.register_workflow(config_type=CompilingConfig)
 async def compiling(config: CompilingConfig, builder: Any) -> Any:
     """An agent that computes with arrays of a new shape in every epoch."""
-    import jax
-    import jax.numpy as jnp
-
     llm = await builder.get_llm(config.llm)
 
     async def play(example: dict) -> float:

@@ -126,8 +126,8 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     packing: bool | None = Field(
         default=None,
         description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
-        "length share a microbatch. null: false where the backend has fused attention, which takes a row"
-        " as one sequence; true elsewhere.",
+        "length share a microbatch. null: false where the backend has fused attention, which takes a row "
+        "as one sequence; true elsewhere.",
     )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
@@ -135,7 +135,7 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         default=0.1, ge=0.0, le=1.0, description="Largest fraction of trajectories from other policy versions."
     )
     max_logprob_diff: float = Field(
-        default=0.1, gt=0.0, description="Mean nats from the policy's above which a sequence disagrees with it."
+        default=0.1, gt=0.0, description="Mean difference, in nats, above which a sequence disagrees with the policy."
     )
     max_disagreeing_fraction: float = Field(
         default=0.1, ge=0.0, le=1.0, description="Largest fraction of an update's sequences that may disagree."
@@ -192,8 +192,8 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     )
     save_episodes: Literal["shown", "all"] = Field(
         default="shown",
-        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode"
-        " of every epoch, failed ones included.",
+        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode "
+        "of every epoch, failed ones included.",
     )
 
 
@@ -215,8 +215,8 @@ class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_b
     )
     require_multiple_candidates: bool = Field(
         default=True,
-        description="Compare candidates of one decision only; otherwise also those of other decisions of the example"
-        " with the same prompt.",
+        description="Compare candidates of one decision only; otherwise also those of other decisions of the example "
+        "with the same prompt.",
     )
 
 

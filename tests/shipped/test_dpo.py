@@ -160,11 +160,11 @@ def test_candidates_that_make_no_sense_are_refused(collect, ask):
     async def agent(example):
         first, second, other = ask([1], [2]), ask([1], [3]), ask([9], [4])
         strange = [
-            ([first], [1.0, 2.0], "there are 1 answers and 2 scores"),
-            ([], [], "there are 0 answers"),
-            ([first], [float("nan")], "the score of a candidate is nan"),
-            ([first], [True], "the score of a candidate is True"),
-            ([first], [1e308], r"the score of a candidate is 1e\+308"),
+            ([first], [1.0, 2.0], "1 answers and 2 scores"),
+            ([], [], "0 answers"),
+            ([first], [float("nan")], "is nan"),
+            ([first], [True], "is True"),
+            ([first], [1e308], r"is 1e\+308"),
             ([first, first], [1.0, 2.0], "an answer is a candidate already"),
             ([first, other], [1.0, 2.0], "the answers are to different prompts"),
             ([Reply("x", "stop", (1,), (0.0,), 0, None)], [1.0], "not given in this episode"),
@@ -323,18 +323,18 @@ def test_a_collection_that_fails_ends_the_run_unless_it_may(train):
     adapter = Noted()
     *_, shown = train(broken(), adapter, num_runs=3, continue_on_collection_error=True)
     assert prompts(adapter.submitted[0]) == "ab"
-    assert "collection_00001 failed and is left out: OSError: the tool is down" in shown
-    with pytest.raises(TooManyFailures, match="every collection failed; the last:\n") as caught:
+    assert "collection_00001 failed" in shown and "OSError: the tool is down" in shown
+    with pytest.raises(TooManyFailures, match="every collection failed") as caught:
         train(Listed(OSError("gone")), Noted(), continue_on_collection_error=True)
     assert "OSError: gone" in str(caught.value) and caught.value.exit_code == 3
     with pytest.raises(PolicyLostError):  # the next collection would fail likewise
         train(Listed(PolicyLostError("gone")), Noted(), num_runs=3, continue_on_collection_error=True)
-    with pytest.raises(TooManyFailures, match="8 of 10 episodes failed"):
+    with pytest.raises(TooManyFailures, match="8 of 10 episodes"):
         train(Listed([pair("a")] * 2), Noted())
 
 
 def test_no_pairs_are_no_learning_signal(train):
-    with pytest.raises(NoLearningSignal, match=r"no pairs were found: every episode failed .*: 10 failed, 0 were"):
+    with pytest.raises(NoLearningSignal, match="10 failed, 0 were dropped"):
         train(Listed([]), Noted(), max_failed_fraction=1.0)
 
 
@@ -345,7 +345,7 @@ def test_dropped_episodes_are_told(train, dropped, why):
             metrics = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
             return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=metrics)
 
-    with pytest.raises(NoLearningSignal, match=f"no pairs were found: {why}"):
+    with pytest.raises(NoLearningSignal, match=why):
         train(Dropping(), Noted())
     assert f"collection_00000: {dropped} episodes were dropped" in train.shown.getvalue()
 
@@ -354,10 +354,10 @@ def test_a_failed_job_and_bad_updates_end_the_run(train):
     adapter = Noted(status=TrainingStatusEnum.FAILED)
     statuses, *_ = train(Listed([pair("a")] * 9), adapter, epochs=5)
     assert len(statuses) == 1
-    with pytest.raises(JobFailed, match="not finite in 2 updates in a row, the last in epoch_00001"):
+    with pytest.raises(JobFailed, match=r"2 updates .*epoch_00001"):
         train(Listed([pair("a")] * 9), Noted(nonfinite_updates=1.0), epochs=5, max_bad_updates=2)
 
 
 def test_the_curriculum_is_refused(train):
-    with pytest.raises(ConfigError, match="dpo_trainer collects before its epochs"):
+    with pytest.raises(ConfigError, match=r"curriculum_learning.enabled"):
         train(Listed([pair("a")]), Noted(), finetuning={"curriculum_learning": {"enabled": True}})
