@@ -126,7 +126,7 @@ def finetune(tmp_path):
                     "_type": "local_trainer_adapter",
                     "llm": "policy",
                     "loss": {"name": "dapo"},
-                    "optimizer": {"learning_rate": 2e-2},
+                    "optimizer": {"learning_rate": 3e-2},
                 }
             },
             "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 0}},
@@ -136,7 +136,7 @@ def finetune(tmp_path):
                 "trajectory_builder": "rollouts",
                 "trainer_adapter": "local",
                 "reward_function": {"name": "even"},
-                "num_epochs": 12,
+                "num_epochs": 8,
                 "checkpoints": {"every": None},
                 "output_dir": str(tmp_path / "run"),
             },
