@@ -5,11 +5,14 @@ import importlib.util
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxft
@@ -68,7 +71,7 @@ async def lengths(config: LengthsConfig, builder: Any) -> Any:
 def run_config(output_dir, **changes):
     """The sections of a run; `changes` maps dotted paths to values."""
     mapping = {
-        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
+        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 48}},
         "workflow": {"_type": "e2e_counter", "llm": "policy"},
         "eval": {
             "general": {"max_concurrency": 64, "dataset": {"_type": "e2e_lengths"}},
@@ -172,10 +175,7 @@ def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
     folder, shown = first_run
-    told = (
-        "3 of 12 episodes failed and are left out; example 'of-200', generation 0: PromptTooLongError: the prompt has"
-    )
-    assert told in shown
+    assert re.search("3 of 12 episodes .*; example 'of-200', generation 0: PromptTooLongError", shown)
     assert [(row["failed_episodes"], row["groups"]) for row in metrics_of(folder)] == [(3, 3), (3, 3)]
 
 
@@ -336,8 +336,8 @@ def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
     changes = {
         "finetuning__num_epochs": 4,
         "finetuning__strict_compile": True,
-        "trainer_adapters__local__updates_per_batch": 2,
-        "trainer_adapters__local__minibatches": 2,
+        "trainer_adapters__local__num_iterations": 2,
+        "trainer_adapters__local__num_minibatches": 2,
         "trainer_adapters__local__microbatch_tokens": 16,
         "trainer_adapters__local__loss": {"name": "grpo", "beta": 0.1},
     }
@@ -355,9 +355,6 @@ class CompilingConfig(jaxft.WorkflowConfig, name="e2e_compiling"):
 @jaxft.register_workflow(config_type=CompilingConfig)
 async def compiling(config: CompilingConfig, builder: Any) -> Any:
     """An agent that computes with arrays of a new shape in every epoch."""
-    import jax
-    import jax.numpy as jnp
-
     llm = await builder.get_llm(config.llm)
 
     async def play(example: dict) -> float:

@@ -16,7 +16,7 @@ from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 
 class BrittleConfig(jaxft.WorkflowConfig, name="brittle_agent"):
     llm: jaxft.LLMRef
-    failing_share: float = 0.3
+    failing_fraction: float = 0.3
 
 
 class EvenConfig(jaxft.EvaluatorConfig, name="even_tokens"):
@@ -30,7 +30,7 @@ async def brittle_agent(config: BrittleConfig, builder: Any) -> Any:
 
     async def answer(example: dict) -> tuple[int, ...]:
         reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)
-        if jaxft.episode().random.random() < config.failing_share:
+        if jaxft.episode().random.random() < config.failing_fraction:
             raise ConnectionError("the tool is down")
         return reply.token_ids
 
@@ -62,6 +62,50 @@ async def careless_builder(config: CarelessConfig, builder: Any) -> Any:
     yield CarelessBuilder(config)
 
 
+class PlainConfig(jaxft.TrainerConfig, name="plain_trainer"):
+    pass
+
+
+class PlainTrainer(jaxft.Trainer):
+    """A loop of the user's own, which counts its epochs and nothing else."""
+
+    epoch = 0
+
+    async def run(self, num_epochs: int) -> list[jaxft.TrainingJobStatus]:
+        statuses = []
+        while self.epoch < num_epochs:
+            await self.checkpoint(self.epoch)
+            ref = await self.run_epoch(self.epoch, f"epoch_{self.epoch}")
+            statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+            self.epoch += 1
+        await self.checkpoint(self.epoch, is_last=True)
+        return statuses
+
+    async def run_epoch(self, epoch: int, run_id: str) -> jaxft.TrainingJobRef:
+        await self.trajectory_builder.start_run(run_id)
+        return await self.trainer_adapter.submit(await self.trajectory_builder.finalize(run_id))
+
+    async def get_metrics(self, run_id: str) -> dict:
+        return {}
+
+    async def cleanup(self) -> None:
+        pass
+
+    def log_progress(self, epoch: int, metrics: dict, output_dir: str | None = None) -> None:
+        pass
+
+    def state(self) -> dict:
+        return {"epoch": self.epoch}
+
+    def restore_state(self, state: dict) -> None:
+        self.epoch = state["epoch"]
+
+
+@jaxft.register_trainer(config_type=PlainConfig)
+async def plain_trainer(config: PlainConfig, builder: Any) -> Any:
+    yield PlainTrainer(config)
+
+
 @pytest.fixture
 def finetune(tmp_path):
     """Runs the command on a configuration; gives its exit code."""
@@ -82,7 +126,7 @@ def finetune(tmp_path):
                     "_type": "local_trainer_adapter",
                     "llm": "policy",
                     "loss": {"name": "dapo"},
-                    "optimizer": {"learning_rate": 2e-2},
+                    "optimizer": {"learning_rate": 3e-2},
                 }
             },
             "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 0}},
@@ -92,7 +136,7 @@ def finetune(tmp_path):
                 "trajectory_builder": "rollouts",
                 "trainer_adapter": "local",
                 "reward_function": {"name": "even"},
-                "num_epochs": 12,
+                "num_epochs": 8,
                 "checkpoints": {"every": None},
                 "output_dir": str(tmp_path / "run"),
             },
@@ -114,7 +158,7 @@ def test_an_agent_that_fails_in_a_third_of_its_episodes_learns(finetune, tmp_pat
 
 
 def test_an_agent_that_always_fails_ends_the_run(finetune, capsys):
-    assert finetune(failing_share=1.0) == 3
+    assert finetune(failing_fraction=1.0) == 3
     error = capsys.readouterr().err
     assert "64 of 64 episodes failed; the last: example '7', generation 7: ConnectionError: the tool is down" in error
     assert 'raise ConnectionError("the tool is down")' in error
@@ -234,3 +278,12 @@ def test_mistakes_of_a_builder_are_named(finetune, capsys, factor, code, said):
     assert finetune(*ONE_EPOCH, *builder, *factor, how="async") == code
     error = capsys.readouterr().err
     assert re.search(said, error) and "num_generations" not in error
+
+
+@pytest.mark.parametrize(("largest", "code"), [(1.0, 0), (0.0, 3)], ids=["trained", "nothing trained"])
+def test_a_finished_run_that_is_resumed_ends_as_it_ended_before(finetune, capsys, largest, code):
+    """With a trainer that does not judge itself what it has learned."""
+    plain = ("--set", "trainers.loop={_type: plain_trainer}", "--set", "finetuning.checkpoints.every=1")
+    options = (*plain, "--set", "finetuning.num_epochs=1", "--set", f"eval.evaluators.even.largest={largest}")
+    assert [finetune(*options, how="async"), finetune(*options, "--resume", how="async")] == [code, code]
+    assert capsys.readouterr().err.count("PlainTrainer trained nothing") == (2 if code else 0)

@@ -111,7 +111,10 @@ class Session:
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
-        if not (self.is_resumed or trainer.needs_no_training or any(map(_has_trained, statuses))):
+        found = self.checkpointing.found
+        # A backend whose checkpoints know no version of the policy is believed to have trained before.
+        has_trained_before = found is not None and found.state["adapter"].get("policy_version", 1) > 0
+        if not (has_trained_before or trainer.needs_no_training or any(map(_has_trained, statuses))):
             last = (
                 f"the last of {len(statuses)} jobs said: {statuses[-1].message}" if statuses else "no job was submitted"
             )

@@ -98,6 +98,14 @@ class Engine:
         """Tokens prefilled, reused and sampled so far."""
         return self._workspace.counts
 
+    @property
+    def sizes(self) -> str:
+        """The settings that decide the memory of sampling, with their values, for messages."""
+        return (
+            f"slots (now {self.slots}), prefix_cache_rows (now {self.prefix_cache_rows}) or max_context_tokens (now "
+            f"{self.max_context_tokens})"
+        )
+
     def cache_bytes(self, dtype: Any) -> int:
         """Bytes of all keys and values, of slots and stored prompts."""
         return self._workspace.cache_bytes(dtype)
@@ -177,9 +185,8 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         if is_out_of_memory(error):
             error = DeviceMemoryError(
-                f"the device has too little memory to sample: lower llms.<name>.slots (now {self.slots}), "
-                f"prefix_cache_rows (now {self.prefix_cache_rows}) or max_context_tokens (now "
-                f"{self.max_context_tokens}); it said: {first_line(error)}"
+                f"the device has too little memory to sample: lower llms.<name>.{self.sizes}; it said: "
+                f"{first_line(error)}"
             )
         with self._lock:
             failed = [*self._running.values(), *self._waiting]

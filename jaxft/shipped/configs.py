@@ -1,4 +1,4 @@
-"""Configuration of the shipped components: what a person types, and nothing that imports jax."""
+"""Configuration of the shipped components. Nothing here imports jax."""
 
 from typing import Literal
 
@@ -11,32 +11,38 @@ from jaxft.training.config import LossConfig, OptimizerConfig
 
 
 class MeshConfig(ConfigModel):
-    """Devices as a mesh. The sizes multiply to the number of devices; one of them may be -1: what is left."""
+    """The axes of a device mesh.
 
-    data: int = Field(default=-1, description="Parts of the rows; each has all parameters, but for fsdp and tensor.")
+    The sizes multiply to the number of devices. One of them may be -1, which stands for all devices that are left.
+    """
+
+    data: int = Field(default=-1, description="Devices that split rows and copy parameters; -1: all that are left.")
     fsdp: int = Field(
-        default=1, description="Parts of the rows, and of parameters and optimiser state, gathered layer by layer."
+        default=1, description="Devices that split rows, parameters and optimizer state; -1: all that are left."
     )
-    tensor: int = Field(default=1, description="Parts of the heads and of the feed-forward's width; for all rows.")
+    tensor: int = Field(
+        default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
+    )
     strict: bool = Field(
-        default=False,
-        description="Whether a parameter that does not divide is an error; else every device holds the whole of it, "
-        "and a warning names it.",
+        default=False, description="Refuse a parameter that does not divide; otherwise it is copied, with a warning."
     )
 
 
 class LoraConfig(ConfigModel):
-    """Low-rank adapters (arXiv 2106.09685) beside the kernels of a model that itself stays as it is."""
+    """Low-rank adapters (arXiv 2106.09685) beside the kernels of a frozen model."""
 
-    rank: int = Field(default=8, ge=1, description="Of each adapter.")
-    alpha: float = Field(default=16.0, gt=0.0, allow_inf_nan=False, description="Adapters count alpha / rank times.")
-    targets: tuple[str, ...] = Field(
-        default=("*_proj",), description="Projections that have one, by name or path: q_proj, self_attn/*, mlp/up_proj."
+    rank: int = Field(default=8, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(
+        default=16.0, gt=0.0, allow_inf_nan=False, description="Scale of an adapter's output, divided by rank."
     )
-    use_rslora: bool = Field(default=False, description="alpha / sqrt(rank) instead (arXiv 2312.03732).")
+    targets: tuple[str, ...] = Field(
+        default=("*_proj",), description="Projections with an adapter, by name or path: q_proj, self_attn/*."
+    )
+    use_rslora: bool = Field(
+        default=False, description="Divide alpha by the square root of rank instead (arXiv 2312.03732)."
+    )
     path: PathOrName | None = Field(
-        default=None,
-        description="A folder of adapters in PEFT's format to go on from; its rank, alpha and targets count.",
+        default=None, description="Folder of adapters in PEFT's format, whose own settings count; null: new adapters."
     )
 
     @model_validator(mode="after")
@@ -48,54 +54,55 @@ class LoraConfig(ConfigModel):
         return self
 
     def lora(self) -> LoraSpec:
-        """What the model has to know of them."""
+        """Return the settings that the model needs to know."""
         return LoraSpec(self.rank, self.alpha, self.targets, self.use_rslora)
 
 
 class LocalPolicyConfig(LLMConfig, name="local_policy"):
-    """A Hugging Face checkpoint, or a model of random weights by the name of its shape."""
+    """A model in this process: a Hugging Face checkpoint, or random weights in the shape of a preset."""
 
     sharding_table = "jaxft.shipped.local_policy:sharding_table"
 
     path: PathOrName | None = Field(
-        default=None, description="Folder or hub id of a checkpoint; null for random weights."
+        default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
     )
-    preset: str | None = Field(default=None, description="Shape of a model of random weights, such as qwen3-1m.")
+    preset: str | None = Field(
+        default=None, description="Shape of random weights, such as qwen3-1m; null: path decides it."
+    )
     tokenizer: PathOrName | None = Field(
-        default=None, description="Folder or hub id of a tokenizer; null for the checkpoint's, or the embedded one."
+        default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Of the parameters.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the parameters.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None,
-        description="Of matrix products and activations, with parameters, gradients and optimiser state left in dtype; "
-        "null for dtype.",
+        default=None, description="Type of products and activations, where it is not that of parameters; null: dtype."
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
-        description="What the backward pass computes again to save memory: nothing, all but products with weights, or "
-        "whole layers.",
+        description="What the backward pass computes again to save memory. none: nothing. dots: everything but "
+        "products with weights. full: whole layers.",
     )
     mesh: MeshConfig | None = Field(
-        default=None, description="Devices that share model, rows and requests; null for the first device alone."
+        default=None, description="Devices that share the model, rows and requests; null: the first device."
     )
     lora: LoraConfig | None = Field(
-        default=None, description="Adapters, which alone are trained; null: all parameters are."
+        default=None, description="Low-rank adapters, which alone are trained; null: all parameters are."
     )
-    max_context_tokens: int = Field(default=512, ge=2, description="Tokens of a conversation, answers included.")
-    slots: int = Field(default=64, ge=1, description="Requests that are decoded together.")
+    max_context_tokens: int = Field(
+        default=512, ge=2, description="Tokens of the longest conversation, answers included."
+    )
+    slots: int = Field(default=64, ge=1, description="Requests that are decoded at the same time.")
     prefix_cache_rows: int | None = Field(
         default=None,
         ge=8,
-        description="Prompts whose keys and values are kept for their other generations and next turns, each with room "
-        "for max_context_tokens; null for as many as slots.",
+        description="Prompts kept for other generations and next turns, each in the memory of max_context_tokens "
+        "tokens; null: as many as slots, and at least 8.",
     )
     long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
         default="fail",
-        description="The treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
-        "raises an error, and an agent that does not catch it has failed. drop: likewise, but a training episode that "
-        "ends so counts as dropped (dropped_episodes) and not as failed. truncate_left: the first tokens are left out, "
-        "and what is left, which is trained as it was fed, leaves room for max_tokens, or for half of the context "
-        "where that is less (truncated_prompts counts the calls whose prompt lacks its beginning).",
+        description="What happens to a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
+        "raises an error, and the episode fails unless it catches that. drop: the same, but a training episode counts "
+        "in dropped_episodes and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or "
+        "half of the context is left for the answer (truncated_prompts counts such calls).",
     )
 
     @model_validator(mode="after")
@@ -106,27 +113,32 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
 
 
 class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
-    """Updates the policy in place."""
+    """Trains a local_policy in this process."""
 
-    llm: LLMRef = Field(description="The policy to train: an entry of llms of type local_policy.")
-    loss: LossConfig = Field(default=LossConfig(), description="What is minimised.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="How.")
-    microbatch_tokens: int = Field(default=8192, ge=1, description="Tokens of one forward and backward pass, at most.")
+    llm: LLMRef = Field(description="Policy to train: an entry of llms of type local_policy.")
+    loss: LossConfig = Field(default=LossConfig(), description="Loss, its baseline, and its penalties.")
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
+    )
+    microbatch_tokens: int = Field(
+        default=8192, ge=1, description="Largest number of tokens in one forward and backward pass."
+    )
     packing: bool | None = Field(
         default=None,
-        description="Whether several short sequences share a row; null: unless the backend has fused attention, which "
-        "takes a row as one sequence. Rows that are not packed are put together by length.",
+        description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
+        "length share a microbatch. null: false where the backend has fused attention, which takes a row "
+        "as one sequence; true elsewhere.",
     )
-    num_minibatches: int = Field(default=1, ge=1, description="Optimiser steps of one pass over a job's trajectories.")
-    num_iterations: int = Field(default=1, ge=1, description="Passes over a job's trajectories.")
+    num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
+    num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
     max_stale_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Trajectories that another version of the policy may have sampled."
+        default=0.1, ge=0.0, le=1.0, description="Largest fraction of trajectories from other policy versions."
     )
     max_logprob_diff: float = Field(
-        default=0.1, gt=0.0, description="Nats, on average over a sequence: further from the policy's, it is foreign."
+        default=0.1, gt=0.0, description="Mean difference, in nats, above which a sequence disagrees with the policy."
     )
     max_disagreeing_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Sequences that may be foreign; with more the update is refused."
+        default=0.1, ge=0.0, le=1.0, description="Largest fraction of an update's sequences that may disagree."
     )
 
     @model_validator(mode="after")
@@ -139,82 +151,81 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
 class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory_builder"):
     """Groups of episodes, one group per example."""
 
-    num_generations: int = Field(default=8, ge=1, description="Episodes of each example, compared with each other.")
+    num_generations: int = Field(default=8, ge=1, description="Episodes of each example: its group.")
 
 
 class EarlyStopConfig(ConfigModel):
-    """What ends a run before its last epoch: of the validation reward when there is validation, else of the training
-    reward."""
+    """When a run ends before its last epoch, by its mean reward.
+
+    That is the validation reward if there is validation, and the training reward otherwise.
+    """
 
     target_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="The run ends when the mean reward reaches it."
+        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: none."
     )
     patience: int | None = Field(
-        default=None, ge=1, description="The run ends after so many rewards in a row without a gain."
+        default=None, ge=1, description="Mean rewards in a row without a gain at which the run ends; null: any."
     )
-    min_gain: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="What counts as a gain is more.")
+    min_gain: float = Field(
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Least rise above the best mean reward that is a gain."
+    )
 
 
-class GRPOTrainerConfig(TrainerConfig, name="grpo_trainer"):
-    """One collection and one job per epoch."""
+class LoggedTrainerConfig(TrainerConfig):
+    """Settings that both shipped trainers have."""
+
+    max_failed_fraction: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="Largest fraction of a collection's episodes that may fail."
+    )
+    max_bad_updates: int = Field(default=3, ge=1, description="Non-finite updates in a row that end the run.")
+
+
+class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
+    """One collection and one training job per epoch."""
 
     examples_per_update: int | None = Field(
-        default=None, ge=1, description="Examples of one epoch, drawn in an order of their own each pass; null: all."
+        default=None, ge=1, description="Examples of an epoch, in a new order for each pass over the data; null: all."
     )
-    early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="What ends the run before its time.")
+    early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="When the run ends before num_epochs.")
     show_episodes_every: int = Field(
-        default=10, ge=0, description="Epochs between sample episodes shown; 0 shows none."
+        default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
     )
     save_episodes: Literal["shown", "all"] = Field(
         default="shown",
-        description="Which episodes trajectories/samples.jsonl keeps: those that are shown, or all of every epoch, "
-        "failed ones included.",
-    )
-    max_failed_fraction: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="The run stops when more of an epoch's episodes than this fail."
-    )
-    max_bad_updates: int = Field(
-        default=3, ge=1, description="The run stops after so many non-finite updates in a row."
+        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode "
+        "of every epoch, failed ones included.",
     )
 
 
 class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_builder"):
-    """Pairs of candidates, of what the workflow gave to `jaxft.episode().record_candidates`."""
+    """Pairs of the candidates that the workflow gave to `jaxft.episode().record_candidates`."""
 
     num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
     exhaustive_pairs: bool = Field(
-        default=True, description="All pairs of a decision's candidates; false: the best with the worst only."
+        default=True, description="Pair all candidates of a decision; otherwise the best with the worst."
     )
     min_score_diff: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="Candidates whose scores differ by less are no pair."
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Least difference between the scores of a pair."
     )
     max_pairs_per_turn: int | None = Field(
-        default=None, ge=1, description="Pairs of one decision, those that differ most; null: all."
+        default=None, ge=1, description="Most pairs of one decision, by difference; null: any number."
     )
     reward_from_score_diff: bool = Field(
-        default=True, description="A pair's reward is the difference of its scores; false: the better score."
+        default=True, description="Reward a pair by the difference of its scores; otherwise by the higher score."
     )
     require_multiple_candidates: bool = Field(
         default=True,
-        description="A decision with one candidate makes no pair; false: it is compared with the other decisions of "
-        "its example that had the same prompt.",
+        description="Compare candidates of one decision only; otherwise also those of other decisions of the example "
+        "with the same prompt.",
     )
 
 
-class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
-    """Some collections, then `finetuning.num_epochs` jobs on all their pairs."""
+class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer"):
+    """Some collections of episodes, then `finetuning.num_epochs` training jobs on all their pairs."""
 
     num_runs: int = Field(default=1, ge=1, description="Collections of episodes before training.")
-    deduplicate_pairs: bool = Field(default=True, description="A pair that was collected twice is trained once.")
-    max_pairs: int | None = Field(
-        default=None, ge=1, description="Pairs trained, those of the largest reward; null: all."
-    )
+    deduplicate_pairs: bool = Field(default=True, description="Train a pair once that was collected twice.")
+    max_pairs: int | None = Field(default=None, ge=1, description="Most pairs to train, by reward; null: any number.")
     continue_on_collection_error: bool = Field(
-        default=False, description="A collection that fails is left out; false: it ends the run."
-    )
-    max_failed_fraction: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="A collection fails when more of its episodes than this do."
-    )
-    max_bad_updates: int = Field(
-        default=3, ge=1, description="The run stops after so many non-finite updates in a row."
+        default=False, description="Leave out a collection that fails; otherwise it ends the run."
     )

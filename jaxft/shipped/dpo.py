@@ -1,7 +1,11 @@
-"""`_type: dpo_trainer`: collect pairs first, then train on them, a job per epoch."""
+"""DPO: pairs of answers are collected first, then trained on, with one job per epoch.
+
+`DPOTrajectoryBuilder` makes pairs of the candidates that a workflow recorded; `DPOTrainer` collects them and submits
+all of them in every epoch.
+"""
 
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxft.errors import (
@@ -28,28 +32,21 @@ from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
-from jaxft.shipped.rollout_builder import RolloutBuilder
-from jaxft.shipped.run_log import PAIRS_FILE, mean, reward_metrics
+from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics
+from jaxft.shipped.run_log import PAIRS_FILE
 from jaxft.shipped.trainer import LoggedTrainer
-from jaxft.training.rows import dropped_episodes, why_no_calls
+from jaxft.training.rows import why_no_calls
 
 
 class Candidate(NamedTuple):
-    """An answer that was one of several."""
+    """One of several answers to a prompt, and its score."""
 
     call: Call
     score: float
 
 
-class Turn(NamedTuple):
-    """A decision: which one of its example, and the candidates for it."""
-
-    number: int
-    candidates: list[Candidate]
-
-
 class DPOTrajectoryBuilder(RolloutBuilder):
-    """A pair is a trajectory of two sequences, the chosen one first; an example's pairs are a group."""
+    """Makes one trajectory of a pair, with two sequences, the chosen one first. An example's pairs are a group."""
 
     trajectory_builder_config: DPOTrajectoryBuilderConfig
 
@@ -57,129 +54,124 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         super().__init__(trajectory_builder_config, trajectory_builder_config.num_generations)
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        """The pairs of a collection, a group per example that has any, in the order of `start_run`.
+        """Return the pairs of a collection, a group per example that has any, in the order of `start_run`.
 
-        `metrics` has, beside the counts of episodes, the rewards of the episodes themselves and what became of the
-        candidates: `decisions`, `lone_candidates` (decisions that had but one) and `pairs`.
+        `metrics` holds, beside the counts of episodes, the metrics of their rewards, `decisions`, `lone_candidates`
+        (decisions with a single candidate) and `pairs`.
 
         Raises:
             ValueError: no collection of this name is in progress.
-            ConfigError: the episodes asked their language models, but never where training is aimed at.
+            ConfigError: the episodes called language models, but never where training is aimed at.
         """
-        outcomes, about = await self.finished(run_id)
+        outcomes, about = await self.finish_run(run_id)
         by_example: dict[str, list[EpisodeOutcome]] = {}
         for outcome in outcomes:
             by_example.setdefault(outcome.item.id, []).append(outcome)
-        turns = {example: self._turns(episodes) for example, episodes in by_example.items()}
-        groups = {example: list(self._pairs(example, of_example)) for example, of_example in turns.items()}
+        decisions = {example: self._decisions(episodes) for example, episodes in by_example.items()}
+        candidates = [each for made in decisions.values() for each in made]
+        groups = {example: self._pairs(example, made) for example, made in decisions.items()}
         about["metrics"] |= reward_metrics(
             [[outcome.reward for outcome in group if outcome.reward is not None] for group in by_example.values()]
         )
         about["metrics"] |= {
-            "decisions": sum(map(len, turns.values())),
-            "lone_candidates": sum(len(turn.candidates) == 1 for of_example in turns.values() for turn in of_example),
+            "decisions": sum(map(bool, candidates)),
+            "lone_candidates": sum(len(each) == 1 for each in candidates),
             "pairs": sum(map(len, groups.values())),
         }
         return TrajectoryCollection(trajectories=[pairs for pairs in groups.values() if pairs], run_id=run_id, **about)
 
-    def _turns(self, outcomes: Iterable[EpisodeOutcome]) -> list[Turn]:
+    def _decisions(self, outcomes: Sequence[EpisodeOutcome]) -> list[list[Candidate]]:
+        """Return the candidates of each decision of an example's episodes; none where training is not aimed at it."""
         decisions = []
         for outcome in outcomes:
             for calls, scores in outcome.episode.candidates:
-                listed = [Candidate(call, score) for call, score in zip(calls, scores, strict=True)]
-                decisions.append([candidate for candidate in listed if self.is_target(candidate.call)])
+                candidates = [Candidate(call, score) for call, score in zip(calls, scores, strict=True)]
+                decisions.append([candidate for candidate in candidates if self.is_target(candidate.call)])
         if not self.trajectory_builder_config.require_multiple_candidates:
-            decisions = _by_prompt(decisions)
-        return [Turn(number, candidates) for number, candidates in enumerate(decisions) if candidates]
+            by_prompt: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
+            for candidate in (candidate for candidates in decisions for candidate in candidates):
+                by_prompt.setdefault((candidate.call.llm, candidate.call.prompt_ids), []).append(candidate)
+            decisions = list(by_prompt.values())
+        return decisions
 
-    def _pairs(self, example_id: str, turns: Sequence[Turn]) -> Iterator[Trajectory]:
+    def _pairs(self, example_id: str, decisions: Sequence[Sequence[Candidate]]) -> list[Trajectory]:
+        """Return the pairs of an example as trajectories, numbered by `generation`."""
         config = self.trajectory_builder_config
-        count = 0
-        for turn in turns:
-            pairs = pairs_of(turn.candidates, exhaustive=config.exhaustive_pairs, min_score_diff=config.min_score_diff)
+        trajectories: list[Trajectory] = []
+        for turn, candidates in enumerate(decisions):
+            pairs = pairs_of(candidates, exhaustive=config.exhaustive_pairs, min_score_diff=config.min_score_diff)
             for chosen, rejected in pairs[: config.max_pairs_per_turn]:
-                reward = chosen.score - rejected.score if config.reward_from_score_diff else chosen.score
-                yield make_pair(chosen, rejected, reward, example_id=example_id, number=count, turn=turn.number)
-                count += 1
+                prompt = [OpenAIMessage(role=said["role"], content=said["content"]) for said in chosen.call.messages]
+                item = DPOItem(
+                    prompt=prompt, chosen_response=chosen.call.content, rejected_response=rejected.call.content
+                )
+                trajectories.append(
+                    Trajectory(
+                        episode=[item],
+                        reward=chosen.score - rejected.score if config.reward_from_score_diff else chosen.score,
+                        metadata={"turn": turn, "chosen_score": chosen.score, "rejected_score": rejected.score},
+                        example_id=example_id,
+                        generation=len(trajectories),
+                        sequences=[*token_sequences([chosen.call]), *token_sequences([rejected.call])],
+                    )
+                )
+        return trajectories
 
 
 def pairs_of(
     candidates: Sequence[Candidate], *, exhaustive: bool = True, min_score_diff: float = 0.0
 ) -> list[tuple[Candidate, Candidate]]:
-    """(better, worse) pairs of candidates, those that differ most first.
+    """Return the (better, worse) pairs of candidates, by descending difference of their scores.
 
-    Equal scores are never a pair, nor are two answers of the same tokens.
+    Candidates of equal scores, or with the same tokens, are never a pair.
+
+    Args:
+        candidates: of one decision.
+        exhaustive: all pairs; or else only the best candidate with the worst.
+        min_score_diff: the least difference of a pair.
     """
     ranked = sorted(candidates, key=lambda candidate: -candidate.score)
-    pairs = (
-        [(better, worse) for place, better in enumerate(ranked) for worse in ranked[place + 1 :]]
-        if exhaustive
-        else [(ranked[0], ranked[-1])]
-        if ranked
-        else []
-    )
+    if exhaustive:
+        pairs = [(better, worse) for rank, better in enumerate(ranked) for worse in ranked[rank + 1 :]]
+    else:
+        pairs = [(ranked[0], ranked[-1])] if ranked else []
+
+    def is_enough(diff: float) -> bool:
+        # Scores of 0.3 and 0.2 differ by 0.1, whatever floats make of it.
+        return diff > 0 and (diff >= min_score_diff or math.isclose(diff, min_score_diff, rel_tol=1e-9))
+
     kept = [
         (better, worse)
         for better, worse in pairs
-        if _is_enough(better.score - worse.score, min_score_diff) and better.call.token_ids != worse.call.token_ids
+        if is_enough(better.score - worse.score) and better.call.token_ids != worse.call.token_ids
     ]
     return sorted(kept, key=lambda pair: pair[1].score - pair[0].score)
-
-
-def make_pair(
-    chosen: Candidate, rejected: Candidate, reward: float, *, example_id: str, number: int, turn: int
-) -> Trajectory:
-    """A pair as a trajectory."""
-    prompt = [OpenAIMessage(role=said["role"], content=said["content"]) for said in chosen.call.messages]
-    item = DPOItem(prompt=prompt, chosen_response=chosen.call.content, rejected_response=rejected.call.content)
-    return Trajectory(
-        episode=[item],
-        reward=reward,
-        metadata={"turn": turn, "chosen_score": chosen.score, "rejected_score": rejected.score},
-        example_id=example_id,
-        generation=number,
-        sequences=[*token_sequences([chosen.call]), *token_sequences([rejected.call])],
-    )
-
-
-def _is_enough(diff: float, least: float) -> bool:
-    # Scores of 0.3 and 0.2 differ by 0.1, whatever floats make of it.
-    return diff > 0 and (diff >= least or math.isclose(diff, least, rel_tol=1e-9))
-
-
-def _by_prompt(decisions: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
-    """The candidates by what they answer."""
-    joined: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
-    for candidates in decisions:
-        for candidate in candidates:
-            joined.setdefault((candidate.call.llm, candidate.call.prompt_ids), []).append(candidate)
-    return list(joined.values())
 
 
 async def dpo_trajectory_builder(
     config: DPOTrajectoryBuilderConfig, builder: Any
 ) -> AsyncIterator[DPOTrajectoryBuilder]:
-    """The builder; the run's evaluation and examples are bound to it by whoever asked for it."""
+    """Yield the builder; its evaluation and examples are bound by the component builder."""
     yield DPOTrajectoryBuilder(config)
 
 
 class DPOTrainer(LoggedTrainer):
-    """Collects on the policy as it is, then trains; all it writes goes to the run directory."""
+    """Collects pairs with the policy as it is, then trains on them."""
 
     trainer_config: DPOTrainerConfig
 
     def __init__(self, trainer_config: DPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
-        super().__init__(trainer_config, trainer_config.max_bad_updates, directory, console)
+        super().__init__(trainer_config, directory=directory, console=console)
         self._collections: list[dict[str, Any]] = []  # the metrics of each, or its error
         self._collected: list[Trajectory] = []
         self._pairs: list[list[Trajectory]] = []
-        self._figures: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """As every trainer's.
+        """Initialise trainer, builder and adapter.
 
         Raises:
-            ConfigError: curriculum learning is enabled, which chooses among the collections of epochs.
+            ConfigError: curriculum learning is enabled, which chooses among the groups of an epoch.
         """
         if run_config.curriculum_learning.enabled:
             raise ConfigError(
@@ -188,7 +180,9 @@ class DPOTrainer(LoggedTrainer):
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Collections, then epochs; the last status of each job. Stops at the first job that fails.
+        """Run all collections, then all epochs, and return the last status of each job.
+
+        The run ends early at the first job that does not complete.
 
         Raises:
             TooManyFailures: too many episodes of a collection failed, or every collection did.
@@ -196,9 +190,9 @@ class DPOTrainer(LoggedTrainer):
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
         self.start(num_epochs)
-        await self._collect(num_epochs)
+        await self._collect_pairs(num_epochs)
         while self._pairs:  # a signal may have come before there were any
-            is_last = self.progress.epoch >= num_epochs
+            is_last = self.epoch >= num_epochs
             await self._save(await self.validate(num_epochs), is_last=is_last)
             if self.is_stopping:
                 break
@@ -207,18 +201,19 @@ class DPOTrainer(LoggedTrainer):
                 break
             if await self.train_epoch() is None:
                 break
-        return self.progress.statuses
+        return self.statuses
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
-        """Submits all pairs that were collected."""
+        """Submit all pairs that were collected."""
         assert self.trainer_adapter is not None
-        # The figures of the collections belong to no epoch; the first one carries them.
-        self.log.metrics[run_id] = dict(self._figures) if epoch == 0 else {}
+        # The metrics of the collections belong to no epoch; the first one carries them.
+        self.log.metrics[run_id] = dict(self._metrics) if epoch == 0 else {}
         self.log.timings[run_id] = {}
         return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
-    async def _collect(self, num_epochs: int) -> None:
-        """All collections, with a checkpoint before each: they may take longer than the training."""
+    async def _collect_pairs(self, num_epochs: int) -> None:
+        """Run the collections, with a checkpoint before each: they may take longer than the training."""
+        assert self.trajectory_builder is not None
         while len(self._collections) < self.trainer_config.num_runs and not self.is_stopping:
             await self._save(await self.validate(num_epochs), is_last=False)
             if self.is_stopping:
@@ -226,7 +221,8 @@ class DPOTrainer(LoggedTrainer):
             run_id = f"collection_{len(self._collections):05d}"
             try:
                 with user_code():
-                    collection = await self._collection(run_id)
+                    collection = await self.collect(run_id)
+                    self.trajectory_builder.log_progress(run_id, collection.metrics)
             except UserCodeError as failure:
                 is_hopeless = isinstance(failure.error, ConfigError | PolicyError)  # the next would fail likewise
                 if is_hopeless or not self.trainer_config.continue_on_collection_error:
@@ -242,55 +238,40 @@ class DPOTrainer(LoggedTrainer):
         metrics = [collection["metrics"] for collection in self._collections if "metrics" in collection]
         if not metrics:
             raise TooManyFailures(f"every collection failed; the last:\n{self._collections[-1]['error']}")
-        self._pairs = self._unique_pairs(self._collected)
-        self._figures = _added(metrics) | {"pairs_trained": len(self._pairs)}
+        self._pairs = self._choose_pairs()
+        self._metrics = join_metrics(metrics) | {"pairs_trained": len(self._pairs)}
         if not self._pairs:
-            cause = why_no_calls(self._figures) or (
+            cause = why_no_calls(self._metrics) or (
                 "record at least two candidates of different scores for a decision "
                 "(jaxft.episode().record_candidates), or lower min_score_diff"
             )
             raise NoLearningSignal(f"no pairs were found: {cause}")
         if not self.log.state()["rewards"]:  # or they were logged before the run was resumed
-            self.log.rewards(0, self._figures)
-            episodes = sum(figures.get("episodes", 0) for figures in metrics)
-            self.log.console.message(f"{len(self._pairs)} pairs from {episodes:.0f} episodes")
+            self.log.rewards(0, self._metrics)
+            self.log.console.message(f"{len(self._pairs)} pairs from {self._metrics.get('episodes', 0):.0f} episodes")
 
     async def _save(self, score: float | None, *, is_last: bool) -> None:
-        await self.save(len(self._collections) + self.progress.epoch, score, is_last=is_last)
+        await self.save(len(self._collections) + self.epoch, score, is_last=is_last)
 
-    async def _collection(self, run_id: str) -> TrajectoryCollection:
-        assert self.trajectory_builder is not None
-        await self.trajectory_builder.start_run(run_id)
-        collection = await self.trajectory_builder.finalize(run_id)
-        failed = len(collection.failures)
-        episodes = collection.metrics.get("episodes", failed + sum(map(len, collection.trajectories)))
-        if failed > self.trainer_config.max_failed_fraction * episodes:
-            raise TooManyFailures(f"{failed} of {episodes:.0f} episodes failed; the last: {collection.failures[-1]}")
-        if failed:
-            first = collection.failures[0].splitlines()[0]
-            self.log.console.message(f"{run_id}: {failed} of {episodes:.0f} episodes failed and are left out; {first}")
-        if dropped := dropped_episodes(collection.metrics):
-            self.log.console.message(f"{run_id}: {dropped}")
-        self.trajectory_builder.log_progress(run_id, collection.metrics)
-        return collection
-
-    def _unique_pairs(self, pairs: list[Trajectory]) -> list[list[Trajectory]]:
-        """One group per pair: pairs are not compared with each other."""
+    def _choose_pairs(self) -> list[list[Trajectory]]:
+        """Return the pairs to train, each in a group of its own, as pairs are not compared with each other."""
+        pairs = self._collected
         if self.trainer_config.deduplicate_pairs:
             unique: dict[str, Trajectory] = {}
             for pair in pairs:
-                unique.setdefault(_identity(pair), pair)
+                texts = "".join(item.model_dump_json() for item in pair.episode if isinstance(item, DPOItem))
+                unique.setdefault(texts, pair)
             pairs = list(unique.values())
         if self.trainer_config.max_pairs is not None:
             pairs = sorted(pairs, key=lambda pair: -pair.reward)[: self.trainer_config.max_pairs]
         return [[pair] for pair in pairs]
 
     def state(self) -> dict[str, Any]:
-        """Counters and histories; the pairs are in a log of their own."""
+        """Return counters and histories, for JSON; the pairs are in a log of their own."""
         return {**super().state(), "collections": self._collections, "collected_pairs": len(self._collected)}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on between two collections or epochs."""
+        """Go on between two collections or epochs."""
         super().restore_state(state)
         self._collections = list(state["collections"])
         self._collected = self.log.read_pairs()
@@ -301,22 +282,31 @@ class DPOTrainer(LoggedTrainer):
             )
 
 
-def _identity(pair: Trajectory) -> str:
-    return "".join(item.model_dump_json() for item in pair.episode if isinstance(item, DPOItem))
+def join_metrics(collections: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several collections as those of one.
 
+    Means and quartiles are averaged, weighted by the episodes that ended well; extremes stay extremes, and counts are
+    summed.
 
-def _added(collections: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all collections in one: means of means and quartiles, extremes of extremes, sums of counts."""
-    names = {name: None for metrics in collections for name in metrics}
-    return {name: _aggregated(name, [metrics[name] for metrics in collections if name in metrics]) for name in names}
-
-
-def _aggregated(name: str, values: list[float]) -> float:
-    if name.endswith(("_mean", "_q25", "_q75")):
-        return mean(values)
-    return min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
+    >>> join_metrics([{"episodes": 1, "reward_mean": 0.0, "reward_max": 0.0}, {"episodes": 3, "reward_mean": 1.0}])
+    {'episodes': 4, 'reward_mean': 0.75, 'reward_max': 0.0}
+    """
+    joined: dict[str, float] = {}
+    for name in {name: None for metrics in collections for name in metrics}:
+        having = [metrics for metrics in collections if name in metrics]
+        values = [metrics[name] for metrics in having]
+        if name.endswith(("_mean", "_q25", "_q75")):
+            unfinished = [metrics.get("failed_episodes", 0) + metrics.get("dropped_episodes", 0) for metrics in having]
+            finished = [max(1, m.get("episodes", 1) - lost) for m, lost in zip(having, unfinished, strict=True)]
+            # Divided first: a single collection has the weight 1, which changes no bit of its mean.
+            joined[name] = sum(value * (count / sum(finished)) for value, count in zip(values, finished, strict=True))
+        elif name.endswith("_min"):
+            joined[name] = min(values)
+        else:
+            joined[name] = max(values) if name.endswith("_max") else sum(values)
+    return joined
 
 
 async def dpo_trainer(config: DPOTrainerConfig, builder: Any) -> AsyncIterator[DPOTrainer]:
-    """The trainer of a run; it is closed by `cleanup`."""
+    """Yield the trainer of a run."""
     yield DPOTrainer(config, directory=builder.directory, console=builder.console)

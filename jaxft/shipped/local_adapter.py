@@ -1,8 +1,12 @@
-"""`_type: local_trainer_adapter`: trains the policy that sampled, in the same process."""
+"""The trainer adapter that trains a `local_policy` in the process that samples from it.
+
+A job goes through `submit`, which lays out its rows, and `_run`, which calls `Learner.learn` on the device thread.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,42 +26,352 @@ from jaxft.harness.data_models import (
 from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.device import is_out_of_memory
-from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
-from jaxft.shipped.memory import advice, memory_errors, memory_needs, what_to_lower
+from jaxft.shipped.memory import memory_advice, memory_errors
 from jaxft.training.advantages import CollectedRewards, collect_rewards, with_usable_rewards
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.learner import Learner
 from jaxft.training.rows import Gathered, gather_examples, gather_pairs, gather_rows
 
+BACKEND = "local"
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Job:
+    status: TrainingJobStatus
+    task: "asyncio.Task[None] | None" = None
+    is_cancelled: bool = False
+    canceled_after: str | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def report(self, **changes: Any) -> None:
+        """Replace the status by a changed copy, as others may hold the old one."""
+        self.status = self.status.model_copy(update=changes)
+
+
+class LocalTrainerAdapter(TrainerAdapter):
+    """Owns the learner, with the state of the optimizer; the parameters are the policy's.
+
+    Attributes:
+        policy: samples, and is trained in place.
+        learner: optimizer, reference and value head.
+    """
+
+    adapter_config: LocalTrainerAdapterConfig
+
+    def __init__(
+        self,
+        adapter_config: LocalTrainerAdapterConfig,
+        policy: Policy,
+        warn: Callable[[str], object] = print,
+        seed: int = 0,
+        bad_batches: BadBatches | None = None,
+    ) -> None:
+        """Make the learner, and load the reference if it is another checkpoint.
+
+        Args:
+            adapter_config: its settings.
+            policy: what it trains.
+            warn: shows a sentence.
+            seed: shuffles minibatches.
+            bad_batches: keeps the batches of updates that were not finite; None: nobody does.
+
+        Raises:
+            ValueError: settings of the loss exclude each other.
+            ComponentError: the checkpoint of the reference is of another model.
+        """
+        super().__init__(adapter_config)
+        self.policy = policy
+        has_own_reference = adapter_config.loss.needs_reference and adapter_config.loss.reference.path is not None
+        self.learner = Learner(
+            policy.model,
+            adapter_config.loss,
+            adapter_config.optimizer,
+            microbatch_tokens=adapter_config.microbatch_tokens,
+            num_minibatches=adapter_config.num_minibatches,
+            num_iterations=adapter_config.num_iterations,
+            packing=adapter_config.packing,
+            max_sampler_diff=adapter_config.max_logprob_diff,
+            max_disagreeing_fraction=adapter_config.max_disagreeing_fraction,
+            seed=seed,
+            ref_params=load_reference(adapter_config, policy) if has_own_reference else None,
+        )
+        self._warn = warn
+        self._has_warned = False
+        self._jobs: dict[str, _Job] = {}
+        self._bad_batches = bad_batches
+        self._reported_compiles = 0
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Store the run's configuration.
+
+        Raises:
+            ConfigError: training is aimed at another language model than the adapter's.
+        """
+        await super().initialize(run_config)
+        if run_config.target_model not in (None, self.adapter_config.llm):
+            raise ConfigError(
+                [
+                    f"finetuning.target_model: is '{run_config.target_model}', but the adapter trains "
+                    f"'{self.adapter_config.llm}'"
+                ]
+            )
+
+    async def is_healthy(self) -> bool:
+        """True if all parameters are finite and a token can be sampled; otherwise a warning says what is wrong.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory to sample.
+        """
+        try:
+            with user_code():  # whatever stops it is the answer
+                return await self.policy.is_healthy()
+        except UserCodeError as failure:
+            if isinstance(failure.error, DeviceMemoryError):
+                raise failure.error from None
+            self._warn(f"warning: the policy is not healthy: {failure.summary}")
+            return False
+
+    async def warm_up(self) -> None:
+        """Compile all that requests and jobs can lead to; parameters, optimizer and version stay as they are."""
+        longest = self.policy.engine.max_context_tokens
+        with self._memory_errors():
+            await self.policy.engine.warm_up()
+            await self.policy.update(
+                lambda params: (self.learner.warm_up(params, longest), None), has_changed=lambda result: False
+            )
+
+    def validate_trajectories(self, trajectories: TrajectoryCollection) -> dict[str, float]:
+        """Return the metrics that a job on these trajectories would begin with, without queueing it.
+
+        Raises:
+            NothingToTrain: no row has a token to train.
+            TrajectoryError: greedy or malformed rows are among them.
+        """
+        data, _ = self._lay_out(trajectories)
+        return data.metrics | data.sampled.stale_fractions(self.policy.version)
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Queue a job on these trajectories, and return at once.
+
+        Raises:
+            ValueError: the job's name is taken.
+            NothingToTrain: no row has a token to train.
+            TrajectoryError: greedy or malformed rows are among them.
+        """
+        run_id = trajectories.run_id
+        if run_id in self._jobs:
+            raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
+        data, rewards = self._lay_out(trajectories)
+        self._warn_of_filters(data.sampled.log_kept_mass)
+        job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
+        self._jobs[run_id] = job
+        job.task = asyncio.create_task(self._run(job, data, rewards), name=f"job {run_id}")
+        return TrainingJobRef(run_id=run_id, backend=BACKEND)
+
+    def _lay_out(self, trajectories: TrajectoryCollection) -> tuple[Gathered, CollectedRewards | None]:
+        """Return the rows that the loss trains and, for a policy loss, the rewards of their trajectories."""
+        llm, loss, template = self.adapter_config.llm, self.adapter_config.loss, self.policy.template
+        if loss.name == "dpo":
+            return gather_pairs(trajectories, template, llm), None
+        if loss.name == "sft":
+            return gather_examples(trajectories, template, loss.min_reward, llm), None
+        reward = self.adapter_config.reward
+        unusable = "unscorable" if reward is None else reward.unusable
+        groups = with_usable_rewards(trajectories.trajectories, loss, unusable)
+        usable = trajectories.model_copy(update={"trajectories": groups})
+        data = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
+        rewards = collect_rewards(data.groups, loss, llm)
+        return data._replace(metrics=data.metrics | rewards.metrics), rewards
+
+    def _warn_of_filters(self, log_kept_mass: np.ndarray) -> None:
+        """Warn, once, if truncated sampling was used; the array has the log of the kept mass of each trained token."""
+        if self._has_warned or not log_kept_mass.any():
+            return
+        self._has_warned = True
+        kept = np.exp(log_kept_mass).mean()
+        self._warn(
+            f"warning: tokens were drawn with top-k, top-p or min-p, which kept {kept:.1%} of the mass on average; "
+            "what cannot be sampled cannot be unlearned: train without filters"
+        )
+
+    async def _run(self, job: _Job, data: Gathered, rewards: CollectedRewards | None) -> None:
+        started = time.perf_counter()
+        bad_updates: list[BadUpdate] = []
+        kept: list[str] = []
+        try:
+            with user_code(), self._memory_errors():  # whatever stops the job becomes its status
+                metrics = await self.policy.update(
+                    partial(self._learn, job, data, rewards, bad_updates),
+                    has_changed=lambda metrics: metrics["applied_updates"] > 0,
+                )
+                if self._bad_batches is not None:
+                    kept = self._bad_batches.keep(job.status.run_id, bad_updates, data.groups)
+        except UserCodeError as failure:
+            is_memory = isinstance(failure.error, DeviceMemoryError)
+            message, traceback = str(failure.error) if is_memory else failure.summary, failure.traceback
+            job.report(status=TrainingStatusEnum.FAILED, message=message, metadata={"traceback": traceback})
+            return
+        metrics |= data.metrics
+        compiles = self.policy.compiles
+        timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
+        compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
+        metadata = {"metrics": metrics, "timings": timings, "compiled": compiled}
+        if job.canceled_after is not None:
+            job.report(status=TrainingStatusEnum.CANCELED, message=job.canceled_after, metadata=metadata)
+            return
+        refusal = why_refused(self.adapter_config, metrics)
+        message = (refusal or outcome(metrics)) + (f"; the batch of each is kept: {', '.join(kept)}" if kept else "")
+        if refusal is not None:
+            job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=metadata)
+        else:
+            job.report(status=TrainingStatusEnum.COMPLETED, progress=100.0, message=message, metadata=metadata)
+
+    def _learn(
+        self, job: _Job, data: Gathered, rewards: CollectedRewards | None, bad_updates: list[BadUpdate], params: Any
+    ) -> tuple[Any, dict[str, float]]:
+        """Run a job on the device thread: return the parameters and its metrics."""
+        stale = data.sampled.stale_fractions(self.policy.version)
+        metrics = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
+        if job.is_cancelled:
+            job.canceled_after = "canceled before it began"
+            return params, metrics
+        if stale.get("stale_trajectory_fraction", 0.0) > self.adapter_config.max_stale_fraction:
+            return params, metrics
+
+        def goes_on(done: int, total: int) -> bool:
+            job.report(progress=100.0 * done / total)
+            if job.is_cancelled:
+                job.canceled_after = f"canceled after {done} of {total} updates"
+            return not job.is_cancelled
+
+        job.report(status=TrainingStatusEnum.RUNNING)
+        params, learned = self.learner.learn(data.rows, rewards, params, goes_on, bad_updates.append)
+        version = self.policy.version + (learned["applied_updates"] > 0)
+        return params, {**metrics, **learned, "policy_version": version}
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Return the status of a job, also after it has ended.
+
+        Its `metadata` holds the `metrics` and `timings` of a job that completed, and the `traceback` of one that
+        failed.
+        """
+        return self._job(ref).status
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Return the last status of a job, as soon as there is one; `poll_interval` is ignored."""
+        job = self._job(ref)
+        assert job.task is not None
+        await asyncio.shield(job.task)
+        return job.status
+
+    async def cancel(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """End a job before its next update, and return its last status; a job that has ended stays as it is.
+
+        Updates that have been made stay made; the status says how many.
+        """
+        self._job(ref).is_cancelled = True
+        return await self.wait_until_complete(ref)
+
+    def is_busy(self) -> bool:
+        """True if a job has not ended."""
+        return any(job.task is not None and not job.task.done() for job in self._jobs.values())
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Add metrics to the `history` in the metadata of a job."""
+        job = self._job(ref)
+        job.history.append(dict(metrics))
+        job.report(metadata={**(job.status.metadata or {}), "history": job.history})
+
+    def _job(self, ref: TrainingJobRef) -> _Job:
+        if ref.run_id not in self._jobs:
+            raise ValueError(f"no job '{ref.run_id}' was submitted; jobs: {', '.join(self._jobs) or 'none'}")
+        return self._jobs[ref.run_id]
+
+    async def memory(self) -> dict[str, float]:
+        """Return the MiB that each device needs, by purpose; compiles the largest update.
+
+        The purposes are those of `Learner.memory`, the weights of the sampler, and its cache (`sampling`).
+        """
+
+        def needs(params: Any) -> dict[str, float]:
+            weights, cache = self.policy.sampling_bytes(params)
+            training = self.learner.memory(params, self.policy.engine.max_context_tokens)
+            return {**training, "sampling weights": weights / 2**20, "sampling": cache / 2**20}
+
+        return await self.policy.read(needs)
+
+    def memory_advice(self, memory: dict[str, float]) -> str | None:
+        """Return what to change if a device has less than `memory`; None if it fits, or if nobody knows."""
+        return memory_advice(self.adapter_config, self.policy.engine, memory)
+
+    def _memory_errors(self) -> AbstractContextManager[None]:
+        return memory_errors(self.adapter_config, self.policy.engine)
+
+    async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
+        """Return `save(values, arrays)`, called on the device thread.
+
+        The values are counters; the arrays are those of policy, optimizer, reference and value head. A frozen base is
+        among them only if it is not that of its checkpoint.
+        """
+
+        def saved(params: Any) -> T:
+            values: dict[str, Any] = {
+                "policy_version": self.policy.version,
+                "has_warned": self._has_warned,
+                **self.learner.state(),
+            }
+            if self.policy.model.lora is None:
+                return save(values, self.learner.arrays(params))
+            holds_base = not self.policy.has_own_base(params)
+            values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
+            return save(values, self.learner.arrays(params, with_base=holds_base))
+
+        with self._memory_errors():
+            return await self.policy.read(saved)
+
+    async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            RestoreError: the checkpoint is of another model, another optimizer or another dtype.
+        """
+        llm, has_adapters = self.adapter_config.llm, "base" in values
+        if has_adapters != (self.policy.model.lora is not None):
+            held = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
+            raise RestoreError(f"the checkpoint holds {held}: continue it with its own configuration")
+        holds_base = values.get("holds_base", False)
+
+        def restored(params: Any) -> Any:
+            if has_adapters and not holds_base and values["base"] != self.policy.base_of(params):
+                raise RestoreError(
+                    f"the checkpoint holds adapters of another base than that of llms.{llm}: continue it with the "
+                    "base it was made with"
+                )
+            return self.learner.restore(values, read(self.learner.arrays(params, with_base=holds_base)), params)
+
+        self._has_warned = values["has_warned"]
+        with self._memory_errors():
+            await self.policy.restore(restored, values["policy_version"])
+
+    async def export_model(self, folder: Path) -> Path:
+        """Write model and tokenizer in Hugging Face's file format, and return the folder."""
+        return await self.policy.save(folder)
+
+
 STAY = "parameters and optimiser state stay as they were"
 
 
-def ending(config: LocalTrainerAdapterConfig, metrics: dict[str, float], kept: list[str]) -> dict[str, Any]:
-    """Status and message of a job that raised nothing; `kept` are the files with its bad batches."""
-    where = f"; the batch of each is kept: {', '.join(kept)}" if kept else ""
-    refusal = _refusal(config, metrics)
-    if refusal is not None:
-        return {"status": TrainingStatusEnum.FAILED, "message": refusal + where}
-    return {"status": TrainingStatusEnum.COMPLETED, "progress": 100.0, "message": _outcome(metrics) + where}
-
-
-def why_failed(config: LocalTrainerAdapterConfig, engine: Engine, failure: UserCodeError) -> str:
-    """What stopped a job, in one line, and what to lower when the device was too small for it."""
-
-    return what_to_lower(config, engine, failure.error) if is_out_of_memory(failure.error) else failure.summary
-
-
-def _refusal(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
-    stale, disagreeing = (
-        metrics.get("stale_trajectory_fraction", 0.0),
-        metrics.get("sampler_disagreement_fraction", 0.0),
-    )
+def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
+    """Return why a job that raised nothing was refused, or some of its updates; None if it was not."""
+    stale = metrics.get("stale_trajectory_fraction", 0.0)
     if stale > config.max_stale_fraction:
         return f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {STAY}"
     if metrics.get("refused_updates"):
+        disagreeing = metrics.get("sampler_disagreement_fraction", 0.0)
         return (
             f"refused: the log-probabilities recorded with {disagreeing:.0%} of the sequences are more than "
             f"{config.max_logprob_diff:g} nats (on average) from the policy's own: another policy sampled them, or "
@@ -66,39 +380,17 @@ def _refusal(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> st
     return None
 
 
-def _outcome(metrics: dict[str, float]) -> str:
+def outcome(metrics: dict[str, float]) -> str:
+    """Return what a job did to the parameters, in words."""
     if metrics["nonfinite_updates"]:
         count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
-        what = STAY if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
-        return f"loss, gradient or new parameters were not finite; {what}"
+        effect = STAY if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
+        return f"loss, gradient or new parameters were not finite; {effect}"
     if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
         is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
         why = ", as the rewards of every group are equal" if is_without_signal else ""
         return f"nothing to learn: the gradient is exactly zero{why}; {STAY}"
     return "updated"
-
-
-def make_learner(config: LocalTrainerAdapterConfig, policy: Policy, seed: int) -> Learner:
-    """The learner; a reference of its own is loaded here, before anything is trained.
-
-    Raises:
-        ComponentError: the reference is of another model than the policy.
-    """
-
-    own_reference = config.loss.needs_reference and config.loss.reference.path is not None
-    return Learner(
-        policy.model,
-        config.loss,
-        config.optimizer,
-        microbatch_tokens=config.microbatch_tokens,
-        num_minibatches=config.num_minibatches,
-        num_iterations=config.num_iterations,
-        packing=config.packing,
-        max_sampler_diff=config.max_logprob_diff,
-        max_disagreeing_fraction=config.max_disagreeing_fraction,
-        seed=seed,
-        ref_params=load_reference(config, policy) if own_reference else None,
-    )
 
 
 def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
@@ -125,293 +417,8 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
     return params
 
 
-BACKEND = "local"
-
-T = TypeVar("T")
-
-
-@dataclass
-class _Job:
-    status: TrainingJobStatus
-    task: "asyncio.Task[None] | None" = None
-    is_cancelled: bool = False
-    canceled_after: str | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    bad_updates: list[BadUpdate] = field(default_factory=list)
-
-    def report(self, **changes: Any) -> None:
-        """Replaces fields of the status, which is never changed itself: others may hold it."""
-        self.status = self.status.model_copy(update=changes)
-
-
-class LocalTrainerAdapter(TrainerAdapter):
-    """Owns the optimiser's state; the parameters are the policy's."""
-
-    adapter_config: LocalTrainerAdapterConfig
-
-    def __init__(
-        self,
-        adapter_config: LocalTrainerAdapterConfig,
-        policy: Policy,
-        warn: Any = print,
-        seed: int = 0,
-        bad_batches: BadBatches | None = None,
-    ) -> None:
-        """`warn` is called with a sentence the first time something deserves one; `seed` shuffles minibatches;
-        `bad_batches` keeps those of updates that were not finite.
-
-        Raises:
-            ValueError: the loss cannot be made of its knobs.
-            ComponentError: the reference's checkpoint is of another model.
-        """
-        super().__init__(adapter_config)
-        self.policy = policy
-        self._warn = warn
-        self._has_warned = False
-        self.learner = make_learner(adapter_config, policy, seed)
-        self._jobs: dict[str, _Job] = {}
-        self._bad_batches = bad_batches
-        self._reported_compiles = 0
-
-    async def initialize(self, run_config: FinetuneConfig) -> None:
-        """As every adapter's.
-
-        Raises:
-            ConfigError: training is aimed at another language model than the adapter's.
-        """
-        await super().initialize(run_config)
-        if run_config.target_model not in (None, self.adapter_config.llm):
-            raise ConfigError(
-                [
-                    f"finetuning.target_model: is '{run_config.target_model}', but the adapter trains "
-                    f"'{self.adapter_config.llm}'"
-                ]
-            )
-
-    async def is_healthy(self) -> bool:
-        """Whether there are parameters, all finite, and a token can be sampled from them; a warning says why not.
-
-        Raises:
-            DeviceMemoryError: the device is too small to sample as it was configured.
-        """
-        try:
-            with user_code():  # whatever stops it is the answer
-                return await self.policy.is_healthy()
-        except UserCodeError as failure:
-            if isinstance(failure.error, DeviceMemoryError):
-                raise failure.error from None
-            self._warn(f"warning: the policy is not healthy: {failure.summary}")
-            return False
-
-    def validate_trajectories(self, trajectories: TrajectoryCollection) -> dict[str, float]:
-        """What a job on these trajectories would be made of, in numbers; nothing is queued.
-
-        Raises:
-            NothingToTrain: no row has a token to train.
-            TrajectoryError: greedy or malformed rows are among them.
-        """
-        gathered, credit = self._gather(trajectories)
-        return {
-            **gathered.metrics,
-            **({} if credit is None else credit.metrics),
-            **self._stale_fractions(gathered),
-        }
-
-    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Queues a job on these trajectories and returns at once.
-
-        Raises:
-            ValueError: the job's name is taken.
-            NothingToTrain: no row has a token to train.
-            TrajectoryError: greedy or malformed rows are among them.
-        """
-        run_id = trajectories.run_id
-        if run_id in self._jobs:
-            raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
-        gathered, credit = self._gather(trajectories)
-        self._warn_of_filters(gathered.sampled.log_kept_mass)
-        job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
-        self._jobs[run_id] = job
-        job.task = asyncio.create_task(self._run(job, gathered, credit), name=f"job {run_id}")
-        return TrainingJobRef(run_id=run_id, backend=BACKEND)
-
-    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Where a job stands, also after it has ended. Its `metadata` holds `metrics` and `timings` once it has
-        completed, and the `traceback` of one that failed."""
-        return self._job(ref).status
-
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The last status of a job, as soon as there is one; `poll_interval` is not needed and ignored."""
-        job = self._job(ref)
-        assert job.task is not None
-        await asyncio.shield(job.task)
-        return job.status
-
-    async def cancel(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Ends a job before its next update, and gives its last status; one that has ended stays as it is.
-
-        Updates that have been made stay made; the status says how many.
-        """
-        self._job(ref).is_cancelled = True
-        return await self.wait_until_complete(ref)
-
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Keeps figures with the job; they are the `history` of its metadata."""
-        job = self._job(ref)
-        job.history.append(dict(metrics))
-        job.report(metadata={**(job.status.metadata or {}), "history": job.history})
-
-    async def warm_up(self) -> None:
-        """Compiles whatever requests and jobs can lead to; parameters, optimiser and version stay as they are."""
-        longest = self.policy.engine.max_context_tokens
-        with memory_errors(self.adapter_config, self.policy.engine):
-            await self.policy.engine.warm_up()
-            await self.policy.update(
-                lambda params: (self.learner.warm_up(params, longest), None), has_changed=lambda result: False
-            )
-
-    async def memory(self) -> dict[str, float]:
-        """Parameters, optimiser and reference, the largest update's own needs, the sampler's weights and its cache."""
-        return await self.policy.read(partial(memory_needs, self.learner, self.policy))
-
-    def memory_advice(self, memory: dict[str, float]) -> str | None:
-        """What to change where the device is too small for it."""
-        return advice(self.adapter_config, self.policy, memory)
-
-    async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
-        """Counters, and the arrays of policy, optimiser, reference and value head, on the device thread."""
-        with memory_errors(self.adapter_config, self.policy.engine):
-            return await self.policy.read(lambda params: self._saved(save, params))
-
-    def _saved(self, save: Callable[[dict[str, Any], Any], T], params: Any) -> T:
-        values = {"policy_version": self.policy.version, "has_warned": self._has_warned, **self.learner.state()}
-        if self.policy.model.lora is None:
-            return save(values, self.learner.arrays(params))
-        base, holds_base = self.policy.base_of(params), not self.policy.has_own_base(params)
-        return save(
-            {**values, "base": base, "holds_base": holds_base}, self.learner.arrays(params, with_base=holds_base)
-        )
-
-    async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            RestoreError: it is of another model, another optimiser, another dtype.
-        """
-        llm, has_adapters = self.adapter_config.llm, "base" in values
-        if has_adapters != (self.policy.model.lora is not None):
-            held = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
-            raise RestoreError(f"the checkpoint holds {held}: continue it with its own configuration")
-        self._has_warned = values["has_warned"]
-        with memory_errors(self.adapter_config, self.policy.engine):
-            await self.policy.restore(partial(self._restored, values, read), values["policy_version"])
-
-    def _restored(self, values: dict[str, Any], read: Callable[[Any], Any], params: Any) -> Any:
-        holds_base = values.get("holds_base", False)
-        if "base" in values and not holds_base and values["base"] != self.policy.base_of(params):
-            raise RestoreError(
-                f"the checkpoint holds adapters of another base than that of llms.{self.adapter_config.llm}: continue "
-                "it with the base it was made with"
-            )
-        return self.learner.restore(values, read(self.learner.arrays(params, with_base=holds_base)), params)
-
-    def is_busy(self) -> bool:
-        """Whether a job has not ended."""
-        return any(job.task is not None and not job.task.done() for job in self._jobs.values())
-
-    async def export_model(self, folder: Path) -> Path:
-        """Writes model and tokenizer in Hugging Face's file format."""
-        return await self.policy.save(folder)
-
-    def _job(self, ref: TrainingJobRef) -> _Job:
-        if ref.run_id not in self._jobs:
-            raise ValueError(f"no job '{ref.run_id}' was submitted; jobs: {', '.join(self._jobs) or 'none'}")
-        return self._jobs[ref.run_id]
-
-    def _gather(self, trajectories: TrajectoryCollection) -> tuple[Gathered, CollectedRewards | None]:
-        loss = self.adapter_config.loss
-        if loss.name == "dpo":
-            return gather_pairs(trajectories, self.policy.template, self.adapter_config.llm), None
-        if loss.name == "sft":
-            return gather_examples(trajectories, self.policy.template, loss.min_reward, self.adapter_config.llm), None
-        llm, reward = self.adapter_config.llm, self.adapter_config.reward
-        unusable = "unscorable" if reward is None else reward.unusable
-        groups = with_usable_rewards(trajectories.trajectories, loss, unusable)
-        usable = trajectories.model_copy(update={"trajectories": groups})
-        gathered = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
-        return gathered, collect_rewards(gathered.groups, loss, llm)
-
-    def _stale_fractions(self, gathered: Gathered) -> dict[str, float]:
-        is_sampled = gathered.sampled.versions.size > 0
-        return gathered.sampled.stale_fractions(self.policy.version) if is_sampled else {}
-
-    def _warn_of_filters(self, log_mass: Any) -> None:
-        """Says, once, that truncated sampling was used; `log_mass` holds the log of the mass kept, per token."""
-        if self._has_warned or not log_mass.any():
-            return
-        self._has_warned = True
-        kept = np.exp(log_mass).mean()
-        self._warn(
-            f"warning: tokens were drawn with top-k, top-p or min-p, which kept {kept:.1%} of the mass on average; "
-            "what cannot be sampled cannot be unlearned: train without filters"
-        )
-
-    async def _run(self, job: _Job, gathered: Gathered, credit: CollectedRewards | None) -> None:
-        started = time.perf_counter()
-        try:
-            with user_code():  # whatever stops the job becomes its status
-                metrics = await self.policy.update(
-                    partial(self._learn, job, gathered, credit),
-                    has_changed=lambda figures: figures["applied_updates"] > 0,
-                )
-                kept = self._keep_bad(job, gathered)
-        except UserCodeError as failure:
-            traceback = {"traceback": failure.traceback}
-            message = why_failed(self.adapter_config, self.policy.engine, failure)
-            job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=traceback)
-            return
-        metrics |= gathered.metrics | ({} if credit is None else credit.metrics)
-        compiles = self.policy.compiles
-        timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
-        compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
-        end: dict[str, Any] = {"status": TrainingStatusEnum.CANCELED, "message": job.canceled_after}
-        if job.canceled_after is None:
-            end = ending(self.adapter_config, metrics, kept)
-        job.report(**end, metadata={"metrics": metrics, "timings": timings, "compiled": compiled})
-
-    def _keep_bad(self, job: _Job, gathered: Gathered) -> list[str]:
-        updates, job.bad_updates = job.bad_updates, []
-        if self._bad_batches is None:
-            return []
-        return self._bad_batches.keep(job.status.run_id, updates, gathered.groups)
-
-    def _learn(
-        self, job: _Job, gathered: Gathered, credit: CollectedRewards | None, params: Any
-    ) -> tuple[Any, dict[str, float]]:
-        """The job itself, on the device thread."""
-        stale = self._stale_fractions(gathered)
-        figures = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
-        if job.is_cancelled:
-            job.canceled_after = "canceled before it began"
-            return params, figures
-        if stale.get("stale_trajectory_fraction", 0.0) > self.adapter_config.max_stale_fraction:
-            return params, figures
-
-        def goes_on(done: int, total: int) -> bool:
-            job.report(progress=100.0 * done / total)
-            if job.is_cancelled:
-                job.canceled_after = f"canceled after {done} of {total} updates"
-            return not job.is_cancelled
-
-        job.report(status=TrainingStatusEnum.RUNNING)
-        params, learned = self.learner.learn(gathered.rows, credit, params, goes_on, job.bad_updates.append)
-        version = self.policy.version + (learned["applied_updates"] > 0)
-        return params, {**figures, **learned, "policy_version": version}
-
-
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:
-    """An adapter for the policy behind `llm`."""
-
+    """Yield an adapter for the policy of `llm`."""
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")

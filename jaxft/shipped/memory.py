@@ -1,4 +1,4 @@
-"""What a run needs of each device's memory, and what to change where that is too much."""
+"""Whether a run fits into the memory of its devices, and which settings to lower where it does not."""
 
 import contextlib
 import os
@@ -6,46 +6,32 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxft.core.types import Params
 from jaxft.errors import DeviceMemoryError
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
-from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
-from jaxft.training.learner import Learner
 
 
-def memory_needs(learner: Learner, policy: Policy, params: Params) -> dict[str, float]:
-    """MiB of each device by purpose; compiles the largest update."""
-    weights, cache = policy.sampling_bytes(params)
-    training = learner.memory(params, policy.engine.max_context_tokens)
-    return {**training, "sampling weights": weights / 2**20, "sampling": cache / 2**20}
+def memory_advice(config: LocalTrainerAdapterConfig, engine: Engine, memory: dict[str, float]) -> str | None:
+    """Return what to change if a device has less than all of `memory`; None if it fits, or if nobody knows.
 
-
-def advice(config: LocalTrainerAdapterConfig, policy: Policy, memory: dict[str, float]) -> str | None:
-    """What to change where a device has less than all that together; None where it fits, or nobody knows."""
+    Args:
+        config: of the adapter.
+        engine: of its policy.
+        memory: MiB of each device by purpose, as `LocalTrainerAdapter.memory` returns them.
+    """
     has, needs = device_mebibytes(), sum(memory.values())
     if has is None or needs <= has:
         return None
-    engine, largest = policy.engine, max(memory, key=lambda purpose: memory[purpose])
-    remedies = {
-        "update": f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens}), or set "
-        f"llms.{config.llm}.remat to full",
-        "sampling": f"lower llms.{config.llm}.slots (now {engine.slots}), prefix_cache_rows (now "
-        f"{engine.prefix_cache_rows}) or max_context_tokens (now {engine.max_context_tokens})",
-    }
-    of_weights = (
-        f"train adapters (llms.{config.llm}.lora), divide the model over more devices (llms.{config.llm}.mesh, fsdp or "
-        "tensor), or keep its parameters in bfloat16 (dtype)"
-    )
+    largest = max(memory, key=lambda purpose: memory[purpose])
     return (
         f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
-        f"{remedies.get(largest, of_weights)}"
+        f"{remedy(config, engine, largest)}"
     )
 
 
 def device_mebibytes() -> float | None:
-    """The memory of one device: what jax may use of an accelerator's, or the machine's divided by its CPU devices."""
+    """Return the memory of one device: an accelerator's, or the machine's divided by its number of CPU devices."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
@@ -55,22 +41,34 @@ def device_mebibytes() -> float | None:
 
 @contextlib.contextmanager
 def memory_errors(config: LocalTrainerAdapterConfig, engine: Engine) -> Iterator[None]:
-    """Turns what says that the device has too little memory into a `DeviceMemoryError` that says what to lower."""
-
+    """Turn an out-of-memory error of the device into a `DeviceMemoryError` that says what to lower."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise DeviceMemoryError(what_to_lower(config, engine, error)) from error
+        raise DeviceMemoryError(
+            f"the device has too little memory for the job: {remedy(config, engine)}; it said: {first_line(error)}"
+        ) from error
 
 
-def what_to_lower(config: LocalTrainerAdapterConfig, engine: Engine, error: BaseException) -> str:
-    """A sentence for a device that has too little memory."""
+def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | None = None) -> str:
+    """Return which settings to lower, with their present values.
 
+    Args:
+        config: of the adapter.
+        engine: of its policy.
+        purpose: what takes most of the memory, as `LocalTrainerAdapter.memory` names it; None if that is not known.
+    """
+    microbatch = f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens})"
+    llm = f"llms.{config.llm}"
+    if purpose is None:
+        return f"{microbatch}, or {llm}.{engine.sizes}"
+    if purpose == "update":
+        return f"{microbatch}, or set {llm}.remat to full"
+    if purpose == "sampling":
+        return f"lower {llm}.{engine.sizes}"
     return (
-        "the device has too little memory for the job: lower trainer_adapters.<name>.microbatch_tokens (now "
-        f"{config.microbatch_tokens}), or of llms.{config.llm} slots (now {engine.slots}), prefix_cache_rows (now "
-        f"{engine.prefix_cache_rows}) or max_context_tokens (now {engine.max_context_tokens}); it said: "
-        f"{first_line(error)}"
+        f"train adapters ({llm}.lora), divide the model over more devices ({llm}.mesh, fsdp or tensor), or keep its "
+        "parameters in bfloat16 (dtype)"
     )

@@ -1,18 +1,15 @@
-"""Running the episodes of a collection: what the shipped trajectory builders have in common."""
+"""The base of the shipped trajectory builders: it runs the episodes of a collection and counts how they ended."""
 
 import asyncio
 import difflib
+import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.contracts import TrajectoryBuilder
-from jaxft.harness.data_models import (
-    EpisodeItem,
-    EpisodeItemRole,
-    EvalInputItem,
-    FinetuneConfig,
-)
+from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.registry import TrajectoryBuilderConfig
 from jaxft.rollout.recorder import TRAINING, WORKFLOW, Call
@@ -22,19 +19,21 @@ ROLES = {role.value: role for role in EpisodeItemRole}
 
 
 class _Start(NamedTuple):
-    """The clock, and the evaluation's counts, when a collection was started."""
+    """The clock and the counters of the evaluation when a collection was started."""
 
     seconds: float
-    abandoned: int
+    abandoned_episodes: int
     outside_calls: int
 
 
 class RolloutBuilder(TrajectoryBuilder):
-    """Runs the workflow `num_generations` times on every example; what episodes become is a matter of the subclass.
+    """Runs the workflow `num_generations` times on every example.
+
+    A subclass turns the episodes that `finish_run` returns into trajectories.
 
     Attributes:
-        evaluation_runs: the episodes of each collection that was started and not yet finalised.
-        progress: what `log_progress` was told, by run.
+        evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
+        progress: metrics that `log_progress` was given, by run id.
     """
 
     def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig, num_generations: int) -> None:
@@ -46,21 +45,29 @@ class RolloutBuilder(TrajectoryBuilder):
         self._collections = 0
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Starts the episodes of a collection; its rollout index is how many collections there were before.
+        """Start the episodes of a collection. Its rollout index is the number of collections before it.
 
         Args:
-            run_id: names the collection.
-            meta: `{"example_ids": [...]}` chooses examples, in that order; without it all take part.
+            run_id: name of the collection.
+            meta: `{"example_ids": [...]}` chooses examples, in that order; all take part without it.
 
         Raises:
-            ValueError: a collection of this name has been started and not finalised, or an id is not in the dataset.
+            ValueError: a collection of this name is in progress, or an id is not in the dataset.
             RuntimeError: no evaluation is bound.
         """
         if run_id in self.evaluation_runs:
             raise ValueError(f"run '{run_id}' is already in progress; finalize it or choose another id")
         if self.evaluation is None:
             raise RuntimeError("the builder has no evaluation: call bind_evaluation first")
-        examples = self._chosen(meta)
+        examples = self.examples
+        if meta is not None and "example_ids" in meta:
+            by_id = {item.id: item for item in examples}
+            unknown = [example_id for example_id in meta["example_ids"] if example_id not in by_id]
+            if unknown:
+                raise ValueError(
+                    f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others"
+                )
+            examples = [by_id[example_id] for example_id in meta["example_ids"]]
         counts = self.evaluation.supervisor.num_abandoned, self.evaluation.num_outside_calls
         self._started[run_id] = _Start(time.perf_counter(), *counts)
         self.evaluation_runs[run_id] = self.evaluation.start(
@@ -71,23 +78,17 @@ class RolloutBuilder(TrajectoryBuilder):
         )
         self._collections += 1
 
-    def _chosen(self, meta: dict[str, Any] | None) -> list[EvalInputItem]:
-        if meta is None or "example_ids" not in meta:
-            return self.examples
-        by_id = {item.id: item for item in self.examples}
-        unknown = [example_id for example_id in meta["example_ids"] if example_id not in by_id]
-        if unknown:
-            raise ValueError(f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others")
-        return [by_id[example_id] for example_id in meta["example_ids"]]
+    async def finish_run(self, run_id: str) -> tuple[list[EpisodeOutcome], dict[str, Any]]:
+        """Wait for the episodes of a collection.
 
-    async def finished(self, run_id: str) -> tuple[list[EpisodeOutcome], dict[str, Any]]:
-        """The episodes of a collection that ended well, in the order of (example, generation), and what a
-        `TrajectoryCollection` says of all of them: `metrics`, `timings`, `failures`.
+        Returns:
+            The episodes that ended well, by (example, generation), and the fields `metrics`, `timings` and `failures`
+            of the `TrajectoryCollection`, which count all of them.
 
         Raises:
             ValueError: no collection of this name is in progress.
-            ConfigError: the episodes asked their language models, but never where training is aimed at, or never in a
-                function aimed at while they did in one that is called almost so.
+            ConfigError: the episodes called language models, but never where training is aimed at; or a target
+                function made no call, and one with nearly its name did.
         """
         if run_id not in self.evaluation_runs:
             known = ", ".join(self.evaluation_runs) or "none"
@@ -99,21 +100,21 @@ class RolloutBuilder(TrajectoryBuilder):
                 task.cancel()
             started = self._started.pop(run_id)
         assert self.evaluation is not None
-        dropped = [outcome for outcome in outcomes if outcome.error is not None and outcome.episode.is_dropped]
-        failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.episode.is_dropped]
         finished = [outcome for outcome in outcomes if outcome.error is None]
+        unfinished = [outcome for outcome in outcomes if outcome.error is not None]
+        failed = [outcome for outcome in unfinished if not outcome.episode.is_dropped]
         # How many calls an episode makes before it fails may depend on the clock, and metrics do not.
         calls = [call for outcome in finished for call in outcome.episode.calls]
         targeted = sum(map(self.is_target, calls))
         if calls:
-            _check_targets(calls, targeted, self._targets())
+            _check_targets(calls, targeted, self._finetuning)
         return finished, {
             "metrics": {
                 "episodes": len(outcomes),
                 "failed_episodes": len(failed),
-                "dropped_episodes": len(dropped),
+                "dropped_episodes": len(unfinished) - len(failed),
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
-                "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned,
+                "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned_episodes,
                 "calls": len(calls),
                 "untargeted_calls": len(calls) - targeted,
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
@@ -126,36 +127,35 @@ class RolloutBuilder(TrajectoryBuilder):
         }
 
     def is_target(self, call: Call) -> bool:
-        """Whether training is aimed at a call: `finetuning.target_functions` and `target_model`."""
-        config = self._targets()
-        return is_targeted(call, config.target_functions, config.target_model)
+        """True if training is aimed at a call, by `finetuning.target_functions` and `target_model`."""
+        return is_targeted(call, self._finetuning.target_functions, self._finetuning.target_model)
 
-    def _targets(self) -> FinetuneConfig:
+    @property
+    def _finetuning(self) -> FinetuneConfig:
         return FinetuneConfig() if self.run_config is None else self.run_config
 
     def state(self) -> dict[str, Any]:
-        """How many collections there were: the rollout index of the next."""
+        """Return the number of collections, which is the rollout index of the next."""
         return {"collections": self._collections}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on counting."""
+        """Go on counting collections."""
         self._collections = state["collections"]
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Keeps the figures of a collection in `progress`."""
+        """Keep the metrics of a collection in `progress`."""
         self.progress[run_id] = dict(metrics)
 
 
 def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
-    """The conversation of an episode; log-probabilities go with the messages that the policy answered."""
-    calls = outcome.episode.calls
-    unmatched = list(calls)
+    """Return the conversation of an episode; answers of a language model carry their log-probabilities."""
+    unmatched = list(outcome.episode.calls)
     items = []
-    for message in episode_messages(calls):
+    for message in episode_messages(outcome.episode.calls):
         role = ROLES.get(message["role"], EpisodeItemRole.OTHER)
         logprobs = None
         if role is EpisodeItemRole.ASSISTANT:
-            # An assistant's message that no call answered was written by the agent itself, and is not trained.
+            # The agent itself wrote an assistant's message that no call answered; it is not trained.
             call = next((call for call in unmatched if call.content == message["content"]), None)
             logprobs = [] if call is None else list(call.sampler_logprobs)
             unmatched = [other for other in unmatched if other is not call]
@@ -163,12 +163,38 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
     return items
 
 
-def _check_targets(calls: list[Call], targeted: int, config: FinetuneConfig) -> None:
+def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return mean, least and greatest reward, and the quartiles of the groups' means; empty without rewards.
+
+    Where rewards are 0 or 1, so are the least and the greatest. The quartiles say how much examples differ.
+
+    >>> reward_metrics([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # doctest: +NORMALIZE_WHITESPACE
+    {'reward_mean': 0.5, 'reward_min': 0.0, 'reward_max': 1.0, 'group_reward_q25': 0.25, 'group_reward_q75': 0.75}
+    >>> reward_metrics([[]])
+    {}
+    """
+    rewards = [reward for group in groups for reward in group]
+    if not rewards:
+        return {}
+    means = [sum(group) / len(group) for group in groups if group]
+    # One group has no quartiles, and `statistics.quantiles` takes two values at least.
+    low, _, high = statistics.quantiles(means, n=4, method="inclusive") if len(means) > 1 else means * 3
+    return {
+        "reward_mean": sum(rewards) / len(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "group_reward_q25": low,
+        "group_reward_q75": high,
+    }
+
+
+def _check_targets(calls: Sequence[Call], targeted: int, config: FinetuneConfig) -> None:
+    """Raise a ConfigError if training is aimed at nothing that happened; `targeted` counts the calls it is aimed at."""
     functions = sorted({name for call in calls for name in call.functions})
     for name in config.target_functions:
         if name in (WORKFLOW, *functions):
             continue
-        # One that is not called yet may be later; one that is nearly another's name is misspelt.
+        # A function without calls may have some later, but one that is nearly another's name is misspelt.
         others = [function for function in functions if function not in config.target_functions]
         if not targeted or difflib.get_close_matches(name, others):
             hint = did_you_mean(name, others, what="functions that made calls")

@@ -1,133 +1,86 @@
-"""What the shipped trainers have in common: one epoch with its job, figures in a run directory, and what is saved."""
+"""The base of the shipped trainers: collections, epochs with their training jobs, checkpoints and logs."""
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxft.errors import ConfigError, JobFailed, NoLearningSignal
+from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
 from jaxft.harness.contracts import Trainer
-from jaxft.harness.data_models import TrainingJobStatus, TrainingStatusEnum
-from jaxft.harness.registry import TrainerConfig
+from jaxft.harness.data_models import TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.shipped.configs import LoggedTrainerConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.run_log import RunLog
 
 
-class Progress:
-    """The counters of one run.
-
-    Attributes:
-        epoch: the next one, from 0 on.
-        learned_epochs: with an update that was applied.
-        bad_updates: that were not finite, in a row, up to now.
-        validated_epoch: before which there was a validation last.
-        statuses: the last status of each job.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = self.learned_epochs = self.bad_updates = 0
-        self.validated_epoch: int | None = None
-        self.statuses: list[TrainingJobStatus] = []
-
-    def count(self, status: TrainingJobStatus | None, figures: Mapping[str, Any], max_bad_updates: int) -> bool:
-        """Counts an epoch with its job, None when nothing was submitted; whether the run goes on.
-
-        A backend that does not count its updates is believed to have made one.
-
-        Raises:
-            JobFailed: `max_bad_updates` updates in a row were not finite.
-        """
-        if status is not None:
-            self.statuses.append(status)
-            if status.status is not TrainingStatusEnum.COMPLETED:
-                return False
-            self.learned_epochs += figures.get("applied_updates", 1) > 0
-            is_bad = figures.get("nonfinite_updates", 0) > 0
-            self.bad_updates = int(figures.get("nonfinite_updates_in_a_row", self.bad_updates + 1 if is_bad else 0))
-        if self.bad_updates >= max_bad_updates:
-            said = "" if status is None or status.message is None else f": {status.message}"
-            raise JobFailed(
-                f"loss, gradient or new parameters were not finite in {self.bad_updates} updates in a row, the last in "
-                f"epoch_{self.epoch:05d}{said}"
-            )
-        self.epoch += 1
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """For JSON; the figures of the jobs are in the logs."""
-        return vars(self) | {
-            "statuses": [status.model_dump(mode="json", exclude={"metadata"}) for status in self.statuses]
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
-        vars(self).update(state)
-        self.statuses = [TrainingJobStatus(**status) for status in state["statuses"]]
-
-
 class LoggedTrainer(Trainer):
-    """A trainer without its loop: `run` of a class below calls `validate`, `save` and `train_epoch` by turns.
+    """A trainer without its loop.
+
+    `run` of a subclass calls `start`, then `validate`, `save` and `train_epoch` by turns. `run_epoch` of a subclass
+    calls `collect`, and puts the metrics of its epoch into `log.metrics` and `log.timings`.
 
     Attributes:
-        log: what it writes and shows.
-        progress: its counters.
+        log: the files of the run and what the console shows.
+        epoch: number of the next epoch, from 0.
+        learned_epochs: how many epochs applied an update.
+        statuses: last status of each job.
     """
 
-    def __init__(self, trainer_config: TrainerConfig, max_bad_updates: int, directory: RunDirectory, console: Console):
+    trainer_config: LoggedTrainerConfig
+
+    def __init__(self, trainer_config: LoggedTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config)
-        self.log, self.progress = RunLog(directory, console), Progress()
-        self._max_bad_updates = max_bad_updates
+        self.log = RunLog(directory, console)
+        self.epoch = self.learned_epochs = 0
+        self.statuses: list[TrainingJobStatus] = []
+        self._bad_updates = 0  # in a row, up to now
+        self._validated_epoch: int | None = None
         self._seconds_checkpoint = 0.0
         self._is_warm = False
-        self._why_nothing_was_learned = ""
-        self._lacks_signal = False
+        self._why_nothing_was_learned, self._lacks_signal = "", False
 
     def start(self, num_epochs: int) -> None:
-        """Opens the logs.
+        """Open the logs.
 
         Raises:
-            ConfigError: more epochs are trained already.
+            ConfigError: more than `num_epochs` epochs have been trained already.
         """
-        if self.progress.epoch > num_epochs:
-            raise ConfigError(
-                [f"finetuning.num_epochs: is {num_epochs}, but {self.progress.epoch} epochs are trained already"]
-            )
+        if self.epoch > num_epochs:
+            raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
             self.log.decode[adapter.adapter_config.llm] = adapter.policy.tokenizer.decode
-        self.log.start(num_epochs, self.progress.epoch)
+        self.log.start(num_epochs, self.epoch)
 
     async def validate(self, num_epochs: int) -> float | None:
-        """The validation reward before this epoch; None when it is not due, known already, or not usable."""
-        epoch = self.progress.epoch
-        if self.is_stopping or self.progress.validated_epoch == epoch:
+        """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""
+        if self.is_stopping or self._validated_epoch == self.epoch:
             return None
-        row = await self.validate_if_due(epoch, num_epochs)
+        row = await self.validate_if_due(self.epoch, num_epochs)
         if row is None:
             return None
-        self.progress.validated_epoch = epoch
+        self._validated_epoch = self.epoch
         self.log.validation(row)
         return row["avg_reward"]
 
     async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
-        """`checkpoint`, with the seconds that it held up the loop."""
+        """Call `checkpoint`, and measure how long it held up the loop."""
         started = time.perf_counter()
         self.log.console.status("saving")
         await self.checkpoint(step, score=score, is_last=is_last)
         self._seconds_checkpoint = time.perf_counter() - started
 
     async def train_epoch(self) -> dict[str, Any] | None:
-        """One `run_epoch` with its job and its logs; its figures, or None when the job did not complete.
+        """Run one epoch with its job, and log it; return its metrics, or None if the job did not complete.
 
         Raises:
-            JobFailed: too many updates in a row were not finite, or something was compiled that must not be.
+            JobFailed: `max_bad_updates` updates in a row were not finite, or strict_compile forbids what was compiled.
         """
         assert self.trainer_adapter is not None
         started, status = time.perf_counter(), None
-        epoch = self.progress.epoch
-        run_id = f"epoch_{epoch:05d}"
-        ref = await self.run_epoch(epoch, run_id)
+        run_id = f"epoch_{self.epoch:05d}"
+        ref = await self.run_epoch(self.epoch, run_id)
         metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
         if ref is not None:
             self.log.console.status("training")
@@ -142,12 +95,35 @@ class LoggedTrainer(Trainer):
             self._check_compiled(run_id, metadata.get("compiled", []))
             self.trainer_adapter.log_progress(ref, metrics)
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
-        figures = await self.get_metrics(run_id)
-        self.log_progress(epoch, figures)
-        return figures if self.progress.count(status, figures, self._max_bad_updates) else None
+        logged = await self.get_metrics(run_id)
+        self.log_progress(self.epoch, logged)
+        return logged if self._count_epoch(status, logged) else None
+
+    async def collect(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        """Return one collection of the builder, and show how many of its episodes failed or were dropped.
+
+        Raises:
+            TooManyFailures: more than `max_failed_fraction` of the episodes failed.
+        """
+        assert self.trajectory_builder is not None
+        await self.trajectory_builder.start_run(run_id, meta)
+        collection = await self.trajectory_builder.finalize(run_id)
+        failures, message = collection.failures, self.log.console.message
+        episodes = collection.metrics.get("episodes", len(failures) + sum(map(len, collection.trajectories)))
+        if len(failures) > self.trainer_config.max_failed_fraction * episodes:
+            raise TooManyFailures(f"{len(failures)} of {episodes:.0f} episodes failed; the last: {failures[-1]}")
+        if failures:
+            first = failures[0].splitlines()[0]
+            message(f"{run_id}: {len(failures)} of {episodes:.0f} episodes failed and are left out; {first}")
+        if dropped := collection.metrics.get("dropped_episodes", 0):
+            message(f"{run_id}: {dropped:.0f} episodes were dropped: a prompt left no room for an answer")
+        return collection
 
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
-        """The first job of a process may compile: what jobs do beside their updates is not warmed up."""
+        """Raise if `strict_compile` is on and a job other than the first of this process compiled something.
+
+        The first job may compile, as what jobs do beside their updates is not warmed up.
+        """
         is_first, self._is_warm = not self._is_warm, True
         if compiled and not is_first and self.run_config is not None and self.run_config.strict_compile:
             raise JobFailed(
@@ -155,51 +131,90 @@ class LoggedTrainer(Trainer):
                 f"{', '.join(dict.fromkeys(compiled))}"
             )
 
+    def _count_epoch(self, status: TrainingJobStatus | None, metrics: Mapping[str, Any]) -> bool:
+        """Count an epoch and its job, None if nothing was submitted; return True if the run goes on.
+
+        A backend that does not count its updates is believed to have made one.
+        """
+        if status is not None:
+            self.statuses.append(status)
+            if status.status is not TrainingStatusEnum.COMPLETED:
+                return False
+            self.learned_epochs += metrics.get("applied_updates", 1) > 0
+            is_bad = metrics.get("nonfinite_updates", 0) > 0
+            self._bad_updates = int(metrics.get("nonfinite_updates_in_a_row", self._bad_updates + 1 if is_bad else 0))
+        if self._bad_updates >= self.trainer_config.max_bad_updates:
+            said = "" if status is None or status.message is None else f": {status.message}"
+            raise JobFailed(
+                f"loss, gradient or new parameters were not finite in {self._bad_updates} updates in a row, the last "
+                f"in epoch_{self.epoch:05d}{said}"
+            )
+        self.epoch += 1
+        return True
+
     def nothing_was_learned(self, run_id: str, why: str, *, lacks_signal: bool = False) -> None:
-        """Says so, and remembers the reason; `lacks_signal`: the rewards tell nothing, and other rewards would."""
+        """Show why an epoch made no update, and remember it for `check_learned`.
+
+        Args:
+            run_id: the epoch.
+            why: the reason, in words.
+            lacks_signal: True if other rewards would have taught something.
+        """
         self._why_nothing_was_learned, self._lacks_signal = why, lacks_signal
         self.log.console.message(f"{run_id}: {why}")
 
     def check_learned(self, advice: str = "") -> None:
-        """Called at the end of a run; `advice` is for rewards that tell nothing.
+        """Raise if no epoch of the run has made an update; `advice` is added where the rewards were at fault.
 
         Raises:
-            NoLearningSignal: not one epoch made an update.
+            NoLearningSignal: the message holds the reason that the last epoch gave.
         """
-        if not self.progress.learned_epochs:
+        if not self.learned_epochs:
             raise NoLearningSignal(
-                f"nothing could be learned in {self.progress.epoch} epochs; of the last: "
+                f"nothing could be learned in {self.epoch} epochs; of the last: "
                 f"{self._why_nothing_was_learned}{advice if self._lacks_signal else ''}"
             )
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The figures of one epoch: those that another run would repeat, then those of the clock.
+        """Return the metrics of one epoch, then its timings.
 
         Raises:
-            ValueError: no such epoch has been run since the process began.
+            ValueError: this process has not run such an epoch.
         """
-        return self.log.figures(run_id)
+        known = self.log.metrics
+        if run_id not in known:
+            raise ValueError(f"no epoch '{run_id}' was run; epochs: {', '.join(known) or 'none'}")
+        return {**known[run_id], **self.log.timings[run_id]}
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Writes the rows of an epoch and its line; the reward plot every tenth epoch."""
+        """Write the rows of an epoch and show its line; draw the reward plot every tenth epoch."""
         self.log.epoch(epoch, f"epoch_{epoch:05d}", metrics)
 
     async def cleanup(self) -> None:
-        """Closes the logs."""
+        """Close the logs."""
         self.log.close()
 
     def state(self) -> dict[str, Any]:
-        """Counters and histories."""
+        """Return counters and histories, for JSON; the metrics of the jobs are in the logs."""
         return {
-            "progress": self.progress.state(),
+            "progress": {
+                "epoch": self.epoch,
+                "learned_epochs": self.learned_epochs,
+                "bad_updates": self._bad_updates,
+                "validated_epoch": self._validated_epoch,
+                "statuses": [status.model_dump(mode="json", exclude={"metadata"}) for status in self.statuses],
+            },
             "log": self.log.state(),
             "why_nothing_was_learned": self._why_nothing_was_learned,
             "lacks_signal": self._lacks_signal,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on between two epochs."""
-        self.progress.restore(state["progress"])
+        """Go on between two epochs."""
+        counters = state["progress"]
+        self.epoch, self.learned_epochs = counters["epoch"], counters["learned_epochs"]
+        self._bad_updates, self._validated_epoch = counters["bad_updates"], counters["validated_epoch"]
+        self.statuses = [TrainingJobStatus(**status) for status in counters["statuses"]]
         self.log.restore(state["log"])
         self._why_nothing_was_learned = state["why_nothing_was_learned"]
-        self._lacks_signal = state.get("lacks_signal", True)  # earlier checkpoints do not say
+        self._lacks_signal = state.get("lacks_signal", True)  # checkpoints of earlier versions do not have it

@@ -20,11 +20,17 @@ from jaxft.training.batch import TrainingBatch
 
 FOLDER = "bad_batches"
 MAX_KEPT = 3
-"""Batches that are kept of one run: what is wrong with the first is most likely wrong with the others."""
+"""Batches of one run: the first ones show what is wrong with the others, too."""
 
 
 class BadUpdate(NamedTuple):
-    """An update of a job that was not finite: its number in the job, from 1 on, its metrics, and its batch."""
+    """An update of a job that was not finite.
+
+    Attributes:
+        number: of the update in its job, from 1 on.
+        metrics: of the update.
+        batch: its arrays.
+    """
 
     number: int
     metrics: Mapping[str, Any]
@@ -32,7 +38,7 @@ class BadUpdate(NamedTuple):
 
 
 class BadBatches:
-    """Writes the first few batches of a run that were not finite."""
+    """Writes the first batches of a run that were not finite."""
 
     def __init__(
         self,
@@ -40,32 +46,40 @@ class BadBatches:
         log: Callable[[str], None],
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`log` is called once when later batches are left out; `decode` gives the text of token ids, so that tokens
-        that spell a secret are written as -1 (None: none are)."""
-        self._directory, self._log, self._decode = directory, log, decode
-        self._has_said = False
-
-    def keep(self, run_id: str, updates: Sequence[BadUpdate], groups: Sequence[Sequence[Trajectory]]) -> list[str]:
-        """Write the batches of a job while there is room for more; returns the names of the files with the arrays.
+        """Write into `directory`.
 
         Args:
-            run_id: the job's.
-            updates: the job's updates that were not finite.
-            groups: the trajectories that sequences count; empty where they are not known.
+            directory: of the run.
+            log: shows a sentence, once, when batches are left out.
+            decode: gives the text of token ids; ids that spell a secret are written as -1. None: all are written.
+        """
+        self._directory, self._log, self._decode = directory, log, decode
+        self._has_logged = False
+
+    def keep(self, run_id: str, updates: Sequence[BadUpdate], groups: Sequence[Sequence[Trajectory]]) -> list[str]:
+        """Write the batches of a job while the run has fewer than `MAX_KEPT`; return the names of their `.npz` files.
+
+        Args:
+            run_id: of the job.
+            updates: those that were not finite.
+            groups: the trajectories that `Row.trajectory` counts; empty where they are not known.
 
         Raises:
             RunDirectoryError: the folder leads out of the run directory.
             DiskFull: there is no room for a batch.
         """
+        trajectories = [trajectory for group in groups for trajectory in group]
         names = []
         for update in updates:
             name = f"{FOLDER}/{safe_name(run_id)}-{update.number}"
             path = self._directory.file(f"{name}.npz")
             others = [other for other in path.parent.glob("*.npz") if other != path]
             if len(others) >= MAX_KEPT:
-                self._say_once(f"{FOLDER} holds {len(others)} batches; those of later updates are not kept")
+                if not self._has_logged:
+                    self._has_logged = True
+                    self._log(f"{FOLDER} holds {len(others)} batches; those of later updates are not kept")
                 break
-            self._write(name, run_id, update, [trajectory for group in groups for trajectory in group])
+            self._write(name, run_id, update, trajectories)
             names.append(f"{name}.npz")
         return names
 
@@ -80,8 +94,14 @@ class BadBatches:
                 tokens[:] = redacted_tokens(tokens.tolist(), self._decode)
         np.savez(content, **arrays)  # dates every array 1980-01-01
         self._directory.write_bytes(f"{name}.npz", content.getvalue())
+
+        def episode(number: int) -> dict[str, Any]:
+            if not trajectories:
+                return {"trajectory": number}
+            return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}
+
         sequences = [
-            {**_episode(number, trajectories), "row": row, "start": start, "tokens": length}
+            {**episode(number), "row": row, "start": start, "tokens": length}
             for number, row, start, length in spans
         ]
         described = {
@@ -92,14 +112,3 @@ class BadBatches:
             "sequences": sequences,
         }
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))
-
-    def _say_once(self, message: str) -> None:
-        if not self._has_said:
-            self._has_said = True
-            self._log(message)
-
-
-def _episode(number: int, trajectories: list[Trajectory]) -> dict[str, Any]:
-    if not trajectories:
-        return {"trajectory": number}
-    return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}

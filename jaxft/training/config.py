@@ -13,152 +13,166 @@ CorrectionName = Literal[
 ]
 
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
-"""Losses that are no policy losses, and the fields that each reads."""
+"""Fields that the two losses without a policy ratio read."""
 
 NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
-"""Fields of policy losses that some of them do not read. Fields of ppo are read by ppo alone."""
+"""Fields that a policy loss does not read; the fields of the value function are for ppo only."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
-"""Estimators that do not divide by the spread of the rewards, which would divide beta, too."""
+"""Advantage estimators that do not divide by a spread, which would rescale a KL in the reward."""
 
 
 class ReferenceConfig(ConfigModel):
     """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
     path: PathOrName | None = Field(
-        default=None, description="Checkpoint to load; null takes the parameters before the first update."
+        default=None, description="Folder or hub id of a checkpoint; null: the policy's first parameters."
     )
     update_every: int | None = Field(
-        default=None, ge=1, description="Jobs between updates of the reference; null never updates it."
+        default=None, ge=1, description="Jobs between moves of the reference towards the policy; null: it never moves."
     )
-    mixing: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of the policy in an updated reference.")
+    mixing: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="Weight of the policy in a move; the reference keeps the rest."
+    )
 
 
 class CorrectionConfig(ConfigModel):
-    """Importance weights for a sampler whose probabilities are not the trainer's."""
+    """Importance weights for a sampler whose probabilities differ from the trainer's."""
 
-    name: CorrectionName = Field(description="Truncate or mask the ratio, per token or per sequence.")
-    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Smallest ratio that a mask keeps.")
-    high: float = Field(
-        default=2.0, ge=1.0, description="Largest weight after truncation, or largest ratio that a mask keeps."
+    name: CorrectionName = Field(
+        description="Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. "
+        "sequence_*: one per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. "
+        "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 "
+        "elsewhere."
     )
+    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Least ratio that a mask keeps.")
+    high: float = Field(default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or cap of a truncated one.")
 
 
 class PreferenceConfig(ConfigModel):
     """How dpo compares the two answers of a pair."""
 
     kind: Literal["sigmoid", "ipo"] = Field(
-        default="sigmoid", description="Loss of a pair's margin: sigmoid (DPO) or squared distance to a target (IPO)."
+        default="sigmoid", description="Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."
     )
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs that may be swapped.")
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs assumed to be the wrong way round."
+    )
     length_normalized: bool = Field(
-        default=False, description="Compare mean log-probabilities of the answers; false compares their sums."
+        default=False, description="Compare mean log-probabilities of answers, and not their sums."
     )
     sft_coef: float = Field(
-        default=0.0, ge=0.0, description="Weight of a supervised loss on the chosen answers; keeps them likely."
+        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which keeps them likely."
     )
 
 
 class LossConfig(ConfigModel):
-    """The loss: the name of a published one, and the fields that change it."""
+    """A published loss by name, and the settings that differ from it."""
 
     name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
-        default="grpo", description="Published loss whose settings the other fields override."
+        default="grpo", description="Published loss, which decides the fields below that are null."
     )
     advantages: AdvantageName | None = Field(
-        default=None, description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, else group."
+        default=None, description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, group for others."
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
-        default=None, description="Average of the loss over tokens and trajectories; null takes the preset's."
+        default=None,
+        description="How the losses of tokens become one. seq_mean_token_mean: the mean over trajectories (see "
+        "weigh) of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum "
+        "divided by max_completion_tokens per trajectory. null: that of the published loss.",
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="What counts once in the loss, however long it is or however many parts it has.",
+        description="What counts once in the loss. trajectory: a trajectory, however many sequences it has. "
+        "sequence: each of its sequences. Ratios of importance_level 'sequence' are those of sequences "
+        "in both cases.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="Importance ratio per token or per sequence; null takes the preset's."
+        default=None,
+        description="Whether a token or a sequence has a ratio; null: sequence for gspo, token for others.",
     )
     clip_low: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="Clip ratios below 1 - clip_low; null takes the preset's."
+        default=None, gt=0.0, le=1.0, description="Clips the ratio at 1 - clip_low; null: 3e-4 for gspo, else 0.2."
     )
     clip_high: float | None = Field(
         default=None,
         gt=0.0,
-        description="Clip ratios above 1 + clip_high (cispo: above clip_high); null takes the preset's.",
+        description="Clips the ratio at 1 + clip_high, for cispo at clip_high; null: 0.28 for dapo and bnpo, 4e-4 "
+        "for gspo, 5 for cispo, 0.2 for all others.",
     )
     delta: float | None = Field(
-        default=None, gt=1.0, description="Dual clip: largest ratio for negative advantages; null for no bound."
+        default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
     )
     beta: float | None = Field(
         default=None,
         ge=0.0,
         allow_inf_nan=False,
-        description="Weight of the KL to the reference; null is 0, or 0.1 for dpo.",
+        description="Weight of the KL to the reference, or dpo's temperature; null: 0.1 for dpo, 0 for all others, "
+        "which keep no reference.",
     )
     kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
-        default="k3_ratio", description="KL estimator, added to the loss, or for k1_in_reward taken off the reward."
+        default="k3_ratio", description="Estimator of the KL; k1_in_reward goes into the reward, others into the loss."
     )
     reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
     correction: CorrectionConfig | None = Field(
-        default=None, description="Sampler-to-trainer correction; null for none."
+        default=None, description="Weights for a sampler whose probabilities differ from the trainer's; null: none."
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(
-        default=1.0, gt=0.0, le=1.0, description="Discount per turn, or per token for gae and reinforce_pp."
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Discount per turn of shaped rewards, per token for gae and reinforce_pp.",
     )
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
     bootstrap: Literal["value", "none"] = Field(
-        default="value", description="Value behind an episode that a length limit cut: the value head's, or 0."
+        default="value",
+        description="Value after the last token of an episode that a length limit cut. value: the value head's "
+        "output there. none: 0, as if the episode had ended.",
     )
     value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value loss.")
     value_clip: float | None = Field(
-        default=0.2, gt=0.0, description="Largest unclipped change of a value in ppo's value loss; null for no clip."
+        default=0.2, gt=0.0, description="Largest change of a value that its loss rewards; null: any."
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a trajectory; dr_grpo divides by it; null for none."
+        default=None, ge=1, description="Token budget of a whole trajectory, which dr_grpo divides by; null: none."
     )
-    mask_truncated: bool = Field(
-        default=False, description="Leave out sequences that were cut off by their token limit."
-    )
+    mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
     overlong_buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Last tokens of max_completion_tokens, over which the reward falls by 1; null for no penalty.",
+        default=None, ge=1, description="Last tokens of the budget, over which the reward falls by up to 1; null: none."
     )
     reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
-        default=None, min_length=1, description="Weights of named rewards; null takes the evaluator's reward as it is."
+        default=None,
+        min_length=1,
+        description="Weights of named rewards in the reward; null: the evaluator's own reward.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize", description="Order of adding named rewards up and normalising them in the group."
+        default="sum_then_normalize", description="Add named rewards, or first normalise each in its group."
     )
 
-    preference: PreferenceConfig = Field(
-        default=PreferenceConfig(), description="How dpo compares the two answers of a pair."
-    )
+    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="How dpo compares answers.")
     min_reward: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="Least reward of the trajectories that sft imitates; null imitates all.",
+        default=None, allow_inf_nan=False, description="Least reward of trajectories that sft imitates; null: all."
     )
 
     @property
     def is_policy_loss(self) -> bool:
-        """True if the loss learns from rewards; dpo learns from pairs and sft from examples."""
+        """True if rewards become advantages; dpo learns from pairs and sft from examples."""
         return self.name not in OTHER_LOSSES
 
     @property
     def kl_weight(self) -> float:
-        """`beta` of a policy loss, 0 for the other losses."""
+        """Weight of the KL to the reference; 0 for dpo and sft, which have none."""
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss or the rewards read the reference's log-probabilities."""
+        """True if the loss reads the log-probabilities of the reference."""
         return self.kl_weight > 0 or self.name == "dpo"
 
     @property
     def estimator(self) -> str:
-        """The advantage estimator, the loss's own one where `advantages` is None."""
+        """Advantage estimator in use: the configured one, or that of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
@@ -209,45 +223,40 @@ class LossConfig(ConfigModel):
 
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
-"""The fields that policy losses read."""
+"""Fields that policy losses read."""
 
 
 class OptimizerConfig(ConfigModel):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="Optimizer: AdamW (arXiv 1711.05101) or plain SGD."
-    )
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
     learning_rate: float = Field(
-        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate of every update after the warm-up."
+        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Learning rate after the warm-up: constant, or a linear or cosine decay."
+        default="constant", description="How the learning rate goes on after the warm-up."
     )
-    warmup_updates: int = Field(
-        default=0, ge=0, description="Updates over which the learning rate rises linearly to learning_rate."
-    )
+    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate first rises.")
     decay_updates: int | None = Field(
-        default=None,
-        ge=1,
-        description="Updates after the warm-up over which the learning rate decays; null for a constant one.",
+        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: for constant."
     )
     end_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Fraction of learning_rate at the end of the decay."
+        default=0.1, ge=0.0, le=1.0, description="Fraction of the learning rate that it falls to."
     )
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay per update of the mean gradient.")
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient, per update.")
     b2: float = Field(
-        default=0.999, ge=0.0, lt=1.0, description="AdamW's decay per update of the mean squared gradient."
+        default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient, per update."
     )
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Type of AdamW's mean gradient; null takes the parameters' type. The mean square always has that.",
+        description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type "
+        "of the parameters, as it would lose small changes. null: the type of the parameters.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; applies to matrices only."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, of matrices only."
     )
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0.0, description="Clip gradients to this global norm; null for no clip."
+        default=1.0, gt=0.0, description="Largest global norm of the gradient; null: any."
     )
 
     @model_validator(mode="after")

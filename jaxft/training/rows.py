@@ -1,4 +1,8 @@
-"""From trajectories to training rows. Rows that are left out are counted, malformed ones are refused."""
+"""The training rows of a job: trajectories become token rows, and what is left out of them is counted.
+
+`gather_rows` serves the policy losses, `gather_pairs` dpo and `gather_examples` sft. Rows that a loss cannot use raise
+an error that names the episode.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +20,12 @@ from jaxft.training.batch import Row
 
 
 class Sampled(NamedTuple):
-    """Numbers recorded with the trained tokens of a job, all in one array each.
+    """What was recorded with the trained tokens of a job, one after the other.
 
     Attributes:
-        log_kept_mass: the log of the mass that top-k, top-p and min-p left to sample from.
-        versions: of the policy that sampled.
-        trajectories: the number of each token's trajectory.
+        log_kept_mass: log of the probability mass that top-k, top-p and min-p left to sample from.
+        versions: version of the policy that sampled each token.
+        trajectories: number of each token's trajectory.
     """
 
     log_kept_mass: np.ndarray
@@ -29,7 +33,9 @@ class Sampled(NamedTuple):
     trajectories: np.ndarray
 
     def stale_fractions(self, policy_version: int) -> dict[str, float]:
-        """Fractions of the trained tokens, and of the trajectories, that another version of the policy sampled."""
+        """Return the fractions of tokens and of trajectories that another version sampled; empty without tokens."""
+        if not self.versions.size:
+            return {}
         is_stale = self.versions != policy_version
         owners, stale_owners = np.unique(self.trajectories), np.unique(self.trajectories[is_stale])
         return {
@@ -38,8 +44,18 @@ class Sampled(NamedTuple):
         }
 
 
+NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
+
+
 class Gathered(NamedTuple):
-    """The rows of a job, their groups in the order of the job, and the metrics of gathering them."""
+    """The rows of a job.
+
+    Attributes:
+        rows: of pairs the chosen and the rejected one by turns.
+        groups: the trajectories that `Row.trajectory` counts, in their final order; empty for dpo and sft.
+        metrics: what was trained and what was left out.
+        sampled: what was recorded with the trained tokens; empty for dpo and sft.
+    """
 
     rows: list[Row]
     groups: list[list[Trajectory]]
@@ -48,7 +64,12 @@ class Gathered(NamedTuple):
 
 
 def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: bool) -> Gathered:
-    """Rows of the scorable trajectories of one language model, by (example, generation).
+    """Return the rows of the scorable trajectories for a policy loss, by (example, generation).
+
+    Args:
+        collection: groups of trajectories.
+        llm: the language model whose sequences are trained; those of others are counted.
+        mask_truncated: leaves out sequences that a length limit cut.
 
     Raises:
         NothingToTrain: no row has a token to train.
@@ -58,26 +79,29 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
     trajectories = [trajectory for group in groups for trajectory in group]
     refuse_pairs(trajectories)
     check_rewards(trajectories)
-    rows, foreign, recorded = [], 0, []
-    for index, trajectory in enumerate(trajectories):
+    rows, foreign = [], 0
+    for number, trajectory in enumerate(trajectories):
         for sequence in (trajectory.sequences or ()) if trajectory.scorable else ():
             if sequence.llm not in (None, llm):
                 foreign += 1
-                continue
-            if sequence.truncated and mask_truncated:
-                continue
-            check_sequence(trajectory, sequence)
-            rows.append(Row(sequence, index))
-            recorded.append(_recorded(sequence, index))
+            elif not (sequence.truncated and mask_truncated):
+                check_sampled(trajectory, sequence)
+                rows.append(Row(sequence, number))
     unscorable = sum(not trajectory.scorable for trajectory in trajectories)
     sequences = [s for trajectory in trajectories for s in trajectory.sequences or () if s.llm in (None, llm)]
     truncated = sum(sequence.truncated for sequence in sequences)
-    sampled = Sampled(*map(np.concatenate, zip(*recorded, strict=True))) if recorded else Sampled(*np.zeros((3, 0)))
-    if sampled.versions.size == 0:
+    trained_tokens = sum(sum(row.sequence.completion_mask) for row in rows)
+    if not trained_tokens:
+        cause = why_no_calls(collection.metrics)
+        if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
+            cause = (
+                "their `sequences` are None: the trajectory builder has to give what was sampled, as in "
+                "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls))"
+            )
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
             f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
-            f"{foreign} of other language models{_why_no_sequences(collection)}"
+            f"{foreign} of other language models{'' if cause is None else f'; {cause}'}"
         )
     metrics = {
         "groups": len(groups),
@@ -85,70 +109,183 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "unscorable_trajectories": unscorable,
         "sequences_per_trajectory": len(sequences) / len(trajectories),
         "foreign_sequences": foreign,
-        "trained_tokens": sampled.versions.size,
+        "trained_tokens": trained_tokens,
         "truncated_fraction": truncated / len(sequences),
     }
+    masks = [np.array(row.sequence.completion_mask) for row in rows]
+    kept_mass = [np.array(row.sequence.sampler_logprobs) - row.sequence.behavior_logprobs for row in rows]
+    sampled = Sampled(
+        np.concatenate([log_mass[mask] for log_mass, mask in zip(kept_mass, masks, strict=True)]),
+        np.concatenate([np.array(row.sequence.policy_versions)[mask] for row, mask in zip(rows, masks, strict=True)]),
+        np.repeat([row.trajectory for row in rows], [mask.sum() for mask in masks]),
+    )
     return Gathered(rows, groups, metrics, sampled)
 
 
 def sort_trajectories(group: Iterable[Trajectory]) -> list[Trajectory]:
-    """A group by generation, so that the order in which episodes happened to end decides nothing."""
+    """Return a group by generation, so that the order in which episodes happened to end decides nothing."""
     return sorted(group, key=lambda trajectory: trajectory.generation or 0)
 
 
-def _why_no_sequences(collection: TrajectoryCollection) -> str:
+def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: str | None = None) -> Gathered:
+    """Return two rows per pair for dpo, the chosen one first.
+
+    Args:
+        collection: trajectories whose episodes are lists of `DPOItem`.
+        template: makes tokens of the texts where a trajectory has no sequences.
+        llm: the language model whose pairs are trained, those of others are counted; None: any.
+
+    Raises:
+        NothingToTrain: there are no pairs.
+        TrajectoryError: a trajectory is no pair, answers different prompts, or has an answer without a trained token.
+    """
     trajectories = [trajectory for group in collection.trajectories for trajectory in group]
-    if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
-        return (
-            "; their `sequences` are None: the trajectory builder has to give what was sampled, as in "
-            "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls))"
+    rows: list[Row] = []
+    foreign = 0
+    for trajectory in trajectories:
+        items = [item for item in trajectory.episode if isinstance(item, DPOItem)]
+        if not items:
+            raise TrajectoryError(f"{name_of(trajectory)} is no preference: wanted an episode of DPOItem")
+        sequences = trajectory.sequences
+        if sequences is None:
+            sequences = [row for item in items for row in _tokenise_pair(item, template)]
+        if len(sequences) != 2 * len(items):
+            raise TrajectoryError(f"{name_of(trajectory)} has {len(sequences)} sequences for {len(items)} pairs")
+        for chosen, rejected in zip(sequences[0::2], sequences[1::2], strict=True):
+            check_pair(trajectory, chosen, rejected)
+            if not (_is_own(chosen, llm) and _is_own(rejected, llm)):
+                foreign += 2
+                continue
+            rows += [Row(chosen, len(rows) // 2), Row(rejected, len(rows) // 2)]
+    if not rows:
+        raise NothingToTrain(
+            f"job '{collection.run_id}' has no pair to train on: {foreign // 2} are of other language models"
         )
-    cause = why_no_calls(collection.metrics)
-    return "" if cause is None else f"; {cause}"
+    rewards = [trajectory.reward for trajectory in trajectories]
+    metrics = {
+        "pairs_trained": len(rows) // 2,
+        "foreign_sequences": foreign,
+        "pair_reward_mean": sum(rewards) / len(rewards),
+        "trained_tokens": sum(sum(row.sequence.completion_mask) for row in rows),
+    }
+    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
 
 
-def _recorded(sequence: TokenSequence, trajectory: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    mask = np.array(sequence.completion_mask)
-    log_kept_mass = (np.array(sequence.sampler_logprobs) - np.array(sequence.behavior_logprobs))[mask]
-    return log_kept_mass, np.array(sequence.policy_versions)[mask], np.full(log_kept_mass.size, trajectory)
+def gather_examples(
+    collection: TrajectoryCollection, template: ChatTemplate, min_reward: float | None, llm: str | None = None
+) -> Gathered:
+    """Return the rows of the trajectories that sft imitates.
 
+    Args:
+        collection: trajectories.
+        template: makes tokens of the messages where a trajectory has no sequences.
+        min_reward: the least reward of a trajectory that is imitated; None: all are.
+        llm: the language model whose sequences are trained, those of others are counted; None: any.
 
-def check_sequence(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Raise a `TrajectoryError` that names the episode unless a policy gradient can be taken of the sequence."""
-    name = check_lists(trajectory, sequence)
-    trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
-    if 0 in trained:
-        raise TrajectoryError(
-            f"{name} was sampled greedily; there is nothing to learn from it: sample at a temperature above 0"
+    Raises:
+        NothingToTrain: no row has a token to train.
+        TrajectoryError: a trajectory has neither tokens nor messages, or a malformed row.
+    """
+    trajectories = [trajectory for group in collection.trajectories for trajectory in group]
+    refuse_pairs(trajectories)
+    good = [t for t in trajectories if min_reward is None or (t.scorable and t.reward >= min_reward)]
+    rows, foreign = [], 0
+    for number, trajectory in enumerate(good):
+        sequences = trajectory.sequences
+        if sequences is None:
+            sequences = [_tokenise_episode(trajectory, template)]
+        for sequence in sequences:
+            check_lists(trajectory, sequence)
+            if _is_own(sequence, llm):
+                rows.append(Row(sequence, number))
+            else:
+                foreign += 1
+    trained_tokens = sum(sum(row.sequence.completion_mask) for row in rows)
+    if not trained_tokens:
+        raise NothingToTrain(
+            f"job '{collection.run_id}' has no token to train on: {len(good)} of {len(trajectories)} trajectories are "
+            f"good enough, {foreign} sequences are of other language models"
         )
-    numbers = zip(sequence.completion_mask, sequence.sampler_logprobs, sequence.behavior_logprobs, strict=True)
-    if not all(math.isfinite(number) for chosen, *pair in numbers if chosen for number in pair):
-        raise TrajectoryError(f"{name}: a recorded log-probability of a trained token is not finite")
-    steps = None if trajectory.shaped_rewards is None else len(trajectory.shaped_rewards)
-    if steps is not None:
-        turns = {t for chosen, t in zip(sequence.completion_mask, sequence.turns or [-1], strict=False) if chosen}
-        if not turns <= set(range(steps)):
-            raise TrajectoryError(
-                f"{name} has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; wanted one for every turn"
-            )
+    metrics: dict[str, float] = {
+        "imitated_trajectories": len(good),
+        "foreign_sequences": foreign,
+        "trained_tokens": trained_tokens,
+    }
+    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
+
+
+# --- Checks. Each raises a `TrajectoryError` that names the episode.
+
+
+def name_of(trajectory: Trajectory) -> str:
+    """Return how messages name a trajectory."""
+    return f"example '{trajectory.example_id}', generation {trajectory.generation}"
+
+
+def check_rewards(trajectories: Iterable[Trajectory]) -> None:
+    """Raise if a scorable trajectory has a reward beyond float32, whose squares and sums would overflow.
+
+    Named rewards that are not finite pass: they may make the trajectory unscorable.
+    """
+    for trajectory in (trajectory for trajectory in trajectories if trajectory.scorable):
+        steps = {f"shaped_rewards[{step}]": reward for step, reward in enumerate(trajectory.shaped_rewards or ())}
+        given = (trajectory.named_rewards or {}).items()
+        named = {f"named_rewards['{name}']": reward for name, reward in given if math.isfinite(reward)}
+        for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
+            if abs(reward) > LARGEST_FLOAT32:
+                raise TrajectoryError(f"{name_of(trajectory)} has the {which} {reward:g}; wanted one that fits float32")
 
 
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
-    """Raise a `TrajectoryError` if there are preferences among the episodes."""
+    """Raise if a trajectory is a pair, which only dpo can learn from."""
     if any(isinstance(item, DPOItem) for trajectory in trajectories for item in trajectory.episode):
         raise TrajectoryError("the trajectories are pairs, which only loss 'dpo' can learn from: set loss.name to dpo")
 
 
-def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> str:
-    """Raise a `TrajectoryError` for a malformed sequence; returns the name of its trajectory for messages."""
-    name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
+def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
+    """Raise if a row suits no loss: its lists differ in length, or its first token is trained."""
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
     if len(set(lengths.values())) > 1:
-        raise TrajectoryError(f"{name}: the lists of a sequence differ in length: {lengths}")
+        raise TrajectoryError(f"{name_of(trajectory)}: the lists of a sequence differ in length: {lengths}")
     if sequence.completion_mask[:1] == [True]:
-        raise TrajectoryError(f"{name}: the first token of a sequence has no context and cannot be trained")
-    return name
+        raise TrajectoryError(
+            f"{name_of(trajectory)}: the first token of a sequence has no context and cannot be trained"
+        )
+
+
+def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
+    """Raise if a row suits no policy gradient: greedy, not finite, or with turns that have no shaped reward."""
+    check_lists(trajectory, sequence)
+    trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
+    if 0 in trained:
+        raise TrajectoryError(
+            f"{name_of(trajectory)} was sampled greedily; there is nothing to learn from it: sample at a temperature "
+            "above 0"
+        )
+    logprobs = zip(sequence.completion_mask, sequence.sampler_logprobs, sequence.behavior_logprobs, strict=True)
+    if not all(math.isfinite(logprob) for chosen, *pair in logprobs if chosen for logprob in pair):
+        raise TrajectoryError(f"{name_of(trajectory)}: a recorded log-probability of a trained token is not finite")
+    if trajectory.shaped_rewards is not None:
+        steps = len(trajectory.shaped_rewards)
+        turns = {t for chosen, t in zip(sequence.completion_mask, sequence.turns or [-1], strict=False) if chosen}
+        if not turns <= set(range(steps)):
+            raise TrajectoryError(
+                f"{name_of(trajectory)} has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; wanted one "
+                "for every turn"
+            )
+
+
+def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSequence) -> None:
+    """Raise if two rows are no pair: an answer has no trained token, or they answer different prompts."""
+    prompts = []
+    for sequence in (chosen, rejected):
+        check_lists(trajectory, sequence)
+        if not any(sequence.completion_mask):
+            raise TrajectoryError(f"{name_of(trajectory)}: an answer of the pair has no token to train")
+        prompts.append(sequence.tokens[: sequence.completion_mask.index(True)])
+    if prompts[0] != prompts[1]:
+        raise TrajectoryError(f"{name_of(trajectory)}: the answers of the pair are to different prompts")
 
 
 def has_signal(group: list[Trajectory]) -> bool:
@@ -158,143 +295,8 @@ def has_signal(group: list[Trajectory]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_REWARDS * scale
 
 
-NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
-
-
-def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: str | None = None) -> Gathered:
-    """Two rows per pair, the chosen one first; pairs that another language model sampled are left out, and counted.
-
-    Raises:
-        NothingToTrain: there are no pairs.
-        TrajectoryError: a trajectory that is no pair, answers to different prompts, or one without a trained token.
-    """
-    rows: list[Row] = []
-    foreign = 0
-    for trajectory in _trajectories(collection):
-        items = [item for item in trajectory.episode if isinstance(item, DPOItem)]
-        if not items:
-            raise TrajectoryError(f"{_name(trajectory)} is no preference: wanted an episode of DPOItem")
-        sequences = trajectory.sequences
-        if sequences is None:
-            sequences = [row for item in items for row in _tokenised_pair(item, template)]
-        if len(sequences) != 2 * len(items):
-            raise TrajectoryError(f"{_name(trajectory)} has {len(sequences)} sequences for {len(items)} pairs")
-        for chosen, rejected in zip(sequences[0::2], sequences[1::2], strict=True):
-            _check_pair(trajectory, chosen, rejected)
-            if not (_is_own(chosen, llm) and _is_own(rejected, llm)):
-                foreign += 2
-                continue
-            rows += [Row(chosen, len(rows) // 2), Row(rejected, len(rows) // 2)]
-    if not rows:
-        raise NothingToTrain(
-            f"job '{collection.run_id}' has no pair to train on: {foreign // 2} are of other language models"
-        )
-    rewards = [trajectory.reward for trajectory in _trajectories(collection)]
-    metrics = {
-        "pairs_trained": len(rows) // 2,
-        "foreign_sequences": foreign,
-        "pair_reward_mean": sum(rewards) / len(rewards),
-        **_counted(rows),
-    }
-    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
-
-
-def gather_examples(
-    collection: TrajectoryCollection, template: ChatTemplate, min_reward: float | None, llm: str | None = None
-) -> Gathered:
-    """The rows of the trajectories that are good enough to be imitated: all of them without `min_reward`.
-
-    Sequences that another language model sampled are left out, and counted.
-
-    Raises:
-        NothingToTrain: none is.
-        TrajectoryError: a trajectory without tokens and texts, or a malformed row.
-    """
-    trajectories = _trajectories(collection)
-    refuse_pairs(trajectories)
-    good = [t for t in trajectories if min_reward is None or (t.scorable and t.reward >= min_reward)]
-    rows, foreign = [], 0
-    for number, trajectory in enumerate(good):
-        sequences = trajectory.sequences
-        if sequences is None:
-            sequences = [_tokenised_episode(trajectory, template)]
-        for sequence in sequences:
-            check_lists(trajectory, sequence)
-            if _is_own(sequence, llm):
-                rows.append(Row(sequence, number))
-            else:
-                foreign += 1
-    counted = _counted(rows)
-    if not counted["trained_tokens"]:
-        raise NothingToTrain(
-            f"job '{collection.run_id}' has no token to train on: {len(good)} of {len(trajectories)} trajectories are "
-            f"good enough, {foreign} sequences are of other language models"
-        )
-    metrics = {"imitated_trajectories": len(good), "foreign_sequences": foreign, **counted}
-    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
-
-
-def _trajectories(collection: TrajectoryCollection) -> list[Trajectory]:
-    return [trajectory for group in collection.trajectories for trajectory in group]
-
-
-def _is_own(sequence: TokenSequence, llm: str | None) -> bool:
-    return None in (llm, sequence.llm) or sequence.llm == llm
-
-
-def _counted(rows: Sequence[Row]) -> dict[str, float]:
-    return {"trained_tokens": sum(sum(row.sequence.completion_mask) for row in rows)}
-
-
-def _check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSequence) -> None:
-    prompts = []
-    for sequence in (chosen, rejected):
-        check_lists(trajectory, sequence)
-        if not any(sequence.completion_mask):
-            raise TrajectoryError(f"{_name(trajectory)}: an answer of the pair has no token to train")
-        prompts.append(sequence.tokens[: sequence.completion_mask.index(True)])
-    if prompts[0] != prompts[1]:
-        raise TrajectoryError(f"{_name(trajectory)}: the answers of the pair are to different prompts")
-
-
-def _tokenised_pair(item: DPOItem, template: ChatTemplate) -> list[TokenSequence]:
-    asked = [("user", item.prompt)] if isinstance(item.prompt, str) else [(m.role, m.content) for m in item.prompt]
-    return [
-        _tokenised([*asked, ("assistant", answer)], template, only_last=True)
-        for answer in (item.chosen_response, item.rejected_response)
-    ]
-
-
-def _tokenised_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSequence:
-    said = [(item.role.value, item.content) for item in trajectory.episode if isinstance(item, EpisodeItem)]
-    try:
-        return _tokenised(said, template, only_last=False)
-    except ValueError as error:
-        raise TrajectoryError(f"{_name(trajectory)} cannot be imitated: {error}") from error
-
-
-def _tokenised(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:
-    ids, mask = template.conversation([{"role": role, "content": content} for role, content in said])
-    if only_last:
-        start = len(mask) - mask[::-1].index(False)
-        mask = [place >= start for place in range(len(mask))]
-    zeros = [0.0] * len(ids)
-    return TokenSequence(
-        tokens=list(ids),
-        completion_mask=mask,
-        sampler_logprobs=zeros,
-        behavior_logprobs=zeros,
-        temperatures=[1.0] * len(ids),
-        policy_versions=[-1] * len(ids),
-    )
-
-
-def _name(trajectory: Trajectory) -> str:
-    return f"example '{trajectory.example_id}', generation {trajectory.generation}"
-
-
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:
-    """Why a collection has no calls of a language model to train on; None when it has some, or nobody counted.
+    """Return why a collection has no calls of a language model to train on; None if it has some, or nobody counted.
 
     >>> why_no_calls({"calls": 0, "outside_calls": 0})
     'no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it'
@@ -322,29 +324,42 @@ def why_no_calls(metrics: Mapping[str, float]) -> str | None:
     return "no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it"
 
 
-def dropped_episodes(metrics: Mapping[str, float]) -> str | None:
-    """A sentence on the episodes of a collection that were dropped; None when none was.
-
-    >>> dropped_episodes({"dropped_episodes": 2})
-    '2 episodes were dropped: a prompt left no room for an answer'
-    """
-    dropped = metrics.get("dropped_episodes", 0)
-    return f"{dropped:.0f} episodes were dropped: a prompt left no room for an answer" if dropped else None
+# --- Texts.
 
 
-def check_rewards(trajectories: Iterable[Trajectory]) -> None:
-    """Raise for rewards whose squares, sums or differences would overflow; named ones that are not finite may pass.
+def _is_own(sequence: TokenSequence, llm: str | None) -> bool:
+    return None in (llm, sequence.llm) or sequence.llm == llm
 
-    The trainer calls it before it adds rewards up, and `gather_rows` for the jobs of any trainer.
 
-    Raises:
-        TrajectoryError: names the episode and the reward.
-    """
-    for trajectory in (trajectory for trajectory in trajectories if trajectory.scorable):
-        steps = {f"shaped_rewards[{step}]": reward for step, reward in enumerate(trajectory.shaped_rewards or ())}
-        given = (trajectory.named_rewards or {}).items()
-        named = {f"named_rewards['{name}']": reward for name, reward in given if math.isfinite(reward)}
-        for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
-            if abs(reward) > LARGEST_FLOAT32:
-                name = f"example '{trajectory.example_id}', generation {trajectory.generation}"
-                raise TrajectoryError(f"{name} has the {which} {reward:g}; wanted one that fits float32")
+def _tokenise_pair(item: DPOItem, template: ChatTemplate) -> list[TokenSequence]:
+    """Return the chosen and the rejected answer as rows, of which only the answer is trained."""
+    asked = [("user", item.prompt)] if isinstance(item.prompt, str) else [(m.role, m.content) for m in item.prompt]
+    return [
+        _tokenise([*asked, ("assistant", answer)], template, only_last=True)
+        for answer in (item.chosen_response, item.rejected_response)
+    ]
+
+
+def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSequence:
+    """Return the messages of an episode as a row, of which all answers are trained."""
+    said = [(item.role.value, item.content) for item in trajectory.episode if isinstance(item, EpisodeItem)]
+    try:
+        return _tokenise(said, template, only_last=False)
+    except ValueError as error:
+        raise TrajectoryError(f"{name_of(trajectory)} cannot be imitated: {error}") from error
+
+
+def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:
+    ids, mask = template.conversation([{"role": role, "content": content} for role, content in said])
+    if only_last:
+        start = len(mask) - mask[::-1].index(False)
+        mask = [position >= start for position in range(len(mask))]
+    zeros = [0.0] * len(ids)
+    return TokenSequence(
+        tokens=list(ids),
+        completion_mask=mask,
+        sampler_logprobs=zeros,
+        behavior_logprobs=zeros,
+        temperatures=[1.0] * len(ids),
+        policy_versions=[-1] * len(ids),
+    )

@@ -160,11 +160,11 @@ def test_candidates_that_make_no_sense_are_refused(collect, ask):
     async def agent(example):
         first, second, other = ask([1], [2]), ask([1], [3]), ask([9], [4])
         strange = [
-            ([first], [1.0, 2.0], "there are 1 answers and 2 scores"),
-            ([], [], "there are 0 answers"),
-            ([first], [float("nan")], "the score of a candidate is nan"),
-            ([first], [True], "the score of a candidate is True"),
-            ([first], [1e308], r"the score of a candidate is 1e\+308"),
+            ([first], [1.0, 2.0], "1 answers and 2 scores"),
+            ([], [], "0 answers"),
+            ([first], [float("nan")], "is nan"),
+            ([first], [True], "is True"),
+            ([first], [1e308], r"is 1e\+308"),
             ([first, first], [1.0, 2.0], "an answer is a candidate already"),
             ([first, other], [1.0, 2.0], "the answers are to different prompts"),
             ([Reply("x", "stop", (1,), (0.0,), 0, None)], [1.0], "not given in this episode"),
@@ -213,8 +213,8 @@ class Listed(TrajectoryBuilder):
             raise given
         failures = [f"example '{n}', generation 0: ValueError: x\ntraceback" for n in range(10 - len(given))]
         rewards = {"reward_mean": len(given), "reward_max": len(given)}
-        figures = {"episodes": 10, "failed_episodes": len(failures), "pairs": len(given), **rewards}
-        return TrajectoryCollection(trajectories=[given], run_id=run_id, metrics=figures, failures=failures)
+        metrics = {"episodes": 10, "failed_episodes": len(failures), "pairs": len(given), **rewards}
+        return TrajectoryCollection(trajectories=[given], run_id=run_id, metrics=metrics, failures=failures)
 
     def log_progress(self, run_id: str, metrics: dict, output_dir: str | None = None) -> None:
         pass
@@ -225,9 +225,9 @@ class NotedConfig(TrainerAdapterConfig, name="noted_pairs"):
 
 
 class Noted(TrainerAdapter):
-    def __init__(self, status=TrainingStatusEnum.COMPLETED, **figures):
+    def __init__(self, status=TrainingStatusEnum.COMPLETED, **metrics):
         super().__init__(NotedConfig())
-        self.answer, self.figures, self.submitted = status, figures, []
+        self.answer, self.metrics, self.submitted = status, metrics, []
 
     async def is_healthy(self) -> bool:
         return True
@@ -237,7 +237,7 @@ class Noted(TrainerAdapter):
         return TrainingJobRef(run_id=trajectories.run_id, backend="noted")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        metadata = {"metrics": self.figures}
+        metadata = {"metrics": self.metrics}
         return TrainingJobStatus(run_id=ref.run_id, backend="noted", status=self.answer, metadata=metadata)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -280,19 +280,21 @@ def test_collections_then_a_job_per_epoch(train, tmp_path):
     assert [status.run_id for status in statuses] == ["epoch_00000", "epoch_00001"]
     assert [prompts(collection) for collection in adapter.submitted] == ["abcdefghij"] * 2  # once each
     assert [len(group) for group in adapter.submitted[0].trajectories] == [1] * 10
-    expected = {"episodes": 20, "failed_episodes": 5, "reward_mean": 7.5, "reward_max": 8, "pairs_trained": 10}
-    assert rows[0].items() >= expected.items() and "episodes" not in rows[1]
+    reward_mean = pytest.approx((7 * 7 + 8 * 8) / 15)  # weighted by the episodes that ended well
+    expected = {"episodes": 20, "failed_episodes": 5, "reward_max": 8, "pairs_trained": 10}
+    assert rows[0].items() >= expected.items() and rows[0]["reward_mean"] == reward_mean
+    assert "episodes" not in rows[1]
     assert "10 pairs from 20 episodes" in shown and "collection_00000: 3 of 10 episodes failed" in shown
     assert "2/2 epochs  preferred 0.75" in shown
-    assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == 7.5
+    assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == reward_mean
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
 
 
-def test_pairs_collected_and_pairs_trained_are_two_figures(train, tokenizer):
+def test_pairs_collected_and_pairs_trained_are_two_metrics(train, tokenizer):
     class Counting(Noted):
         async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
             template = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
-            self.figures = gather_pairs(self.submitted[-1], template).metrics  # what the local adapter says of a job
+            self.metrics = gather_pairs(self.submitted[-1], template).metrics  # what the local adapter says of a job
             return await super().status(ref)
 
     _, rows, _ = train(Listed([pair(c) for c in "aaabbbccca"]), Counting())
@@ -321,18 +323,18 @@ def test_a_collection_that_fails_ends_the_run_unless_it_may(train):
     adapter = Noted()
     *_, shown = train(broken(), adapter, num_runs=3, continue_on_collection_error=True)
     assert prompts(adapter.submitted[0]) == "ab"
-    assert "collection_00001 failed and is left out: OSError: the tool is down" in shown
-    with pytest.raises(TooManyFailures, match="every collection failed; the last:\n") as caught:
+    assert "collection_00001 failed" in shown and "OSError: the tool is down" in shown
+    with pytest.raises(TooManyFailures, match="every collection failed") as caught:
         train(Listed(OSError("gone")), Noted(), continue_on_collection_error=True)
     assert "OSError: gone" in str(caught.value) and caught.value.exit_code == 3
     with pytest.raises(PolicyLostError):  # the next collection would fail likewise
         train(Listed(PolicyLostError("gone")), Noted(), num_runs=3, continue_on_collection_error=True)
-    with pytest.raises(TooManyFailures, match="8 of 10 episodes failed"):
+    with pytest.raises(TooManyFailures, match="8 of 10 episodes"):
         train(Listed([pair("a")] * 2), Noted())
 
 
 def test_no_pairs_are_no_learning_signal(train):
-    with pytest.raises(NoLearningSignal, match=r"no pairs were found: every episode failed .*: 10 failed, 0 were"):
+    with pytest.raises(NoLearningSignal, match="10 failed, 0 were dropped"):
         train(Listed([]), Noted(), max_failed_fraction=1.0)
 
 
@@ -340,10 +342,10 @@ def test_no_pairs_are_no_learning_signal(train):
 def test_dropped_episodes_are_told(train, dropped, why):
     class Dropping(Listed):
         async def finalize(self, run_id: str, meta: dict | None = None) -> TrajectoryCollection:
-            figures = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
-            return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=figures)
+            metrics = {"episodes": 10, "dropped_episodes": dropped, "calls": 0 if dropped == 10 else 7}
+            return TrajectoryCollection(trajectories=[], run_id=run_id, metrics=metrics)
 
-    with pytest.raises(NoLearningSignal, match=f"no pairs were found: {why}"):
+    with pytest.raises(NoLearningSignal, match=why):
         train(Dropping(), Noted())
     assert f"collection_00000: {dropped} episodes were dropped" in train.shown.getvalue()
 
@@ -352,10 +354,10 @@ def test_a_failed_job_and_bad_updates_end_the_run(train):
     adapter = Noted(status=TrainingStatusEnum.FAILED)
     statuses, *_ = train(Listed([pair("a")] * 9), adapter, epochs=5)
     assert len(statuses) == 1
-    with pytest.raises(JobFailed, match="not finite in 2 updates in a row, the last in epoch_00001"):
+    with pytest.raises(JobFailed, match=r"2 updates .*epoch_00001"):
         train(Listed([pair("a")] * 9), Noted(nonfinite_updates=1.0), epochs=5, max_bad_updates=2)
 
 
 def test_the_curriculum_is_refused(train):
-    with pytest.raises(ConfigError, match="dpo_trainer collects before its epochs"):
+    with pytest.raises(ConfigError, match=r"curriculum_learning.enabled"):
         train(Listed([pair("a")]), Noted(), finetuning={"curriculum_learning": {"enabled": True}})

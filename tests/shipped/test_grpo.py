@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 import math
+import re
 
 import pytest
 
@@ -170,12 +171,12 @@ def test_everyone_keeps_their_role(make_items, record_call):
 def test_collections_go_by_their_names(make_items):
     async def main():
         builder = await bound(name_of, lambda item: 1.0, make_items("a"))
-        with pytest.raises(ValueError, match="run 'x' is not in progress; in progress: none"):
+        with pytest.raises(ValueError, match=r"'x' .*: none"):
             await builder.finalize("x")
         await builder.start_run("x")
-        with pytest.raises(ValueError, match="run 'x' is already in progress"):
+        with pytest.raises(ValueError, match="'x' is already"):
             await builder.start_run("x")
-        with pytest.raises(ValueError, match="run 'y' is not in progress; in progress: x"):
+        with pytest.raises(ValueError, match=r"'y' .*: x$"):
             await builder.finalize("y")
         await builder.start_run("y")
         assert len(builder.evaluation_runs["y"]) == 3
@@ -207,7 +208,7 @@ def test_examples_can_be_chosen(make_items):
     chosen = {"example_ids": ["c", "a"]}
     collection = collect(name_of, lambda item: 1.0, make_items("abc"), chosen, num_generations=1)
     assert [group[0].example_id for group in collection.trajectories] == ["c", "a"]
-    with pytest.raises(ValueError, match="no examples have the ids z; the dataset has 3 others"):
+    with pytest.raises(ValueError, match=r"ids z; .* 3 others"):
         collect(name_of, lambda item: 1.0, make_items("abc"), {"example_ids": ["a", "z"]})
 
 
@@ -230,7 +231,7 @@ def test_a_cancelled_finalize_cancels_the_episodes(make_items):
 
 def test_without_an_evaluation_nothing_starts():
     builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
-    with pytest.raises(RuntimeError, match="call bind_evaluation first"):
+    with pytest.raises(RuntimeError, match="bind_evaluation"):
         asyncio.run(builder.start_run("x"))
 
 
@@ -252,11 +253,11 @@ class NotingAdapterConfig(TrainerAdapterConfig, name="noting_adapter"):
 
 
 class NotingAdapter(TrainerAdapter):
-    """A backend that trains nothing; it keeps what is submitted and answers with `figures`."""
+    """A backend that trains nothing; it keeps what is submitted and answers with `metrics`."""
 
-    def __init__(self, status=TrainingStatusEnum.COMPLETED, **figures):
+    def __init__(self, status=TrainingStatusEnum.COMPLETED, **metrics):
         super().__init__(NotingAdapterConfig())
-        self.answer, self.figures = status, figures
+        self.answer, self.metrics = status, metrics
         self.submitted = []
 
     async def is_healthy(self) -> bool:
@@ -272,7 +273,7 @@ class NotingAdapter(TrainerAdapter):
             backend="noting",
             status=self.answer,
             message="so it went",
-            metadata={"metrics": self.figures, "timings": {"seconds_update": 0.1}},
+            metadata={"metrics": self.metrics, "timings": {"seconds_update": 0.1}},
         )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -384,9 +385,9 @@ def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
     timings = json.loads((tmp_path / "run" / "timings.jsonl").read_text().splitlines()[0])
     assert {"seconds", "seconds_rollout", "seconds_reward", "seconds_update"} <= timings.keys()
 
-    figures = asyncio.run(trainer.get_metrics("epoch_00001"))
-    assert figures["reward_mean"] == 0.5 and figures["seconds_update"] == 0.1
-    with pytest.raises(ValueError, match="no epoch 'epoch_00002' was run; epochs: epoch_00000, epoch_00001"):
+    metrics = asyncio.run(trainer.get_metrics("epoch_00001"))
+    assert metrics["reward_mean"] == 0.5 and metrics["seconds_update"] == 0.1
+    with pytest.raises(ValueError, match=r"'epoch_00002' .*: epoch_00000, epoch_00001$"):
         asyncio.run(trainer.get_metrics("epoch_00002"))
 
 
@@ -395,9 +396,7 @@ def test_a_backend_that_counts_no_updates_is_believed(train):
 
 
 def test_no_signal_in_any_epoch_is_an_error(train):
-    with pytest.raises(
-        NoLearningSignal, match="nothing could be learned in 2 epochs; of the last: so it went"
-    ) as caught:
+    with pytest.raises(NoLearningSignal, match=r"2 epochs; .*: so it went$") as caught:
         train(generation, NotingAdapter(applied_updates=0.0))
     assert caught.value.exit_code == 3
     assert "epoch_00001: so it went" in train.shown.getvalue()  # the epoch says so, too
@@ -409,7 +408,7 @@ def test_no_usable_reward_at_all_is_an_error(train):
         train(generation, adapter, reward=lambda item: math.nan)
     assert adapter.submitted == []
     assert "epoch_00000: 4 rewards were None, NaN or infinite" in train.shown.getvalue()
-    assert "epoch_00000: no trajectory has a usable reward; nothing was trained" in train.shown.getvalue()
+    assert "epoch_00000: no trajectory has a usable reward" in train.shown.getvalue()
 
 
 def test_nothing_to_train_skips_the_epoch(train):
@@ -421,7 +420,7 @@ def test_nothing_to_train_skips_the_epoch(train):
 
     statuses, rows, shown, _ = train(generation, Refusing(applied_updates=1.0))
     assert len(statuses) == 1 and len(rows) == 2
-    assert "epoch_00000: every row was truncated; nothing was trained" in shown
+    assert "epoch_00000: every row was truncated" in shown
 
 
 def test_nan_rewards_are_counted_and_shown(train):
@@ -457,9 +456,9 @@ def test_all_episodes_failing_ends_the_run(train):
 
     with pytest.raises(TooManyFailures) as caught:
         train(broken, NotingAdapter())
-    message = str(caught.value)
-    assert message.startswith("4 of 4 episodes failed; the last: example 'b', generation 1: KeyError: 'b1'\n")
-    assert "Traceback" in message and "in broken" in message
+    first, _, traceback = str(caught.value).partition("\n")
+    assert first.startswith("4 of 4 episodes") and first.endswith("example 'b', generation 1: KeyError: 'b1'")
+    assert "Traceback" in traceback and "in broken" in traceback
     assert caught.value.exit_code == 3
 
 
@@ -473,10 +472,7 @@ def test_some_episodes_failing_are_counted_and_shown(train):
     adapter = NotingAdapter(applied_updates=1.0)
     statuses, rows, shown, _ = train(brittle, adapter)
     assert len(statuses) == 2 and [row["failed_episodes"] for row in rows] == [1, 1]
-    assert (
-        "epoch_00000: 1 of 4 episodes failed and are left out; example 'a', generation 0: ValueError: one of four"
-        in shown
-    )
+    assert re.search("epoch_00000: 1 of 4 episodes .*; example 'a', generation 0: ValueError: one of four", shown)
     assert [len(group) for group in adapter.submitted[0].trajectories] == [1, 2]
 
 
@@ -490,11 +486,9 @@ async def sometimes_hanging(example):
 def test_a_workflow_that_never_returns_costs_its_episodes_and_not_the_run(train):
     statuses, rows, shown, _ = train(sometimes_hanging, NotingAdapter(applied_updates=1.0), timeout_seconds=0.05)
     assert len(statuses) == 2 and [row["failed_episodes"] for row in rows] == [1, 1]
-    said = (
-        "1 of 4 episodes failed and are left out; example 'a', generation 0: TimeoutError: the workflow gave no output "
-    )
-    assert all(f"{epoch}: {said}within 0.05 s" in shown for epoch in ("epoch_00000", "epoch_00001"))
-    with pytest.raises(TooManyFailures, match=r"1 of 4 episodes .*no output within 0\.05 s"):
+    for epoch in ("epoch_00000", "epoch_00001"):
+        assert re.search(rf"{epoch}: 1 of 4 episodes .*; example 'a', generation 0: TimeoutError: .* 0\.05 s", shown)
+    with pytest.raises(TooManyFailures, match=r"1 of 4 episodes .* 0\.05 s"):
         train(sometimes_hanging, NotingAdapter(), timeout_seconds=0.05, max_failed_fraction=0.2)
 
 
@@ -566,7 +560,7 @@ def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer
 
 
 def test_how_many_failures_are_too_many_can_be_set(train):
-    with pytest.raises(TooManyFailures, match="1 of 4 episodes failed"):
+    with pytest.raises(TooManyFailures, match="1 of 4 episodes"):
         train(brittle, NotingAdapter(), max_failed_fraction=0.2)
 
 
@@ -588,7 +582,7 @@ def test_a_run_whose_episodes_all_fail_does_not_say_that_they_asked_nobody(train
         record_call([1, 2], [3, 4])
         raise OSError("the tool is down")
 
-    with pytest.raises(NoLearningSignal, match="every episode failed or was dropped: 4 failed, 0 were dropped"):
+    with pytest.raises(NoLearningSignal, match="4 failed, 0 were dropped"):
         train(breaks, NotingAdapter(), epochs=1, max_failed_fraction=1.0)
 
 
@@ -601,7 +595,7 @@ def test_a_failed_job_ends_the_run(train):
 
 def test_updates_that_are_not_finite_end_the_run(train):
     adapter = NotingAdapter(applied_updates=0.0, nonfinite_updates=1.0)
-    with pytest.raises(JobFailed, match="not finite in 2 updates in a row, the last in epoch_00001"):
+    with pytest.raises(JobFailed, match=r"2 updates .*epoch_00001"):
         train(generation, adapter, epochs=5, max_bad_updates=2)
 
 
@@ -659,9 +653,7 @@ def test_a_validation_that_fails_is_a_failure_and_no_reward(train, tmp_path):
     assert [(row["avg_reward"], row["num_failed"]) for row in read(tmp_path, "validation_history.json")] == [
         (None, 3)
     ] * 2
-    assert (
-        "validation after 0 epochs: failed; 3 episodes failed, the first: example 'x', generation 0: OSError" in shown
-    )
+    assert re.search("after 0 epochs: failed; 3 episodes .*: example 'x', generation 0: OSError", shown)
     train(generation, NotingAdapter(applied_updates=1.0), epochs=1, validation={"workflow": brittle, "interval": 1})
     last = read(tmp_path, "validation_history.json")[-1]
     assert (last["avg_reward"], last["num_examples"], last["num_failed"]) == (0.125, 2, 1)
@@ -672,9 +664,9 @@ def test_a_run_ends_when_the_target_is_reached(train):
     adapter = NotingAdapter(applied_updates=1.0)
     validation = {"workflow": held_out, "interval": 2}
     statuses, _, shown, _ = train(generation, adapter, epochs=9, validation=validation, **early)
-    assert len(statuses) == 4 and "stopped early after 4 epochs: the mean reward 0.25 has reached 0.25" in shown
+    assert len(statuses) == 4 and "after 4 epochs: the mean reward 0.25 has reached 0.25" in shown
     statuses, _, shown, _ = train(generation, NotingAdapter(applied_updates=1.0), epochs=9, **early)
-    assert len(statuses) == 1 and "stopped early after 1 epochs: the mean reward 0.5 has reached 0.25" in shown
+    assert len(statuses) == 1 and "after 1 epochs: the mean reward 0.5 has reached 0.25" in shown
     statuses, *_ = train(  # nothing to do at all is no failure
         generation, NotingAdapter(applied_updates=1.0), epochs=9, validation={"interval": 2, "workflow": held_out},
         early_stop={"target_reward": 0.0},
@@ -686,15 +678,13 @@ def test_a_run_ends_on_a_plateau(train):
     adapter = NotingAdapter(applied_updates=1.0)
     statuses, _, shown, _ = train(generation, adapter, epochs=9, early_stop={"patience": 3, "min_gain": 0.01})
     assert len(statuses) == 4  # the first reward, and three without a gain
-    assert (
-        "stopped early after 4 epochs: the mean reward has not risen by more than 0.01 above 0.5 for 3 times" in shown
-    )
+    assert re.search(r"after 4 epochs: .* 0\.01 above 0\.5 for 3 times", shown)
 
 
 def test_a_plateau_of_nothing_learned_is_still_an_error(train):
     """Only a reached target ends a run well that has made no update."""
     early_stop = {"patience": 2, "target_reward": 0.9}
-    with pytest.raises(NoLearningSignal, match="nothing could be learned in 3 epochs; of the last: so it went"):
+    with pytest.raises(NoLearningSignal, match=r"3 epochs; .*: so it went"):
         train(generation, NotingAdapter(applied_updates=0.0), epochs=9, early_stop=early_stop)
     statuses, *_ = train(
         generation, NotingAdapter(applied_updates=0.0), epochs=9, early_stop={"patience": 2, "target_reward": 0.5}
@@ -729,7 +719,7 @@ def test_a_collection_without_signal_trains_nothing_and_says_why(train):
     with pytest.raises(NoLearningSignal):
         train(same, adapter, finetuning={"curriculum_learning": {"enabled": True}})
     assert adapter.submitted == []
-    assert "epoch_00000: no group's rewards differ by min_reward_diff; nothing was trained" in train.shown.getvalue()
+    assert "epoch_00000: no group's rewards differ by min_reward_diff" in train.shown.getvalue()
 
 
 def test_bad_updates_in_a_row_are_counted_as_the_backend_says(train):
