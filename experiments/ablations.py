@@ -80,7 +80,7 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
         batch = jaxft.Batch(
             rollout.tokens, jnp.array(trained), jaxft.group_advantages(rewards, group_ids).astype(np.float32)
         )
-        ref_logprobs = jaxft.score_in_microbatches(model, reference, batch, len(tokens)).logprobs
+        ref_logprobs = jaxft.losses.score_in_microbatches(model, reference, batch, len(tokens)).logprobs
         divergence = (np.asarray(rollout.sampler_logprobs) - np.asarray(ref_logprobs))[mask].mean()
         history.append((rewards.mean(), 1 - ended.mean(), divergence))
         state, _ = update(state, batch._replace(ref_logprobs=ref_logprobs))
