@@ -214,12 +214,12 @@ jitted_decode = jax.jit(decode, static_argnums=(0, 4))
 @pytest.mark.parametrize(
     ("prompts", "knobs", "message"),
     [
-        ([], {}, "prompts is empty; wanted at least one list of token ids"),
-        ([[1], []], {}, r"prompts\[1\] has no tokens; a model needs at least one to continue"),
-        ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; wanted at least 1 of each"),
-        ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; wanted at least 1 of each"),
-        ([[1]], dict(temperature=-1.0), "temperature is -1.0; wanted"),
-        ([[1]], dict(top_p=0.0), "top_p is 0.0; wanted"),
+        ([], {}, "prompts is empty"),
+        ([[1], []], {}, r"prompts\[1\] .*no tokens"),
+        ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; .* 1"),
+        ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; .* 1"),
+        ([[1]], dict(temperature=-1.0), "temperature is -1.0; "),
+        ([[1]], dict(top_p=0.0), "top_p is 0.0; "),
     ],
 )
 def test_refusals(tiny, prompts, knobs, message):

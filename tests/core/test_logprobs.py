@@ -231,9 +231,9 @@ def test_values_describe_what_a_token_was_chosen_after(bigram):
 def test_refusals(bigram):
     # As users call it: without the checks of annotations that this test session adds.
     unchecked = inspect.unwrap(token_logprobs)
-    with pytest.raises(ValueError, match=r"temperature has shape \(7,\); wanted \(\), \(3,\) or \(3, 7\)"):
+    with pytest.raises(ValueError, match=r"temperature has shape \(7,\); .*\(\), \(3,\) or \(3, 7\)"):
         unchecked(bigram, PARAMS, TOKENS, temperature=jnp.ones(7))
-    with pytest.raises(ValueError, match="chunk_tokens is 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"chunk_tokens is 0; .* 1"):
         token_logprobs(bigram, PARAMS, TOKENS, chunk_tokens=0)
 
 

@@ -172,10 +172,10 @@ def test_prompts_that_fit_are_never_cut(policy):
 def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
     for long_prompts, is_dropped in (("fail", False), ("drop", True)):
         episode = make_episode()
-        with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+        with pytest.raises(PromptTooLongError, match="123 tokens"):
             chat(ChatClient(policy, "player", long_prompts), LONG, episode=episode)
         assert episode.is_dropped == is_dropped
-    with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+    with pytest.raises(PromptTooLongError, match="123 tokens"):
         chat(ChatClient(policy, "player", "drop"), LONG)  # outside an episode there is nothing to drop
 
 
@@ -193,8 +193,8 @@ def test_another_models_calls_are_not_continued(policy):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"stop": ""}, ValueError, "stop contains an empty string"),
-        ({"stop": ["a", ""]}, ValueError, "stop contains an empty string"),
+        ({"stop": ""}, ValueError, "stop .*empty"),
+        ({"stop": ["a", ""]}, ValueError, "stop .*empty"),
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
         ({"temperature": float("nan")}, ValueError, "temperature is nan"),
         ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
@@ -202,9 +202,9 @@ def test_another_models_calls_are_not_continued(policy):
         ({"messages": []}, ValueError, "messages is empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ValueError, r"messages\[0\]\['content'\] .* U\+D800"),
         ({"logit_bias": {300: 1.0}}, RequestError, r"logit_bias\[0\] is 300; .* 262 tokens"),
-        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias adds 1e\+300 to token 7"),
+        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias .*1e\+300 .*token 7"),
         ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
-        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "103 tokens"),
         (
             {"messages": [{"role": "user", "content": "x " * 2_500_000}]},
             PromptTooLongError,
@@ -282,7 +282,7 @@ def test_threads_that_know_no_episode_are_counted(client):
     asyncio.run(main())
     assert outside_calls() - before == 1
     assert [call.functions for call in episode.calls] == [("search",), ("search",)]
-    with pytest.raises(RuntimeError, match="no current episode"):
+    with pytest.raises(RuntimeError, match="in_episode"):
         jaxft.in_episode(client.chat_sync)
 
 

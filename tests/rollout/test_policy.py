@@ -56,7 +56,7 @@ def test_after_a_failed_update_all_work_is_refused(make_policy, tmp_path):
         for attempt in (policy.update(double), policy.read(embedding_sum), policy.save(tmp_path / "model")):
             with pytest.raises(PolicyLostError) as caught:
                 await attempt
-            assert "(MemoryError: out of memory); restore them from a checkpoint" in str(caught.value)
+            assert "MemoryError: out of memory" in str(caught.value)
 
     asyncio.run(main())
     assert policy.version == 0 and not (tmp_path / "model").exists()
@@ -84,7 +84,10 @@ def test_what_is_saved_can_be_loaded(policy, tmp_path):
 
 @pytest.mark.parametrize("sizes", [{"slots": 0}, {"max_context_tokens": 1}])
 def test_impossible_sizes_are_refused(policy, sizes):
-    with pytest.raises(ValueError, match="wanted at least 1 and 2"):
+    with pytest.raises(
+        ValueError,
+        match=f"slots is {sizes.get('slots', 64)} and max_context_tokens {sizes.get('max_context_tokens', 512)};",
+    ):
         Policy(policy.model, {}, policy.tokenizer, stop_ids=(1,), **sizes)
 
 
