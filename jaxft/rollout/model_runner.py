@@ -172,9 +172,9 @@ class ModelRunner:
         Args:
             num_tokens: of each of these slots, the number of tokens so far, prompt included.
         """
-        num_blocks = {slot: num_blocks_for(n + DISPATCH_TOKENS - 1, self.length) for slot, n in num_tokens.items()}
+        num_blocks = {slot: self._blocks_for(n + DISPATCH_TOKENS - 1) for slot, n in num_tokens.items()}
         for slot, n in num_tokens.items():  # a slot that has ended still writes the position of its last token
-            written = num_blocks_for(n + DISPATCH_TOKENS, self.length)
+            written = self._blocks_for(n + DISPATCH_TOKENS)
             self._written_blocks[slot] = max(self._written_blocks[slot], written)
         capacities = block_capacities(self.length)
         best = split_batch(num_blocks, capacities, self.slots, self._sub_batch_rows, allowed=capacities)
@@ -208,22 +208,18 @@ class ModelRunner:
 
     def warm_up(self, params: Params) -> None:
         """Runs every program that requests can need, and tries all sub-batches."""
-        arrays = self._made(params)
+        model, arrays = self._model, self._made(params)
         blocks = list(block_capacities(self.length))
         filler = Request((0,), (0,) * 6, 1)
         for num_blocks in blocks:
-            arrays.prefix_cache = copy_rows(self._model, num_blocks, arrays.prefix_cache, *self._copies([]))
-            arrays.slots = admit(
-                self._model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, self._admission([], filler)
-            )
-            chosen = np.zeros(self.slots, bool)
-            arrays.slots, *_ = advance(self._model, num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
+            arrays.prefix_cache = copy_rows(model, num_blocks, arrays.prefix_cache, *self._copies([]))
+            admission, chosen = self._admission([], filler), np.zeros(self.slots, bool)
+            arrays.slots = admit(model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, admission)
+            arrays.slots, *_ = advance(model, num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
         width = MIN_CHUNK_TOKENS
         while width <= min(MAX_CHUNK_TOKENS, chunk_width(self.length)):
-            for num_blocks in blocks[blocks.index(num_blocks_for(width // 2 + 1, self.length)) :]:
-                arrays.prefix_cache = prefill(
-                    self._model, num_blocks, params, arrays.prefix_cache, self._chunks([], width)
-                )
+            for num_blocks in blocks[blocks.index(self._blocks_for(width // 2 + 1)) :]:
+                arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, self._chunks([], width))
             width *= 2
         if self._sub_batch_rows is not None:
             self._try_sub_batches(params, blocks)
@@ -248,6 +244,9 @@ class ModelRunner:
         state = arrays.slots.state  # no request reads what the caches hold now
         arrays.slots = arrays.slots._replace(state=state._replace(active=jnp.zeros_like(state.active)))
 
+    def _blocks_for(self, tokens: int) -> int:
+        return num_blocks_for(tokens, self.length)
+
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
             dtype = compute_dtype(params)
@@ -259,25 +258,20 @@ class ModelRunner:
 
     def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, PrefillPlan]]) -> None:
         """Copies rows of the prefix cache, then prefills the chunks of all prompts side by side, then fills slots."""
-        arrays, plans = self._made(params), [plan for _, _, plan in planned]
+        model, arrays, plans = self._model, self._made(params), [plan for _, _, plan in planned]
         copies = [plan.copy for plan in plans if plan.copy is not None]
-        for num_blocks, alike in batches(
-            copies, lambda copy: num_blocks_for(copy.tokens, self.length), lambda num_blocks: ADMISSION_ROWS
-        ):
-            arrays.prefix_cache = copy_rows(self._model, num_blocks, arrays.prefix_cache, *self._copies(alike))
+        for num_blocks, copied in batches(copies, lambda copy: self._blocks_for(copy.tokens), lambda _: ADMISSION_ROWS):
+            arrays.prefix_cache = copy_rows(model, num_blocks, arrays.prefix_cache, *self._copies(copied))
         for depth in range(max((len(plan.chunks) for plan in plans), default=0)):
             chunks = [plan.chunks[depth] for plan in plans if len(plan.chunks) > depth]
-            for (width, num_blocks), side_by_side in batches(
-                chunks, self._chunk_shape, lambda shape: self._rows(shape[0])
-            ):
-                arrays.prefix_cache = prefill(
-                    self._model, num_blocks, params, arrays.prefix_cache, self._chunks(side_by_side, width)
-                )
-        for (num_blocks, _), batch in batches(planned, self._admission_shape, lambda shape: ADMISSION_ROWS):
-            admission = self._admission(batch, filler=batch[0][1])
-            arrays.slots = admit(self._model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, admission)
-            for slot, request, _ in batch:
-                self._written_blocks[slot] = num_blocks_for(len(request.prompt_ids), self.length)
+            for (width, num_blocks), batch in batches(chunks, self._chunk_shape, lambda shape: self._rows(shape[0])):
+                padded_chunks = self._chunks(batch, width)
+                arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, padded_chunks)
+        for (num_blocks, _), admitted in batches(planned, self._admission_shape, lambda _: ADMISSION_ROWS):
+            admission = self._admission(admitted, filler=admitted[0][1])
+            arrays.slots = admit(model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, admission)
+            for slot, request, _ in admitted:
+                self._written_blocks[slot] = self._blocks_for(len(request.prompt_ids))
         self._prefix_index.commit()
         self.counts.prefilled_tokens += sum(len(chunk.tokens) for plan in plans for chunk in plan.chunks)
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
@@ -288,11 +282,11 @@ class ModelRunner:
         The blocks are those of the prompt and those that the slot's last request has written, which are cleared.
         """
         slot, request, _ = planned
-        prompt_blocks = num_blocks_for(len(request.prompt_ids) - 1, self.length)
+        prompt_blocks = self._blocks_for(len(request.prompt_ids) - 1)
         return max(prompt_blocks, self._written_blocks[slot]), len(request.key_ids)
 
     def _chunk_shape(self, chunk: PrefillChunk) -> tuple[int, int]:
-        return chunk.width, num_blocks_for(chunk.start + len(chunk.tokens), self.length)
+        return chunk.width, self._blocks_for(chunk.start + len(chunk.tokens))
 
     def _rows(self, width: int) -> int:
         return self._row_shards * max(1, self._prefill_tokens // width)

@@ -40,7 +40,7 @@ def test_a_cache_with_an_array_that_has_no_axis_of_positions_is_refused(bigram, 
 
 
 def state_at(tiny, positions):
-    """Rows with random tokens before their positions, and different garbage behind them."""
+    """Rows with random tokens before their positions, and different garbage after them."""
     model, params = tiny
     rows = len(positions)
     rng = np.random.default_rng(0)

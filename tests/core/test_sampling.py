@@ -51,7 +51,7 @@ def test_draw_index_draws_in_proportion(size):
     assert_frequencies(jax.jit(_draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
 
 
-def test_no_place_of_weight_zero_is_ever_found():
+def test_no_entry_of_weight_zero_is_ever_drawn():
     """Prefix sums may rise by a rounding where the weight is 0; every such step is hit here on purpose."""
     rng = np.random.default_rng(0)
     for size in (64, 389):

@@ -44,7 +44,7 @@ def chatml(tmp_path_factory):
 
 
 class Noting(PreTrainedTokenizerFast):
-    """Remembers how many bytes the longest text had that it was given."""
+    """Records the number of bytes of the longest text that it was given."""
 
     longest = 0
 
@@ -131,7 +131,7 @@ def test_an_answer_cut_by_its_length_is_ended_by_the_template(template, tokenize
     assert continued.ids == call.context_ids + tuple(tokenizer.encode("<|end|><|user|>next<|end|><|assistant|>"))
 
 
-def test_what_a_stop_string_cut_from_the_text_stays_in_the_ids(template, tokenizer):
+def test_text_cut_at_a_stop_string_stays_in_the_ids(template, tokenizer):
     call = answered(template, [user("x?")], tokenizer.encode("yes."), content="yes")
     continued, afresh = next_prompt(template, call)
     assert continued.ids == call.context_ids + tuple(tokenizer.encode("<|end|><|user|>next<|end|><|assistant|>"))
@@ -275,7 +275,7 @@ def test_conversation_masks_what_the_assistant_said(template, tokenizer):
         ([{"role": "critic", "content": "x"}], "critic: message 0 .*'critic'"),
     ],
 )
-def test_what_is_no_conversation_is_refused(template, messages, message):
+def test_malformed_conversations_are_refused(template, messages, message):
     with pytest.raises(ValueError, match=message):
         template.prompt(messages)
 
@@ -289,7 +289,7 @@ def test_what_is_no_conversation_is_refused(template, messages, message):
         ([assistant("x")], "assistant.* not begin"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(template, messages, message):
+def test_conversations_that_cannot_be_learned_are_refused(template, messages, message):
     with pytest.raises(ValueError, match=message):
         template.conversation(messages)
 

@@ -1,4 +1,4 @@
-"""The device thread: whatever ends a job, or the thread itself, nobody waits for ever."""
+"""The device thread: nobody waits for ever, whatever ends a job or the thread itself."""
 
 import asyncio
 import concurrent.futures
@@ -58,13 +58,13 @@ def test_a_job_may_raise_anything(device, error):
 
 
 def end_after_a_job(device):
-    """Ends the thread when it has done the next job, once `released`; gives that event."""
+    """Makes the thread end after the next job, once the returned event is set."""
     released = threading.Event()
     device.submit(lambda: released.wait(SOON)).add_done_callback(raising(SystemExit(3)))
     return released
 
 
-def test_a_thread_that_ends_tells_those_who_wait_and_those_who_come_later(device):
+def test_a_thread_that_ends_fails_waiting_and_later_jobs(device):
     async def main():
         released = end_after_a_job(device)
         waiting = [asyncio.create_task(device.run(lambda: 1)) for _ in range(3)]

@@ -23,14 +23,14 @@ MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
 
 
 def request(number, prompt_tokens=5, **changes):
-    """A request with noise and a prompt of its own; nothing but its budget ends it."""
+    """A request with noise and a prompt of its own, which only its budget ends."""
     prompt = tuple((7 * number + 13 * place) % 200 + 6 for place in range(prompt_tokens))
     fields = {"prompt_ids": prompt, "key_ids": (0, 0, 1, 2, 0, number), "max_tokens": 11}
     return Request(**(fields | changes))
 
 
 def varied_requests(count):
-    """Requests of which no two ask for the same kind of sampling, length and budget."""
+    """Requests of different sampling parameters, prompt lengths and budgets."""
     kinds = [{}, {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}]
     return [
         request(number, prompt_tokens=1 + 3 * number % 40, max_tokens=1 + number % 13, **kinds[number % len(kinds)])
@@ -86,7 +86,7 @@ def padded(rows, names):
 
 
 def recomputed_difference(policy, rows):
-    """The largest difference between recorded log-probabilities and those that the trainer's forward gives."""
+    """The largest difference between recorded log-probabilities and those of the trainer's forward pass."""
     names = {
         "tokens": np.int32,
         "completion_mask": bool,
@@ -208,7 +208,7 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
         ({"prefix_boundaries": (5,)}, r"prefix_boundaries are \(5,\); .* from 1 to 4"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_takes_nobody_with_it(policy, changes, message):
+def test_impossible_requests_are_refused_and_others_are_served(policy, changes, message):
     async def main():
         requests = [request(1), request(0, **changes), request(2)]
         return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
@@ -306,7 +306,7 @@ def test_an_error_on_the_device_thread_reaches_all_who_wait(make_policy, serve):
     assert len(serve(policy, request(0))[0].token_ids) == 11
 
 
-def test_a_lost_policy_tells_those_who_wait(make_policy):
+def test_a_lost_policy_fails_its_waiting_requests(make_policy):
     policy = make_policy()
 
     def breaks(params):
@@ -341,7 +341,7 @@ def test_event_loops_come_and_go(policy, serve):
         assert record_of(serve(policy, request(0))[0]) == expected
 
 
-def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
+def test_a_closed_event_loop_leaves_other_requests_alone(policy, serve):
     loop = asyncio.new_event_loop()
     task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
     loop.run_until_complete(asyncio.sleep(0.002))
@@ -350,8 +350,8 @@ def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
     task._log_destroy_pending = False
 
 
-def test_a_loop_closed_before_its_request_was_scheduled_takes_nobody_with_it(policy, serve):
-    """Its task has run, and has asked for a round; the callback that was to schedule it never does."""
+def test_a_loop_closed_before_its_request_was_scheduled_leaves_others_alone(policy, serve):
+    """Its task has submitted a request, but the callback that schedules a step never runs."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
     loop.call_soon(loop.stop)
@@ -468,7 +468,7 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(policy, serve):
 
 
 def in_turns(number, turns):
-    """The requests of an episode: each prompt is the one before, what could be its answer, and something new."""
+    """The requests of an episode: each prompt is the prompt before, a possible answer to it, and new tokens."""
     whole = request(number, prompt_tokens=20 * turns).prompt_ids
     ends = [20 * turn for turn in range(1, turns + 1)]
     return [
@@ -483,7 +483,7 @@ def in_turns(number, turns):
 
 
 def counted(policy, serve, *requests):
-    """The completions, and how many tokens of prompts were computed and were found."""
+    """The completions, and the numbers of prompt tokens prefilled and reused."""
     before = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
     completions = [record_of(completion) for completion in serve(policy, *requests)]
     after = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
@@ -582,7 +582,7 @@ def test_an_error_that_a_future_would_not_take_is_presented(policy):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_requests_hear_of_whatever_their_round_raised(policy, error):
+def test_requests_get_the_error_of_their_step(policy, error):
     async def main():
         requests = [request(number, find_stop=raising(error) if number == 4 else None) for number in range(20)]
         answers = await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
@@ -593,7 +593,7 @@ def test_requests_hear_of_whatever_their_round_raised(policy, error):
     assert all(isinstance(answer, PolicyError) for answer in answers) and type(error).__name__ in str(answers[0])
 
 
-def test_requests_hear_of_the_end_of_the_thread(make_policy):
+def test_requests_get_an_error_when_the_thread_ends(make_policy):
     policy = make_policy()
 
     async def main():
@@ -610,7 +610,7 @@ def test_requests_hear_of_the_end_of_the_thread(make_policy):
     assert all("SystemExit: 3" in str(answer) for answer in later)
 
 
-def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
+def test_running_requests_get_an_error_when_the_policy_is_closed(make_policy):
     policy = make_policy()
 
     async def main():

@@ -29,7 +29,7 @@ def test_an_update_replaces_the_parameters(make_policy):
     assert policy.version == 2
 
 
-def test_what_changes_nothing_keeps_the_version(make_policy):
+def test_an_update_without_change_keeps_the_version(make_policy):
     policy = make_policy()
 
     async def main():
@@ -73,7 +73,7 @@ def test_a_failed_read_costs_nothing(make_policy):
     assert asyncio.run(main()) == "doubled"
 
 
-def test_what_is_saved_can_be_loaded(policy, tmp_path):
+def test_a_saved_policy_can_be_loaded(policy, tmp_path):
     folder = asyncio.run(policy.save(tmp_path / "model"))
     model, params = load_model(folder)
     kept = asyncio.run(policy.read(lambda params: jax.tree.map(jnp.copy, params)))

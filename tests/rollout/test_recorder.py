@@ -22,7 +22,7 @@ VARIED = [
 ]
 
 
-def test_episodes_differ_in_all_that_makes_them_repeatable():
+def test_different_episodes_have_different_ids_and_seeds():
     episodes = [make_episode(**changes) for changes in VARIED]
     assert len({each.id for each in episodes}) == len(VARIED)
     assert len({each.key_ids for each in episodes}) == len(VARIED)

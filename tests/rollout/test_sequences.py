@@ -34,7 +34,7 @@ def test_an_episode_is_truncated_where_its_last_answer_was_cut(make_call):
     assert truncated(first, cut, last) == [([1, 2, 3, 4], False), ([8, 9], True)]
 
 
-def test_what_does_not_extend_a_row_begins_another(make_call):
+def test_a_call_that_extends_no_row_begins_another(make_call):
     first, branch = make_call(0, [1], [2]), make_call(2, [1, 2, 8], [9])
     extends, edited = make_call(1, [1, 2, 3], [4]), make_call(3, [1, 7, 3], [4])
     rows = token_sequences([first, extends, branch, edited])
