@@ -31,7 +31,7 @@ class LogitBias(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How tokens are drawn, one entry per row, applied in this order: temperature, logit bias, top-k, top-p, min-p.
+    """Sampling parameters, one entry per row, applied in this order: temperature, logit bias, top-k, top-p, min-p.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (the lowest id on ties).

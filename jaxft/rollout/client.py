@@ -75,7 +75,7 @@ class ChatClient:
     Attributes:
         policy: the policy that answers.
         name: name that calls are recorded under, that of the language model in the configuration.
-        long_prompts: what happens to a prompt that leaves no room for an answer.
+        long_prompts: treatment of prompts that leave no room for an answer.
     """
 
     def __init__(self, policy: Policy, name: str = "policy", long_prompts: LongPrompts = "fail") -> None:

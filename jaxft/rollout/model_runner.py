@@ -170,7 +170,7 @@ class ModelRunner:
         """Decodes up to `DISPATCH_TOKENS` tokens of some slots.
 
         Args:
-            num_tokens: of each of these slots, the number of tokens so far, prompt included.
+            num_tokens: the number of tokens so far, prompt included, of each slot that is to decode.
         """
         num_blocks = {slot: self._blocks_for(n + DISPATCH_TOKENS - 1) for slot, n in num_tokens.items()}
         for slot, n in num_tokens.items():  # a slot that has ended still writes the position of its last token

@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
 @dataclass
 class PrefillPlan:
-    """How a prompt gets into the prefix cache: a copy, if any, and then its chunks one after the other.
+    """The work that puts a prompt into the prefix cache: a copy, if any, and then its chunks one after the other.
 
     Attributes:
         row: the row that will hold the prompt.
