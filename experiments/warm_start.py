@@ -12,6 +12,7 @@ import optax
 
 import jaxft
 from jaxft.core.update import TrainState
+from jaxft.models.lora import base_model
 
 PRINT_EVERY = 50
 
@@ -38,7 +39,7 @@ async def warm_start(
 
     optimizer = optax.adam(optax.linear_schedule(learning_rate, learning_rate / 10, steps), b2=0.95)
     has_adapters = policy.model.lora is not None
-    model = jaxft.base_model(policy.model) if has_adapters else policy.model
+    model = base_model(policy.model) if has_adapters else policy.model
     update = jaxft.make_update(model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
     draw = random.Random(session.config.finetuning.seed)
 

@@ -1,7 +1,8 @@
 """jaxft finetunes the language model inside an agent, in the process the agent runs in.
 
-The public names stand in `__init__.pyi`. Each is imported when it is first used (PEP 562): `import jaxft` alone loads
-neither jax nor transformers.
+The public names stand in `__init__.pyi`, the namespaces among them: `jaxft.losses`, `jaxft.advantages`,
+`jaxft.packing`, `jaxft.sampling` and `jaxft.episodes`. Each name is imported when it is first used (PEP 562), so
+`import jaxft` alone loads neither jax nor transformers.
 """
 
 import lazy_loader

@@ -1,25 +1,22 @@
-"""The public names: what `jaxft/__init__.py` imports when it is first used, and what type checkers read."""
+"""The public names, for type checkers and for `jaxft/__init__.py`, which imports each when it is first used.
 
+The namespaces hold what only code of a loss, a builder or a sampler of its own needs; names of everyday use stand here,
+those of `jaxft.losses` and `jaxft.advantages` in both places, as in optax.
+"""
+
+from . import (
+    advantages as advantages,
+    episodes as episodes,
+    losses as losses,
+    packing as packing,
+    sampling as sampling,
+)
 from .core.advantages import (
-    batch_advantages as batch_advantages,
-    estimate_advantages as estimate_advantages,
     gae as gae,
     group_advantages as group_advantages,
-    group_mean_advantages as group_mean_advantages,
-    leave_one_out_advantages as leave_one_out_advantages,
-    normalize_then_sum as normalize_then_sum,
-    outcome_rewards as outcome_rewards,
-    reward_to_go as reward_to_go,
-    soft_overlong_punishment as soft_overlong_punishment,
-    step_advantages as step_advantages,
-    weighted_sum as weighted_sum,
-    whiten as whiten,
 )
 from .core.checks import (
     check_batch as check_batch,
-)
-from .core.correction import (
-    sampler_correction as sampler_correction,
 )
 from .core.generate import (
     generate as generate,
@@ -29,11 +26,7 @@ from .core.logprobs import (
     token_logprobs as token_logprobs,
 )
 from .core.losses import (
-    k1_penalty as k1_penalty,
-    kl_penalty as kl_penalty,
     policy_loss as policy_loss,
-    preference_loss as preference_loss,
-    value_loss as value_loss,
 )
 from .core.objectives import (
     dpo_loss as dpo_loss,
@@ -41,10 +34,6 @@ from .core.objectives import (
     ppo_loss as ppo_loss,
     score_batch as score_batch,
     sft_loss as sft_loss,
-)
-from .core.packing import (
-    plan_packing as plan_packing,
-    plan_padding as plan_padding,
 )
 from .core.reductions import (
     count_tokens as count_tokens,
@@ -117,7 +106,6 @@ from .harness.datasets import (
 from .harness.evaluation import (
     EpisodeOutcome as EpisodeOutcome,
     Evaluation as Evaluation,
-    failure_report as failure_report,
 )
 from .harness.registry import (
     DatasetConfig as DatasetConfig,
@@ -162,6 +150,7 @@ from .models.hf import (
 )
 from .models.load import (
     base_model as base_model,
+    init_adapter as init_adapter,
     init_model as init_model,
     load_merged as load_merged,
     load_model as load_model,
@@ -170,7 +159,6 @@ from .models.lora import (
     merge_lora as merge_lora,
 )
 from .models.peft import (
-    load_lora_config as load_lora_config,
     load_adapter as load_adapter,
     save_adapter as save_adapter,
 )
@@ -187,21 +175,32 @@ from .rollout.policy import (
 from .rollout.recorder import (
     Call as Call,
     Episode as Episode,
-    TRAINING as TRAINING,
-    VALIDATION as VALIDATION,
     episode as episode,
     named_function as named_function,
     in_episode as in_episode,
 )
 from .rollout.sequences import (
     TokenSequence as TokenSequence,
-    episode_messages as episode_messages,
-    is_targeted as is_targeted,
     token_sequences as token_sequences,
 )
-from .shipped.rollout_builder import (
-    RolloutBuilder as RolloutBuilder,
-    to_messages as to_messages,
+from .shipped.configs import (
+    DPOTrainerConfig as DPOTrainerConfig,
+    DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,
+    GRPOTrainerConfig as GRPOTrainerConfig,
+    GRPOTrajectoryBuilderConfig as GRPOTrajectoryBuilderConfig,
+    LocalPolicyConfig as LocalPolicyConfig,
+    LocalTrainerAdapterConfig as LocalTrainerAdapterConfig,
+)
+from .shipped.dpo import (
+    DPOTrainer as DPOTrainer,
+    DPOTrajectoryBuilder as DPOTrajectoryBuilder,
+)
+from .shipped.grpo import (
+    GRPOTrainer as GRPOTrainer,
+    GRPOTrajectoryBuilder as GRPOTrajectoryBuilder,
+)
+from .shipped.local_adapter import (
+    LocalTrainerAdapter as LocalTrainerAdapter,
 )
 
 __version__: str

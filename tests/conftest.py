@@ -19,7 +19,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def make_policy(tokenizer):
-    """Makes a policy of random weights; always the same weights. Closes all of them at the end."""
+    """Makes a policy, always with the same random weights; closes all policies at the end."""
     import jax
 
     from jaxft.models.config import model_preset
@@ -48,7 +48,7 @@ def policy(make_policy):
 
 @pytest.fixture(scope="session")
 def make_items():
-    """Examples `a`, `b`, ... of a dataset."""
+    """Makes examples of a dataset from their names."""
 
     def make(names):
         return [EvalInputItem(id=name, full_dataset_entry={"name": name}) for name in names]
@@ -87,7 +87,7 @@ def record_call():
 
 @pytest.fixture(scope="session")
 def make_sequence():
-    """A row of a two-token prompt and four sampled tokens, told from others by `number`."""
+    """Makes a row of a two-token prompt and four sampled tokens; rows of other numbers have other tokens."""
 
     def make(number=0, **changes):
         fields = {
@@ -105,7 +105,7 @@ def make_sequence():
 
 @pytest.fixture(scope="session")
 def make_collection(make_sequence):
-    """A collection of two examples with two generations each, one row each; `changes` go by the place of the row."""
+    """Makes a collection of two examples with two generations of one row each; `changes` has fields by row number."""
 
     def make(run_id, rewards=(1.0, 0.0, 1.0, 0.0), changes=None, sequences=None):
         trajectories = [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxft.core.cache import compute_dtype, init_cache, num_blocks_for, reaches
+from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
 from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_blocks
 from jaxft.core.sampling import sampling_params
 from jaxft.core.types import Cache, Model, Params
@@ -49,7 +49,7 @@ def decoded(
     The state is donated.
     """
     counts = np.zeros(state.tokens.shape[0], np.int64)
-    for near_blocks, reach in reaches(cache_length).items():
+    for near_blocks, reach in block_capacities(cache_length).items():
         steps = reach - position
         if steps > 0:
             state, emitted = _decoded(model, params, state, rows, steps, near_blocks)

@@ -1,8 +1,8 @@
-"""The cache of a decoder, in blocks of doubling size, so that short rows are not made to read the places of long ones.
+"""The key-value cache of a decoder, in blocks of doubling size, so that short rows do not pay for long ones.
 
-A cache is a tuple of blocks, each made by `Model.init_cache`, which hold consecutive places. `Model.apply` takes any
-leading part of it. What a token is computed from, block by block, is the same whether more blocks follow or not: they
-hold nothing that it may see, and add exact zeros.
+A cache is a tuple of blocks, each made by `Model.init_cache`, that hold consecutive positions. `Model.apply` takes the
+first blocks of it, as many as are needed. More of them change no bit: a token attends to nothing in them, and they add
+exact zeros.
 """
 
 from functools import partial
@@ -15,15 +15,15 @@ from jaxtyping import Array, Int
 from jaxft.core.types import Cache, Model, Params
 
 FIRST_BLOCK = 64
-"""Places of the first block; as many again in the second, and from then on doubling."""
+"""Positions in the first block. The second block has as many; then each is as long as all before it."""
 
 FEWEST_BLOCKS = 2
-"""Read at least, where there are more. XLA compiles the softmax over a single block in another way than over several,
-and its last bits are others."""
+"""Blocks that are read at least, where there are as many: XLA compiles the softmax over a single block in another way
+than over several, and its last bits differ."""
 
 
 def block_lengths(length: int) -> tuple[int, ...]:
-    """The places of each block of a cache for `length` tokens a row.
+    """The number of positions in each block of a cache for `length` tokens a row.
 
     >>> block_lengths(600), block_lengths(50)
     ((64, 64, 128, 256, 88), (50,))
@@ -34,10 +34,10 @@ def block_lengths(length: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def reaches(length: int) -> dict[int, int]:
-    """How many tokens the rows may have, for each number of blocks that decoding may read, ascending.
+def block_capacities(length: int) -> dict[int, int]:
+    """The tokens that a row may have, by the number of blocks that a program reads, ascending.
 
-    >>> reaches(600), reaches(50)
+    >>> block_capacities(600), block_capacities(50)
     ({2: 128, 3: 256, 4: 512, 5: 600}, {1: 50})
     """
     lengths = block_lengths(length)
@@ -46,13 +46,13 @@ def reaches(length: int) -> dict[int, int]:
 
 
 def num_blocks_for(tokens: int, length: int) -> int:
-    """How many blocks of a cache for `length` tokens hold the first `tokens` of a row; all of them if it has more.
+    """The fewest blocks of a cache for `length` tokens that hold `tokens` tokens of a row; all blocks if none do.
 
-    >>> blocks_for(128, 600), blocks_for(129, 600), blocks_for(9999, 600)
+    >>> num_blocks_for(128, 600), num_blocks_for(129, 600), num_blocks_for(9999, 600)
     (2, 3, 5)
     """
-    counts = reaches(length)
-    return next((count for count, reach in counts.items() if reach >= tokens), max(counts))
+    capacities = block_capacities(length)
+    return next((count for count, capacity in capacities.items() if capacity >= tokens), max(capacities))
 
 
 def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
@@ -60,52 +60,53 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
-    >>> [block.shape for block in init_cache(model, 2, 150, jnp.float32)]  # its blocks are the tokens themselves
+    >>> [block.shape for block in init_cache(model, 2, 150, jnp.float32)]  # this model caches the tokens themselves
     [(2, 64), (2, 64), (2, 22)]
     """
-    return tuple(model.init_cache(rows, places, dtype) for places in block_lengths(length))
+    return tuple(model.init_cache(rows, size, dtype) for size in block_lengths(length))
 
 
-def keep_places(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
-    """The cache with the first `counts` places of each row as they are, and zeros in all places behind them.
+def keep_positions(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
+    """The cache with the first `counts` positions of each row as they are, and zeros in all later ones.
 
     Raises:
-        ValueError: the cache has an array without an axis of places.
+        ValueError: the cache has an array without an axis of positions.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
-    >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # its blocks are the tokens themselves
-    >>> [kept.tolist() for kept in keep_places(model, (block, block), jnp.array([1, 4]))]
+    >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # this model caches the tokens themselves
+    >>> [kept.tolist() for kept in keep_positions(model, (block, block), jnp.array([1, 4]))]
     [[[5, 0, 0], [5, 6, 7]], [[0, 0, 0], [5, 0, 0]]]
     """
     rows = counts.shape[0]
-    one, two = (jax.eval_shape(lambda places=n: model.init_cache(rows, places, jnp.float32)) for n in (1, 2))
+    one, two = (jax.eval_shape(lambda size=n: model.init_cache(rows, size, jnp.float32)) for n in (1, 2))
     axes = jax.tree.map(_growing_axis, one, two)
     kept, first = [], 0
     for block in cache:
-        kept.append(jax.tree.map(partial(_keep_of_leaf, counts - first), block, axes))
+        kept.append(jax.tree.map(partial(_zero_from, counts - first), block, axes))
         first += jax.tree.leaves(block)[0].shape[jax.tree.leaves(axes)[0]]
     return tuple(kept)
 
 
-def _keep_of_leaf(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
+def _zero_from(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
+    """The leaf with zeros from entry `counts` of each row on, along `axis`."""
     is_kept = jnp.arange(leaf.shape[axis]) < counts[:, None]  # [B S]
     return jnp.where(jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis]), leaf, 0)
 
 
 def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
-    """The axis of places, of an array whose form is the model's own affair: its length is their number."""
+    """The axis of positions: its length is their number. The other axes are the model's own affair."""
     for axis in range(1, one.ndim):
         if (one.shape[axis], two.shape[axis]) == (1, 2):
             return axis
     raise ValueError(
-        f"init_cache makes an array {list(one.shape)} for one place of each row and {list(two.shape)} for two; wanted "
-        "rows on axis 0 and, on another axis of each array of a cache, exactly as many entries as places"
+        f"init_cache makes an array {list(one.shape)} for one position per row and {list(two.shape)} for two; wanted "
+        "rows on axis 0 and, on another axis of each array of a cache, exactly as many entries as positions"
     )
 
 
 def compute_dtype(params: Params) -> Any:
-    """The dtype that activations have with these parameters.
+    """The dtype of activations, and of the cache, with these parameters.
 
     >>> print(compute_dtype({"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}))
     bfloat16

@@ -1,6 +1,6 @@
-"""Sampling completions: prompts are prefilled once, shared by their generations, and decoded until every row has ended.
+"""Sampling completions: each prompt is prefilled once for all its generations, and rows decode until all have ended.
 
-`decode` is the one loop that samples; `generate` and the engine of a live policy both stand on it.
+`decode` is the one loop that samples; `generate` and the engine of a live policy both call it.
 Letters: `P` prompts, `G` generations of each, `R = P G` rows, `L` padded prompt length, `N` new tokens, `S` stop ids.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.cache import compute_dtype, init_cache, num_blocks_for, reaches
+from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
 from jaxft.core.checks import check_token_ids, vocabulary_size
 from jaxft.core.sampling import SamplingParams, sample, sampling_params
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
@@ -23,12 +23,12 @@ PROMPT_BUCKET = 32
 
 
 class DecodeState(NamedTuple):
-    """Rows in the midst of being decoded; every leaf has rows on axis 0.
+    """The state of rows that are being decoded; every leaf has rows on axis 0.
 
     Attributes:
         cache: keys and values of the tokens before `tokens`.
         tokens: the last token of each row, not yet in the cache.
-        positions: its place in the row.
+        positions: the position of that token in its row.
         active: False once the row has ended.
     """
 
@@ -39,13 +39,13 @@ class DecodeState(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """What a row is sampled with from its first token to its last.
+    """The parameters that a row is sampled with, the same from its first token to its last.
 
     Attributes:
-        sampling: see `SamplingParams`.
+        sampling: how tokens are drawn.
         keys: a PRNG key per row; the key of a token is this folded with the token's position.
         stop_ids: ids that end the row, padded with -1.
-        limits: number of tokens, prompt included, at which the row ends whatever it says.
+        limits: the number of tokens, prompt included, at which the row ends in any case.
     """
 
     sampling: SamplingParams
@@ -55,7 +55,7 @@ class RowParams(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """The tokens that a `decode` sampled, left-aligned; `counts` says how many of each row are real."""
+    """The tokens that one `decode` sampled, left-aligned; `counts` is how many of each row are real."""
 
     tokens: Int[Array, "R N"]
     sampler_logprobs: Float[Array, "R N"]
@@ -66,13 +66,13 @@ class Emitted(NamedTuple):
 def decode(
     model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int
 ) -> tuple[DecodeState, Emitted]:
-    """Samples up to `max_steps` tokens for every active row and stops early once none is active.
+    """Samples up to `max_steps` tokens for every active row, and stops early when no row is active.
 
-    A row is deterministic in its own token history, parameters and key: at equal shapes its tokens and
-    log-probabilities are the same bits whatever the other rows are.
+    A row depends on its own tokens, parameters and key alone: at equal shapes its tokens and log-probabilities are the
+    same bits whatever the other rows are.
 
     >>> import jaxft
-    >>> def count(params, tokens, positions):  # as good as sure that the next number follows
+    >>> def count(params, tokens, positions):  # gives the next number a probability of almost 1
     ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
     >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
     >>> cache, tokens, positions = _prefill(model, params, jnp.array([[1]]), jnp.array([1]), cache_length=4)
@@ -89,27 +89,27 @@ def decode(
 
 
 def decode_blocks(
-    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
+    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, num_blocks: int
 ) -> tuple[DecodeState, Emitted]:
-    """`decode` that reads and writes the first blocks of the cache only; no active row may grow beyond their places.
+    """`decode` that reads and writes only the first `num_blocks` of the cache; no active row may outgrow them.
 
-    Its results are those of `decode`, bit for bit, and take the time of a shorter cache.
+    It samples what `decode` samples, bit for bit, in the time that a shorter cache takes.
 
     >>> import jaxft
     >>> model, params = jaxft.from_function(lambda p, t, x: p["scale"] * jax.nn.one_hot(t, 6)), {"scale": jnp.ones(())}
     >>> state = DecodeState(init_cache(model, 1, 300, jnp.float32), *jnp.zeros((2, 1), jnp.int32), jnp.array([True]))
     >>> keys = jax.random.split(jax.random.key(0), 1)
     >>> rows = RowParams(sampling_params(1), keys, stop_ids=jnp.array([[-1]]), limits=jnp.array([300]))
-    >>> decode_near(model, params, state, rows, max_steps=2, near_blocks=2)[1].counts.tolist()  # 128 of 300 places
+    >>> decode_blocks(model, params, state, rows, max_steps=2, num_blocks=2)[1].counts.tolist()  # 128 of 300 positions
     [2]
     """
-    num_blocks = state._replace(cache=state.cache[:near_blocks])
-    num_blocks, emitted = decode(model, params, num_blocks, rows, max_steps)
-    return num_blocks._replace(cache=(*num_blocks.cache, *state.cache[near_blocks:])), emitted
+    shortened = state._replace(cache=state.cache[:num_blocks])
+    shortened, emitted = decode(model, params, shortened, rows, max_steps)
+    return shortened._replace(cache=(*shortened.cache, *state.cache[num_blocks:])), emitted
 
 
 def nothing_emitted(rows: int, width: int) -> Emitted:
-    """Room for `width` tokens of each row.
+    """An `Emitted` without a token yet, with room for `width` tokens of each row.
 
     >>> nothing_emitted(2, 8).tokens.shape
     (2, 8)
@@ -127,7 +127,7 @@ def _decode_until(
     emitted: Emitted,
     until: Int[Array, ""] | int,
 ) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Goes on from `step` to `until`, or until no row is active."""
+    """Decodes from `step` to `until`, or until no row is active."""
 
     def is_unfinished(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> Bool[Array, ""]:
         step, state, _ = carry
@@ -162,9 +162,9 @@ def _decode_until(
 def _prefill(
     model: Model, params: Params, prompts: Int[Array, "P L"], lengths: Int[Array, "P"], cache_length: int
 ) -> tuple[Cache, Int[Array, "P"], Int[Array, "P"]]:
-    """Runs right-padded prompts through the model once: their cache, last tokens and the positions of those.
+    """The cache of right-padded prompts, their last tokens, and the positions of these.
 
-    The last prompt token is left for the first decoding step, which writes its keys and values over those made here.
+    The first decoding step takes the last prompt token, and writes its keys and values over those made here.
     """
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
@@ -194,25 +194,26 @@ def generate(
     prompt, the generation and the position, so that more prompts or generations leave the others as they were.
 
     Args:
-        prompts: lists or arrays of token ids, of any lengths but 0; an array `[P T]`, whose rows are whole prompts
+        prompts: lists or arrays of token ids, each of at least one; an array `[P T]`, whose rows are whole prompts
             without padding; or a single prompt.
-        key: one PRNG key, of `jax.random.key`.
-        max_new_tokens: the most tokens sampled per row; decoding stops early once every row has hit a stop id.
-        stop_ids: a sampled one of these ends its row and belongs to the completion.
+        key: one PRNG key, such as `jax.random.key(0)`.
+        max_new_tokens: the most tokens sampled per row; decoding stops early when every row has sampled a stop id.
+        temperature, top_k, top_p, min_p: see `SamplingParams`.
+        stop_ids: token ids that end a row; the sampled one belongs to the completion.
 
     Returns:
-        A `Rollout` of width `L + max_new_tokens`, `L` the longest prompt rounded up to a multiple of 32.
+        A `Rollout` of width `L + max_new_tokens`, where `L` is the longest prompt rounded up to a multiple of 32.
 
     Raises:
-        ValueError: no prompts, one that is empty, holds text or an id outside the vocabulary, a key that is none, or a
-            parameter outside its range.
+        ValueError: there are no prompts; a prompt is empty, is text, or holds an id outside the vocabulary; `key` is no
+            PRNG key; or a parameter is outside its range.
 
     >>> import jaxft
-    >>> def count(params, tokens, positions):  # as good as sure that the next number follows
+    >>> def count(params, tokens, positions):  # gives the next number a probability of almost 1
     ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
     >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
     >>> rollout = generate(model, params, [[1]], jax.random.key(0), max_new_tokens=4, stop_ids=(3,))
-    >>> print(rollout.tokens[0, :5], rollout.completion_mask[0, :5])  # the stop token is a part of it
+    >>> print(rollout.tokens[0, :5], rollout.completion_mask[0, :5])  # the stop token belongs to it
     [1 2 3 0 0] [False  True  True False False]
     """
     prompts = prompt_ids(prompts, vocabulary_size(model, params))
@@ -233,20 +234,20 @@ def generate(
     total = padded.shape[1] + max_new_tokens
     state, row_params = _start(model, num_generations, total, params, padded, lengths, key, sampling, stops)
     step, emitted = jnp.int32(0), nothing_emitted(rows, max_new_tokens)
-    for near_blocks, reach in reaches(total).items():
-        if reach >= lengths.max():
+    for num_blocks, capacity in block_capacities(total).items():
+        if capacity >= lengths.max():
             # The row with the longest prompt is the first that needs the next block.
-            until = jnp.int32(min(reach - lengths.max() + 1, max_new_tokens))
-            step, state, emitted = _continue(model, near_blocks, params, step, state, row_params, emitted, until)
+            until = jnp.int32(min(capacity - lengths.max() + 1, max_new_tokens))
+            step, state, emitted = _continue(model, num_blocks, params, step, state, row_params, emitted, until)
     return _join(padded, lengths, num_generations, emitted, stops)
 
 
 def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
-    """The token ids of each prompt.
+    """The token ids of each prompt, as arrays on the host.
 
     Raises:
-        ValueError: there are none, or a prompt is empty, text, no row, or holds something that is no id of the
-            vocabulary.
+        ValueError: there are no prompts; or a prompt is empty, is text, is not one-dimensional, or holds something that
+            is no id of the vocabulary.
 
     >>> [prompt.tolist() for prompt in prompt_ids([[1, 2], np.array([3])], vocabulary=4)]
     [[1, 2], [3]]
@@ -255,7 +256,7 @@ def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
     """
     if not _is_row(prompts):
         raise ValueError(f"prompts is {prompts!r}; wanted lists or arrays of token ids")
-    prompts = jax.device_get(prompts)  # at once: every single look at an array of a device waits for the device
+    prompts = jax.device_get(prompts)  # all at once: each read of an array on a device waits for the device
     if len(prompts) == 0:
         raise ValueError("prompts is empty; wanted at least one list of token ids")
     checked = []
@@ -279,10 +280,10 @@ def _is_row(x: Any) -> bool:
 
 
 def one_key(key: Any) -> Any:
-    """The PRNG key, of the newer kind also where it is one of the older: two bare numbers.
+    """The PRNG key as a typed key, also where it is given in the older form, as two uint32 numbers.
 
     Raises:
-        ValueError: it is no key, or more than one.
+        ValueError: `key` is no PRNG key, or holds several.
 
     >>> one_key(jax.random.PRNGKey(3)) == jax.random.key(3)
     Array(True, dtype=bool)
@@ -323,7 +324,7 @@ def _start(
     keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
     state = DecodeState(cache, tokens, positions, jnp.ones_like(tokens, bool))
     state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_generations, axis=0), state)
-    # Where the answer begins is the one place that the limit of a row follows from.
+    # A row may sample `max_new_tokens` after its own prompt, which may be shorter than the padded ones.
     limits = state.positions + 1 + cache_length - prompts.shape[1]
     stops = jnp.broadcast_to(stop_ids, (limits.shape[0], stop_ids.shape[0]))
     return state, RowParams(sampling, keys, stops, limits)
@@ -332,7 +333,7 @@ def _start(
 @partial(jax.jit, static_argnums=(0, 1), donate_argnames=("state", "emitted"))
 def _continue(
     model: Model,
-    near_blocks: int,
+    num_blocks: int,
     params: Params,
     step: Int[Array, ""],
     state: DecodeState,
@@ -340,10 +341,10 @@ def _continue(
     emitted: Emitted,
     until: Int[Array, ""],
 ) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Decodes while the first blocks of the cache have room."""
-    num_blocks = state._replace(cache=state.cache[:near_blocks])
-    step, num_blocks, emitted = _decode_until(model, params, step, num_blocks, rows, emitted, until)
-    return step, num_blocks._replace(cache=(*num_blocks.cache, *state.cache[near_blocks:])), emitted
+    """Decodes from `step` to `until` in the first `num_blocks` of the cache."""
+    shortened = state._replace(cache=state.cache[:num_blocks])
+    step, shortened, emitted = _decode_until(model, params, step, shortened, rows, emitted, until)
+    return step, shortened._replace(cache=(*shortened.cache, *state.cache[num_blocks:])), emitted
 
 
 @partial(jax.jit, static_argnums=2)
@@ -354,25 +355,25 @@ def _join(
     emitted: Emitted,
     stop_ids: Int[Array, "S"],
 ) -> Rollout:
-    """Puts each completion right behind its own prompt."""
+    """The rollout, with each completion right after its own prompt."""
     prompts, lengths = (jnp.repeat(x, num_generations, axis=0) for x in (prompts, lengths))
     width = prompts.shape[1] + emitted.tokens.shape[1]
     column = jnp.arange(width)[None, :]  # [1 T]
-    offset = column - lengths[:, None]  # [R T], place within the completion
+    offset = column - lengths[:, None]  # [R T], position within the completion
     is_completion = (offset >= 0) & (offset < emitted.counts[:, None])
     source = jnp.clip(offset, 0, emitted.tokens.shape[1] - 1)
 
-    def place(x: Array) -> Array:
+    def shifted(x: Array) -> Array:
         return jnp.where(is_completion, jnp.take_along_axis(x, source, axis=1), 0)
 
     padded = jnp.pad(prompts, ((0, 0), (0, emitted.tokens.shape[1])))
     last = jnp.take_along_axis(emitted.tokens, emitted.counts[:, None] - 1, axis=1)  # [R 1]
     stopped = (last == stop_ids).any(axis=-1)
     return Rollout(
-        tokens=jnp.where(offset < 0, padded, place(emitted.tokens)),
+        tokens=jnp.where(offset < 0, padded, shifted(emitted.tokens)),
         completion_mask=is_completion,
-        sampler_logprobs=place(emitted.sampler_logprobs),
-        behavior_logprobs=place(emitted.behavior_logprobs),
+        sampler_logprobs=shifted(emitted.sampler_logprobs),
+        behavior_logprobs=shifted(emitted.behavior_logprobs),
         lengths=lengths + emitted.counts,
         finish_reason=jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH).astype(jnp.int8),
     )

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of given tokens, without ever holding logits for all of them at once.
+"""Log-probability and entropy of given tokens; the logits of all of them are never held at once.
 
 The one-step shift between logits and tokens happens here, in `token_logprobs`, and nowhere else.
 Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary.
@@ -16,22 +16,23 @@ from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
-"""Logits held at once when no chunk size is given: 512 MiB of float32."""
+"""The number of logits held at once when no chunk size is given: 512 MiB of float32."""
 
 SUM_BLOCK = 512
-"""Sums over the vocabulary are made of sums over this many: of 150,000 terms in a row float32 loses three digits."""
+"""Sums over the vocabulary add up sums over this many tokens: adding 150,000 terms one by one, float32 loses three
+digits."""
 
 MIN_LOGPROB = -1e30
-"""Stands for a log-probability of -inf, which times its probability is 0 and not NaN."""
+"""Stands for a log-probability of -inf: times its probability, which is 0, it gives 0 and not NaN."""
 
 SAVED_NAMES = "statistics of the softmax"
-"""What is not computed again in the backward pass."""
+"""The name of the arrays that the backward pass does not compute again."""
 
 
 def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The divisor of the logits: the temperature itself; 1 for greedy rows (temperature 0), scored as they stand.
+    """The divisor of the logits: the temperature, but 1 for greedy rows (temperature 0), which are scored unscaled.
 
-    It is 1 too for what is no temperature, negative or not finite: dividing by that would spoil every gradient.
+    It is 1 also where the temperature is negative or not finite: dividing by that would spoil every gradient.
 
     >>> print(scaling_temperature(jnp.array([0.5, 0.0, jnp.nan])))
     [0.5 1.  1. ]
@@ -61,7 +62,7 @@ def logits_logprobs(
 def _softmax_scores(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probability and entropy. Their derivative keeps three numbers per token and writes one table, its result."""
+    """Log-probability and entropy of each token; the derivative keeps three numbers per token from the forward pass."""
     return _softmax_statistics(logits, tokens, temperature)[:2]
 
 
@@ -72,7 +73,7 @@ def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
     chosen, entropy, shift, log_mass = _softmax_statistics(logits, tokens, temperature)
     logprobs = (logits - shift[:, None]) / temperature[:, None] - log_mass[:, None]  # [N V]
     probs = jnp.exp(logprobs)
-    # Compared and not gathered: the transpose of a gather is a scatter into a table of zeros.
+    # A comparison instead of a gather, whose transpose is a scatter into a table of zeros.
     is_chosen = (jnp.arange(logits.shape[-1]) == tokens[:, None]).astype(probs.dtype)
     d_chosen = jnp.sum((is_chosen - probs) * d_logits, axis=-1)
     d_entropy = -jnp.sum(probs * (jnp.maximum(logprobs, MIN_LOGPROB) + entropy[:, None]) * d_logits, axis=-1)
@@ -82,19 +83,19 @@ def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
 def _softmax_statistics(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probability, entropy, the largest logit and the logarithm of the mass relative to it."""
+    """Log-probability, entropy, the largest logit, and the log of the sum of exponentials relative to it."""
     shift = logits.max(axis=-1)
     mass, moment = _exp_sums((logits - shift[:, None]) / temperature[:, None])
     log_mass = jnp.log(mass)
     chosen = (jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - shift) / temperature - log_mass
-    # Two terms that are not negative: logsumexp(z) - sum(p z) is the same number, but loses digits of large logits.
+    # Neither term is negative. logsumexp(z) - sum(p z) is the same number, but loses digits where logits are large.
     entropy = log_mass - moment / mass
     entropy, shift, log_mass = (checkpoint_name(x, SAVED_NAMES) for x in (entropy, shift, log_mass))
     return chosen, entropy, shift, log_mass
 
 
 def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """`sum(e^x)` and `sum(x e^x)` over the last axis; in one pass, so that no table of a vocabulary is written."""
+    """`sum(e^x)` and `sum(x e^x)` over the last axis, in one pass that writes no table as wide as the vocabulary."""
 
     def terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
         weights = jnp.exp(x)
@@ -127,27 +128,26 @@ def token_logprobs(
 ) -> Scored:
     """Log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the entropy of that distribution, `[B T]` each.
 
-    The logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; the result does
-    not depend on the chunking beyond rounding. The first token of a row, and of each packed segment, gets 0 and no
-    gradient.
+    The logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; chunking changes the
+    result by rounding only. The first token of a row, and of each packed segment, gets 0 and no gradient.
 
     Args:
-        tokens: right-padded rows; what stands behind the last real token changes nothing before it.
-        temperature: the one that the tokens were sampled with: a scalar, one per row, or one per token. A token whose
-            temperature is negative or not finite gets NaN and no gradient.
-        positions: of the tokens; `0 .. T-1` when None.
-        segment_ids: which of several packed sequences a token belongs to; tokens attend within their own only.
-        value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); with it the values are computed too.
-        entropy_gradient: let gradients flow into the entropy (an entropy bonus needs it); costs nothing when off.
-        chunk_tokens: at most so many tokens per chunk; by default as many as hold 2**27 logits.
+        tokens: right-padded rows; padding changes nothing before it.
+        temperature: the sampling temperature: a scalar, one per row, or one per token. A token whose temperature is
+            negative or not finite gets NaN and no gradient.
+        positions: position of each token; `0 .. T-1` when None.
+        segment_ids: which packed sequence each token belongs to; tokens attend to their own sequence only.
+        value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); when given, values are computed too.
+        entropy_gradient: lets gradients flow into the entropy, as an entropy bonus needs; costs nothing when off.
+        chunk_tokens: the most tokens per chunk; by default as many as make 2**27 logits.
 
     Raises:
-        ValueError: `temperature` has a shape that fits neither rows nor tokens, `positions` or `segment_ids` have
-            another one than `tokens`, `chunk_tokens` is below 1, or a token is outside the vocabulary (which is not
-            known under `jit`).
+        ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
+            another shape than `tokens`; `chunk_tokens` is below 1; or a token is outside the vocabulary (not checked
+            under `jit`).
 
     >>> import jaxft
-    >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
+    >>> def coin(params, tokens, positions):  # two tokens with equal logits everywhere
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> print(token_logprobs(model, params, jnp.array([[0, 1, 1]])).logprobs.round(4))  # log(1/2)
@@ -178,7 +178,7 @@ def token_logprobs(
         continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
 
     def shifted(x: Array) -> Array:
-        """Behind the first token of the row, which nothing predicts; so for the first of each segment."""
+        """Values from the second token of each row and segment on; the first, which nothing predicts, has 0."""
         aligned = jnp.pad(x.reshape(rows, -1), ((0, 0), (1, 0)))  # [B T]
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
@@ -187,7 +187,7 @@ def token_logprobs(
 
 
 def init_value_head(hidden_size: int) -> Params:
-    """A linear value function of the hidden state that says 0 everywhere: `{"kernel": [hidden_size], "bias": []}`.
+    """A linear value function of the hidden state that is 0 everywhere: `{"kernel": [hidden_size], "bias": []}`.
 
     >>> jax.tree.map(jnp.shape, init_value_head(4))
     {'bias': (), 'kernel': (4,)}
@@ -200,8 +200,8 @@ def _is_narrow(leaf: Array) -> bool:
 
 
 def _gradient_sum(leaf: Array) -> Array:
-    """Takes up, chunk by chunk, the gradient of a parameter: in float32 where in the parameter's own dtype small terms
-    would vanish.
+    """An array that collects a parameter's gradient chunk by chunk, in float32 where the parameter's own dtype would
+    lose small terms.
 
     A float32 copy of the parameter would do the same, but compilers for GPUs keep it and round it in every chunk.
     """
@@ -209,7 +209,7 @@ def _gradient_sum(leaf: Array) -> Array:
 
 
 def _add_gradient_to(total: Array, leaf: Array) -> Array:
-    """The parameter, whose gradient is added to the `total` of `_gradient_sum`."""
+    """The parameter; its gradient is added to `total`, the array of `_gradient_sum`."""
     return _with_gradient(total, jax.lax.stop_gradient(leaf)) if _is_narrow(leaf) else total
 
 
@@ -241,10 +241,11 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int | None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Scores of the `N = B S` tokens. On a mesh, a chunk has equally many tokens of each device's own rows.
+    """Log-probabilities and entropies of the `N = B S` tokens. On a mesh, a chunk has as many tokens of each device's
+    rows as of any other's.
 
-    The function is jitted for calls outside of `jit`: only there would the sums of gradients be real arrays, of the
-    size of a float32 model, also where there is no gradient.
+    It is jitted for calls outside of `jit`, where the sums of gradients would be real arrays of the size of a float32
+    model even without a gradient.
     """
     sums = jax.tree.map(_gradient_sum, params)
 
@@ -256,29 +257,29 @@ def _score_in_chunks(
         return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
     total, sharding = tokens.size, model.sharding
-    shares = sharding.row_shards if sharding is not None and hidden.shape[0] % sharding.row_shards == 0 else 1
+    shards = sharding.row_shards if sharding is not None and hidden.shape[0] % sharding.row_shards == 0 else 1
     devices = 1 if sharding is None else sharding.devices
     if chunk_tokens is None:
         chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
-    rechecked = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
-    chunks, of_share = max(1, -(-total // chunk_tokens)), total // shares
-    width = -(-of_share // chunks)  # even ones, or the last would be mostly padding
-    width = -(-width * shares // devices) * devices // shares  # each device of a share gets as many
+    rematerialized = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
+    chunks, shard_tokens = max(1, -(-total // chunk_tokens)), total // shards
+    width = -(-shard_tokens // chunks)  # chunks of one size, or the last would be mostly padding
+    width = -(-width * shards // devices) * devices // shards  # every device of a shard gets as many tokens
 
     def split(x: Array) -> Array:
-        by_share = x.reshape(shares, of_share, *x.shape[2:])
-        padding = ((0, 0), (0, chunks * width - of_share)) + ((0, 0),) * (x.ndim - 2)
-        parts = jnp.pad(by_share, padding, mode="edge").reshape(shares, chunks, width, *x.shape[2:])
-        return parts.swapaxes(0, 1).reshape(chunks, shares * width, *x.shape[2:])
+        by_shard = x.reshape(shards, shard_tokens, *x.shape[2:])
+        padding = ((0, 0), (0, chunks * width - shard_tokens)) + ((0, 0),) * (x.ndim - 2)
+        padded = jnp.pad(by_shard, padding, mode="edge").reshape(shards, chunks, width, *x.shape[2:])
+        return padded.swapaxes(0, 1).reshape(chunks, shards * width, *x.shape[2:])
 
     def join(x: Float[Array, "..."]) -> Float[Array, "N"]:
-        return x.reshape(chunks, shares, width).swapaxes(0, 1).reshape(shares, -1)[:, :of_share].reshape(-1)
+        return x.reshape(chunks, shards, width).swapaxes(0, 1).reshape(shards, -1)[:, :shard_tokens].reshape(-1)
 
-    given = split(hidden), split(tokens), split(temperature)
+    inputs = split(hidden), split(tokens), split(temperature)
     if chunks == 1:
-        logprobs, entropy = rechecked(sums, *(x[0] for x in given))
+        logprobs, entropy = rematerialized(sums, *(x[0] for x in inputs))
     else:
-        logprobs, entropy = jax.lax.map(lambda chunk: rechecked(sums, *chunk), given)
+        logprobs, entropy = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
     return join(logprobs), join(entropy)

@@ -1,8 +1,8 @@
-"""Drawing one token per row, with the two log-probabilities that training needs to know of it.
+"""Drawing one token per row, with the two log-probabilities of it that training needs.
 
-All parameters are arrays with one entry per row, so a new value never recompiles, and noise is drawn from a key per
-row, so a row's token depends on nothing but its own logits, parameters and key. Letters: `R` rows, `V` vocabulary, `N`
-biased tokens.
+All parameters are arrays with one entry per row, so that new values compile nothing. Each row has a key of its own, so
+that its token depends on its own logits, parameters and key alone. Letters: `R` rows, `V` vocabulary, `N` biased
+tokens.
 """
 
 import math
@@ -17,28 +17,28 @@ from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.logprobs import scaling_temperature
 
 COLDEST = 1e-6
-"""The lowest temperature that is not 0. Logits divided by a lower one are too large for float32 to tell them apart."""
+"""The lowest temperature but 0. Divided by a lower one, logits are too large for float32 to tell apart."""
 
 SMALLEST_FRACTION = 1e-30
 """The smallest `top_p`; a smaller one rounds to 0 on the device and keeps no token."""
 
 
 class LogitBias(NamedTuple):
-    """What is added to the logits of a few tokens of each row, after the temperature; an id of -1 stands for none."""
+    """Values added to the logits of a few tokens of each row, after the temperature; the id -1 stands for no token."""
 
     ids: Int[Array, "R N"]
     values: Float[Array, "R N"]
 
 
 class SamplingParams(NamedTuple):
-    """How to draw, one entry per row. Filters apply in this order: temperature, logit bias, top-k, top-p, min-p.
+    """Sampling parameters, one entry per row, applied in this order: temperature, logit bias, top-k, top-p, min-p.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (the lowest id on ties).
         top_k: keeps the k most likely tokens; 0 keeps all.
-        top_p: keeps the smallest set of most likely tokens that holds this much of the mass; 1 keeps all.
-        min_p: keeps tokens with at least this share of the most likely token's probability; 0 keeps all.
-        logit_bias: favours or forbids single tokens; None where no row does.
+        top_p: keeps the smallest set of most likely tokens with at least this total probability; 1 keeps all.
+        min_p: keeps tokens with at least this fraction of the most likely token's probability; 0 keeps all.
+        logit_bias: favours or forbids single tokens; None when no row does.
     """
 
     temperature: Float[Array, "R"]
@@ -49,9 +49,10 @@ class SamplingParams(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token per row; its log-probabilities are equal when nothing is filtered, at temperature 1 when greedy.
+    """One token per row, with its log-probability under two distributions.
 
-    A bias counts as a filter: it is part of `behavior_logprobs` and not of `sampler_logprobs`.
+    `sampler_logprobs` are under the whole vocabulary at the row's temperature (at 1 when greedy). `behavior_logprobs`
+    are under the distribution that the token was drawn from: top-k, top-p, min-p and logit bias make them differ.
     """
 
     tokens: Int[Array, "R"]
@@ -65,7 +66,7 @@ def sampling_params(
     """The same parameters for every row.
 
     Raises:
-        ValueError: a value outside its range (see `check_sampling`).
+        ValueError: a value is outside its range (see `check_sampling`).
 
     >>> print(sampling_params(2, temperature=0.5).temperature)
     [0.5 0.5]
@@ -80,13 +81,13 @@ def sampling_params(
 
 
 def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Raise unless every value is in its range, and float32 or int32 can hold it.
+    """Raise unless every value is in its range and fits float32 or int32.
 
     The temperature is 0 or from 1e-6 to 3.4e38, top_k an integer from 0 to 2^31 - 1, top_p from 1e-30 to 1, and min_p
     in [0, 1).
 
     Raises:
-        ValueError: names the parameter, what it held and the range.
+        ValueError: a value is outside its range; the message names the parameter, the value and the range.
 
     >>> check_sampling(temperature=1.0, top_k=0, top_p=1.5, min_p=0.0)
     Traceback (most recent call last):
@@ -137,7 +138,7 @@ def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sa
         kept = jnp.where(kept_tokens(weights, params), weights, 0.0)
         return shifted, jnp.where(filtered[:, None], kept, probs)
 
-    # Most runs filter nothing, and then pay nothing.
+    # Most runs filter nothing; then this costs nothing.
     shifted, weights = jax.lax.cond((filtered | (greedy & biased)).any(), filter_rows, lambda: (scaled, probs))
     tokens = jnp.where(greedy, first_largest(shifted), _draw_index(weights, keys)).astype(jnp.int32)
 
@@ -150,7 +151,7 @@ def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sa
 
 
 def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array, "R V"]:
-    """The logits with each row's bias added; a token that is named twice gets both.
+    """The logits with each row's bias added; a token that is named twice gets both values.
 
     >>> print(add_bias(jnp.zeros((1, 3)), LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 9.0]]))))
     [[0.  0.  1.5]]
@@ -158,28 +159,28 @@ def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array
     if bias is None:
         return logits
     rows = jnp.arange(logits.shape[0])[:, None]
-    places = jnp.where(bias.ids >= 0, bias.ids, logits.shape[-1])  # what lies outside is dropped
-    return logits.at[rows, places].add(bias.values, mode="drop")
+    ids = jnp.where(bias.ids >= 0, bias.ids, logits.shape[-1])  # an id outside the vocabulary is dropped
+    return logits.at[rows, ids].add(bias.values, mode="drop")
 
 
 def first_largest(x: Float[Array, "R V"]) -> Int[Array, "R"]:
-    """`argmax` over the last axis, in two plain reductions: as one it costs ten times as much on CPU.
+    """`argmax` over the last axis, as two plain reductions, which cost a tenth of `jnp.argmax` on a CPU.
 
     >>> print(first_largest(jnp.array([[1.0, 3.0, 3.0]])))
     [1]
     """
     size = x.shape[-1]
     is_largest = x == x.max(axis=-1, keepdims=True)
-    # A row of NaN has no largest: whatever is said of it, it is a token.
+    # A row of NaN has no largest entry; the result is still a valid token.
     return jnp.minimum(jnp.where(is_largest, jnp.arange(size), size).min(axis=-1), size - 1)
 
 
 def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
-    """An index per row with probability proportional to its weight; an index of weight 0 is never drawn.
+    """An index per row, drawn in proportion to its weight; an index of weight 0 is never drawn.
 
-    Inverse of the cumulative distribution in two levels, blocks and then places within a block, with an independent
-    uniform number for each: two short cumulative sums instead of one as long as the vocabulary, and instead of a Gumbel
-    variate per token.
+    Inverts the cumulative distribution in two levels, blocks and then entries of a block, with an independent uniform
+    number for each: two short cumulative sums cost less than one as long as the vocabulary, or a Gumbel variate per
+    token.
     """
     rows, size = weights.shape
     width = _block_width(size)
@@ -192,26 +193,26 @@ def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
 
 
 def _block_width(size: int) -> int:
-    """About the root; the next smaller divisor if it is not far away, as then nothing needs to be padded."""
+    """About the square root of `size`; the next smaller divisor if it is not far away, which needs no padding."""
     root = max(1, math.isqrt(size))
     divisor = next(width for width in range(root, 0, -1) if size % width == 0)
     return divisor if 4 * divisor >= root else root
 
 
 def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
-    # A parallel prefix sum rounds each place by a tree of its own: it may rise by a unit in the last place where the
-    # weight is 0. Such places are passed over, or a filtered or forbidden token would be drawn once in some 10^7.
+    # A parallel prefix sum rounds each entry by a tree of its own, so it may rise by a unit in the last place where the
+    # weight is 0. Such entries are skipped, or a filtered or forbidden token would be drawn once in some 10^7.
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
-    # uniform <= 1 - 2^-23 keeps the product strictly below the total, so a place above it exists.
+    # uniform <= 1 - 2^-23 keeps the product strictly below the total, so an entry above it exists.
     target = uniform * cumulative.max(axis=-1)
     return jnp.argmax(cumulative > target[:, None], axis=-1)
 
 
 def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Array, "R V"]:
-    """Which tokens survive top-k, top-p and min-p. Exact, without sorting; among equal probabilities low ids go first.
+    """True for tokens that top-k, top-p and min-p keep: exact, without sorting, low ids first among equal ones.
 
-    Probabilities are not negative, so their bit patterns are ordered as they are, and 30 halvings of the range of bit
-    patterns find the very number at which the kept set is cut.
+    Probabilities are not negative, so their bit patterns have the order of the numbers, and 30 halvings of the range of
+    bit patterns find the very number at which the kept set is cut.
 
     >>> params = sampling_params(1, top_p=0.7)
     >>> print(kept_tokens(jnp.array([[0.2, 0.5, 0.3]]), params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
@@ -221,7 +222,7 @@ def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Arra
     ones = jnp.ones_like(probs)
     k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocabulary), vocabulary).astype(jnp.float32)
     kept = _most_likely(probs, ones, k)
-    # Top-p takes its share of what top-k has left.
+    # Top-p counts the mass that top-k has left.
     mass = jnp.where(kept, probs, 0.0)
     wanted = params.top_p * mass.sum(axis=-1)
     kept &= (params.top_p >= 1)[:, None] | _most_likely(mass, mass, wanted)
@@ -231,13 +232,13 @@ def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Arra
 def _most_likely(
     probs: Float[Array, "R V"], weights: Float[Array, "R V"], wanted: Float[Array, "R"]
 ) -> Bool[Array, "R V"]:
-    """The shortest prefix of each row's tokens, from the most likely on, whose weights sum to `wanted` at least."""
+    """True for the fewest tokens of each row, the most likely first, whose weights sum to at least `wanted`."""
     bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
 
-    def reaches(threshold: Int[Array, "R"]) -> Bool[Array, "R"]:
+    def is_enough(threshold: Int[Array, "R"]) -> Bool[Array, "R"]:
         return jnp.sum(jnp.where(bits >= threshold[:, None], weights, 0.0), axis=-1) >= wanted
 
-    threshold = _largest_true(reaches, rows=probs.shape[0])[:, None]
+    threshold = _largest_true(is_enough, rows=probs.shape[0])[:, None]
     above, tied = bits > threshold, bits == threshold
     missing = wanted - jnp.sum(jnp.where(above, weights, 0.0), axis=-1)
     each = jnp.max(jnp.where(tied, weights, 0.0), axis=-1)
@@ -246,7 +247,7 @@ def _most_likely(
 
 
 def _largest_true(predicate: Callable[[Int[Array, "R"]], Bool[Array, "R"]], rows: int) -> Int[Array, "R"]:
-    """Per row, the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) for which a monotone predicate holds, else 0."""
+    """The largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) per row for which a monotone predicate holds, or 0."""
 
     def halve(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
         candidate = found | (1 << (29 - i))

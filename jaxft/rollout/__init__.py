@@ -1,1 +1,1 @@
-"""A live policy: weights, tokenizer and engine behind an asynchronous chat client that records what it samples."""
+"""A live policy: weights, tokenizer and engine behind an asynchronous chat client that records its calls."""

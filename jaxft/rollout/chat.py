@@ -1,7 +1,7 @@
-"""Conversations as token ids: the chat template, and the rule by which a turn continues the ids of the turn before.
+"""Conversations as token ids: the chat template, and how a turn continues the recorded ids of the turn before.
 
-Text that agents put into messages can never become a control token: it is marked before the template is filled in, and
-what is marked is encoded as plain text.
+Text of messages never becomes a control token: control tokens in it are marked before the template is filled in, and
+marked ones are encoded as plain text.
 """
 
 import functools
@@ -13,29 +13,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from jaxft.errors import PromptTooLongError
 from jaxft.rollout.recorder import Call
 
+# Set before transformers is imported, which else announces that PyTorch is missing.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import mark_control_tokens
+
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
-"""The embedded tokenizer: a token per byte, and the control tokens of a chat."""
+"""Folder of the embedded tokenizer: a token per byte, and the control tokens of a chat."""
 
 MIN_BYTE_LIMIT = 2**20
-"""Bytes of a text that are tokenised whatever the context: it takes the event loop less than a second."""
+"""Bytes of text that are tokenised whatever the context; they hold up the event loop for less than a second."""
 
 Message = Mapping[str, str]
 
 
 class Prompt(NamedTuple):
-    """A conversation, ready to be answered.
+    """A rendered and tokenised conversation that asks for an answer.
 
     Attributes:
-        text: as rendered (control tokens of messages marked).
-        ids: its tokens.
-        prefix_boundaries: where the prompts of the turns that it goes on from ended, less their last token
+        text: the rendered conversation, with control tokens in messages marked.
+        ids: its token ids.
+        prefix_boundaries: token counts at which the prompts of the turns that it continues ended, less their last token
             (`Request.prefix_boundaries`).
-        truncated_tokens: how many tokens of the conversation stand before `ids` but were left out, here or in the call
-            that it goes on from. Text that was left out before it was tokenised counts as many as the same number of
-            bytes of the text that was kept has on average.
+        truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
+            that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
     """
 
     text: str
@@ -45,20 +53,16 @@ class Prompt(NamedTuple):
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
-    """A transformers tokenizer from a folder or a hub id; the embedded character-level one when None.
+    """A transformers tokenizer from a folder or a hub id; the embedded byte-level one when None.
 
-    Code that lies in the folder is never run.
+    Code in the folder is never run.
 
     Raises:
-        ValueError: nothing loadable there, or the tokenizer has no chat template; says how to give another.
+        ValueError: no tokenizer can be loaded, or it has no chat template or no eos_token.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would announce that PyTorch is missing
-    from transformers import AutoTokenizer
-
     source = CHAR_TOKENIZER if path_or_hub_id is None else path_or_hub_id
     try:
-        # Not asked for, transformers would ask the terminal whether to run code of the folder.
+        # Without the argument, transformers asks in the terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -74,9 +78,9 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
 
 
 def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's end token, and those that a model's folder adds.
+    """Token ids that end an answer: the tokenizer's end token and the `eos_token_id` of a model's folder.
 
-    These are in its `generation_config.json`, or, without one, in its `config.json`, as for transformers.
+    That is read from `generation_config.json`, or without one from `config.json`, as transformers does.
     """
     stop_ids = [tokenizer.eos_token_id]
     names = ("generation_config.json", "config.json")
@@ -104,22 +108,22 @@ class ChatTemplate:
         max_tokens: int | None = None,
         truncate_left: bool = False,
     ) -> Prompt:
-        """The prompt that asks for the next answer, made of recorded ids as far as an earlier call reaches.
+        """The prompt that asks for the next answer; it begins with the ids of an earlier call that it continues.
 
-        When the conversation goes on from an earlier call (its messages, its answer, then new ones) and the template
-        renders it so, the ids of that call are taken as they were fed and sampled, and only the text behind them is
-        tokenised. Otherwise (an agent that edits its history, a template that drops reasoning) all of it is.
+        A conversation continues a call if it has the call's messages, its answer and then new messages, and the
+        template renders it so. Then the ids of that call are taken as they were fed and sampled, and only the new text
+        is tokenised. Otherwise (the agent edits its history, the template drops reasoning) all text is tokenised.
 
         Args:
             messages: the conversation.
-            earlier: the calls that it may go on from.
-            max_tokens: of the context. Much more text than it could ever hold is not tokenised, as that holds up the
-                event loop; how many tokens the rest has is for the engine to judge. None: any text is.
-            truncate_left: of so much text the beginning is left out, instead of an error.
+            earlier: the calls that it may continue.
+            max_tokens: size of the context. Far more text than it can hold is not tokenised, because that holds up the
+                event loop; whether the tokens fit is for the engine to judge. None tokenises any text.
+            truncate_left: leaves out the beginning of such a text instead of raising an error.
 
         Raises:
-            ValueError: no messages, one without role or content, or a template that refuses them.
-            PromptTooLongError: there is too much text to be tokenised.
+            ValueError: there are no messages, one has no role or content, or the template refuses them.
+            PromptTooLongError: there is too much text to tokenise.
         """
         text = self._render(messages, add_generation_prompt=True)
         max_bytes = None
@@ -146,15 +150,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def _controls_and_marked(self) -> re.Pattern[str]:
-        """Finds a control token, with its marks where it has any."""
+        """Matches a control token, marked or not."""
         tokens = [token for token in self.tokenizer.added_tokens_encoder if token.strip()]
         forms = sorted([*map(self._mark, tokens), *tokens], key=len, reverse=True)
         return re.compile("|".join(map(re.escape, forms)) or "(?!)")
 
     def _tail(self, text: str, max_bytes: int) -> str:
-        """The end of a rendered text, of at most so many bytes; it does not begin inside of a control token.
+        """The last `max_bytes` bytes of a rendered text, or a little less: it begins outside of control tokens.
 
-        A part of one may be another one, and a marked one without its first mark would be a control token.
+        The rest of a cut control token may be another one, and a marked one without its first mark is a real one.
         """
         start = len(text) - len(text.encode(errors="replace")[-max_bytes:].decode(errors="ignore"))
         for found in self._controls_and_marked.finditer(text):
@@ -163,16 +167,16 @@ class ChatTemplate:
         return text[start:]
 
     def _text_after(self, call: Call, messages: Sequence[Message], text: str) -> str | None:
-        """What is to be tokenised behind the ids of a call; None when the conversation does not go on from it."""
+        """The text to tokenise after the ids of a call; None if the conversation does not continue it."""
         answered = [*call.messages, {"role": "assistant", "content": call.content}]
         if list(messages[: len(answered)]) != answered:
             return None
-        said = call.prompt_text + self._mark(call.content)
-        if not text.startswith(said):
+        known = call.prompt_text + self._mark(call.content)
+        if not text.startswith(known):
             return None
-        rest = text[len(said) :]
+        rest = text[len(known) :]
         if call.token_ids[-1] in self.stop_ids:
-            # The stop token was sampled: it stands in the ids already, so the template's own must not follow it.
+            # The sampled stop token is in the ids already, so the template's own must not follow it.
             stop_text = self.tokenizer.decode([call.token_ids[-1]])
             if not rest.startswith(stop_text):
                 return None
@@ -180,13 +184,12 @@ class ChatTemplate:
         return rest
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A finished conversation as ids, with a mask that is True on the assistant's words and their end token.
-
-        For supervised finetuning. The last message must be the assistant's.
+        """A finished conversation as ids for supervised finetuning, with a mask that is True on the assistant's answers
+        and their end tokens.
 
         Raises:
-            ValueError: the conversation does not end with the assistant, begins with it, holds something else than
-                text, or the template does not render turns one behind the other.
+            ValueError: the conversation begins with the assistant, does not end with it, holds something else than
+                text, or the template does not append turns to the turns before.
         """
         check_messages(messages)
         if messages[0]["role"] == "assistant" or messages[-1]["role"] != "assistant":
@@ -203,21 +206,18 @@ class ChatTemplate:
                 raise ValueError(
                     f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
                 )
-            context, words = self._encode(asked[len(rendered) :]), self._encode(answer)
-            ids += [*context, *words]
-            mask += [False] * len(context) + [True] * len(words)
+            context_ids, answer_ids = self._encode(asked[len(rendered) :]), self._encode(answer)
+            ids += [*context_ids, *answer_ids]
+            mask += [False] * len(context_ids) + [True] * len(answer_ids)
             rendered = asked + answer
         return ids, mask
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """What sampled ids say, without control tokens."""
+        """The text of sampled ids, without control tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         check_messages(messages)
-
         marked = [{name: self._mark(value) for name, value in message.items()} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
@@ -228,8 +228,6 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
     def _mark(self, text: str) -> str:
-        from transformers.utils.chat_template_utils import mark_control_tokens
-
         return mark_control_tokens(text, self._controls)
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -241,7 +239,7 @@ def _num_bytes(text: str) -> int:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses, with a `ValueError` that says which message, what is no conversation of texts."""
+    """Raise a `ValueError` that names the message unless every message has a role, content, and text in all fields."""
     if not messages:
         raise ValueError("messages is empty; wanted at least one {'role': ..., 'content': ...}")
     for index, message in enumerate(messages):
@@ -255,6 +253,6 @@ def check_messages(messages: Sequence[Message]) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(
-                    f"messages[{index}][{name!r}] holds half of a character, U+{ord(value[error.start]):04X}, at place "
+                    f"messages[{index}][{name!r}] holds half of a character, U+{ord(value[error.start]):04X}, at index "
                     f"{error.start}, and no tokenizer takes it; read it with errors='replace', or join it to its pair"
                 ) from None

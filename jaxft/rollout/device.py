@@ -1,7 +1,7 @@
-"""One worker thread that runs all JAX work of a process, and a count of what XLA compiled meanwhile.
+"""One worker thread that runs all JAX work of a process, and a counter of XLA's compilations.
 
-`update` donates its state. With every use of the weights on one thread, each donated buffer has one owner and nothing
-needs a lock, while the event loop stays free.
+An update donates its state. As one thread uses the weights, each donated buffer has one owner and needs no lock, and
+the event loop stays free.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from jaxft.errors import DeviceThreadError
 T = TypeVar("T")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what comes next is the compilation
+_LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compilation follows it
 _CLOSED = "the policy has been closed; its device thread takes no more work"
 
 
 class DeviceThread:
-    """A thread that runs jobs in the order in which they were given; use it from any thread or event loop.
+    """A thread that runs jobs in the order in which they were submitted, from any thread or event loop.
 
-    Whatever happens to the thread, a job that was given ends: with its result, its error, or a `DeviceThreadError`. An
-    executor of the standard library lets those wait for ever whose jobs a thread left behind when it ended.
+    Every job ends with its result, its error or a `DeviceThreadError`, even if the thread dies; with an executor of the
+    standard library its waiters would wait for ever.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the next two attributes
         self._open: set[Future[Any]] = set()
-        self._end: str | None = None  # why there is no more work
-        # A daemon that is ended in order at the exit: a policy that nobody closed keeps no process alive.
+        self._end: str | None = None  # the reason why the thread takes no more work
+        # A daemon thread, closed at exit: a policy that nobody closed keeps no process alive.
         self._thread = threading.Thread(target=self._work, name="jaxft-device", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -57,11 +57,11 @@ class DeviceThread:
         return future
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Waits for a job without blocking the event loop; its exception is raised here."""
+        """The result of a job; waits without blocking the event loop and raises the job's exception."""
         return await asyncio.wrap_future(self.submit(job))
 
     def close(self) -> None:
-        """Finishes what is queued and ends the thread; again does nothing."""
+        """Finishes queued jobs and ends the thread; a second call does nothing."""
         atexit.unregister(self.close)
         with self._lock:
             if self._end is None:
@@ -74,15 +74,15 @@ class DeviceThread:
         try:
             while (given := self._jobs.get()) is not None:
                 self._do(*given)
-                del given  # or it would live until the next job comes
-        except BaseException as error:  # the thread ends, and those who wait must hear of it
+                del given  # or the job would live until the next one comes
+        except BaseException as error:  # the thread ends, and its waiters must hear of it
             self._give_up(error)
 
     def _do(self, job: Callable[[], T], future: "Future[T]") -> None:
         if future.set_running_or_notify_cancel():
             try:
                 result = job()
-            except BaseException as error:  # it belongs to whoever waits
+            except BaseException as error:  # it belongs to the waiter
                 future.set_exception(presentable(error))
             else:
                 future.set_result(result)
@@ -93,41 +93,41 @@ class DeviceThread:
         reason = f"the device thread has ended ({type(error).__name__}: {error}); the policy can do no more work"
         with self._lock:
             self._end = reason
-            left, self._open = self._open, set()
-        for future in left:
+            unfinished, self._open = self._open, set()
+        for future in unfinished:
             if not future.done():
                 future.set_exception(DeviceThreadError(reason))
 
 
 def presentable(error: BaseException) -> Exception:
-    """The error, or a `DeviceThreadError` for one that would do more in an event loop than tell what went wrong.
+    """The error, or a `DeviceThreadError` in place of one that an event loop cannot deliver.
 
     `SystemExit` would end the loop, a cancellation would look like the waiter's own, and a future refuses
     `StopIteration`.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration | concurrent.futures.CancelledError):
         return error
-    said = DeviceThreadError(f"work on the device thread was ended by {type(error).__name__}: {error}")
-    said.__cause__ = error
-    return said
+    replacement = DeviceThreadError(f"work on the device thread was ended by {type(error).__name__}: {error}")
+    replacement.__cause__ = error
+    return replacement
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had too little memory."""
-    said = ("RESOURCE_EXHAUSTED", "Out of memory")  # the second of what was to be computed from what had no room
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in said)
+    """True if the device had too little memory."""
+    phrases = ("RESOURCE_EXHAUSTED", "Out of memory")  # the second where an input had found no memory
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says before its details, which may be pages of buffers."""
+    """The first line of an error's message; pages of buffers may follow it."""
     return str(error).partition("\n")[0]
 
 
 class CompileCounter:
-    """Counts XLA compilations of the whole process from its creation on.
+    """Counts the XLA compilations of the whole process since the counter was made.
 
     Attributes:
-        show: called with the name of a program when its compilation begins, and with None when it has ended.
+        show: called with the name of a program when its compilation begins, and with None when it ends.
     """
 
     def __init__(self) -> None:
@@ -148,15 +148,15 @@ class CompileCounter:
 
     @property
     def count(self) -> int:
-        """Programs compiled so far, those among them that the persistent cache held."""
+        """The number of programs compiled so far, those loaded from the persistent cache included."""
         return len(self._names)
 
     def names(self, first: int = 0) -> list[str]:
-        """What was compiled, from the one with that number on."""
+        """Names of the compiled programs from number `first` on."""
         return self._names[first:]
 
     def close(self) -> None:
-        """Stops counting; again does nothing."""
+        """Stops counting; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             jax.monitoring.unregister_event_duration_listener(self._on_event)
@@ -164,7 +164,7 @@ class CompileCounter:
 
 @contextlib.contextmanager
 def counting_compiles() -> Iterator[CompileCounter]:
-    """A `CompileCounter` for the length of a block."""
+    """A `CompileCounter` that is closed when the block ends."""
     counter = CompileCounter()
     try:
         yield counter

@@ -1,12 +1,11 @@
-"""Concurrent requests, one batch: fixed decode slots over one cache, and nothing a request gets depends on the others.
+"""The engine: decodes concurrent requests as one batch, and gives each the bits that it would get alone.
 
 Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a program) or follows from the
-request alone (the pieces of its prompt), and noise comes from the request's own key. How much of the cache is read,
-and which slots are decoded apart, does follow from what runs, but changes no bit of any request (`jaxft.core.cache`,
-`jaxft.rollout.model_runner`). So its tokens and log-probabilities are the same bits whatever runs beside it, in
-whichever slot, in whatever order.
+request alone (the chunks of its prompt), and noise comes from the request's own key. The blocks of the cache that are
+read, and the slots that decode together, do depend on the other requests, but change no bit (`jaxft.core.cache`,
+`jaxft.rollout.model_runner`). So neither other requests nor the slot nor the order changes a token or log-probability.
 
-Here is the queue: who waits, who runs, who hears of what. The arrays are those of `jaxft.rollout.model_runner`.
+This file is the scheduler: it admits waiting requests and delivers completions. `ModelRunner` has the arrays.
 """
 
 import asyncio
@@ -27,23 +26,22 @@ from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, pre
 from jaxft.rollout.model_runner import Counts, Decoded, ModelRunner
 from jaxft.rollout.requests import Completion, Request, check_request
 
+MIN_PREFIX_CACHE_ROWS = 8
+
 
 @dataclass
 class _Running:
     request: Request
     future: "asyncio.Future[Completion]"
     completion: Completion
-    error: Exception | None = None  # its own, which concerns nobody else
-
-
-FEWEST_PREFIX_CACHE_ROWS = 8
+    error: Exception | None = None  # an error of this request alone
 
 
 class Engine:
     """Serves requests from any event loop on the device thread.
 
-    `submit` belongs to event loops, `drain` and what it stands on to the device thread; the lock guards what
-    both sides change, `_waiting` and `_is_scheduled`.
+    Event loops call `submit` and `warm_up`; `drain` and `clear_prefix_cache` belong to the device thread. The lock
+    guards what both sides change: `_waiting` and `_is_scheduled`.
     """
 
     def __init__(
@@ -58,25 +56,32 @@ class Engine:
         shapes: Params,
         prefix_cache_rows: int | None = None,
     ) -> None:
-        """`get_params` gives the parameters in their decoding layout, and the policy version, whenever work begins.
+        """Allocates nothing yet; the arrays are made with the first request.
 
-        `shapes` are those of the parameters as they are trained: they tell the size of the vocabulary.
-        `prefix_cache_rows` is how many prompts are kept for their other generations and next turns; by default as
-        many as there are slots, and at least 8.
+        Args:
+            model: the model to decode with.
+            device: the thread that runs all work on the device.
+            get_params: returns the parameters in their decoding layout and the policy version, whenever work begins.
+            seed: seed of the run's key, into which each request folds its `key_ids`.
+            slots: the number of requests that decode together.
+            max_context_tokens: the most tokens of a prompt with its answer.
+            shapes: the parameters, or their shapes, as they are trained; they tell the size of the vocabulary.
+            prefix_cache_rows: prompts whose keys and values are kept for further generations and turns; None for as
+                many as slots, and at least 8.
 
         Raises:
             ValueError: `prefix_cache_rows` is below 8.
         """
-        if prefix_cache_rows is not None and prefix_cache_rows < FEWEST_PREFIX_CACHE_ROWS:
-            raise ValueError(f"prefix_cache_rows is {prefix_cache_rows}; wanted at least {FEWEST_PREFIX_CACHE_ROWS}")
+        if prefix_cache_rows is not None and prefix_cache_rows < MIN_PREFIX_CACHE_ROWS:
+            raise ValueError(f"prefix_cache_rows is {prefix_cache_rows}; wanted at least {MIN_PREFIX_CACHE_ROWS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
-        fewest = slots * -(-FEWEST_PREFIX_CACHE_ROWS // slots)  # a multiple: divides over a mesh where slots do
-        self.prefix_cache_rows = fewest if prefix_cache_rows is None else prefix_cache_rows
+        default_rows = slots * -(-MIN_PREFIX_CACHE_ROWS // slots)  # a multiple of slots divides over a mesh as slots do
+        self.prefix_cache_rows = default_rows if prefix_cache_rows is None else prefix_cache_rows
         self._model, self._shapes = model, shapes
         self._device = device
         self._get_params = get_params
-        self._workspace = ModelRunner(
+        self._runner = ModelRunner(
             model,
             seed=seed,
             slots=slots,
@@ -90,13 +95,13 @@ class Engine:
 
     @cached_property
     def vocabulary(self) -> int:
-        """The number of tokens that the model gives logits for; ids of a request are below it."""
+        """The number of tokens that the model has logits for; ids of a request are below it."""
         return vocabulary_size(self._model, self._shapes)
 
     @property
     def counts(self) -> Counts:
-        """Tokens prefilled, reused and sampled so far."""
-        return self._workspace.counts
+        """The numbers of tokens prefilled, reused and sampled so far."""
+        return self._runner.counts
 
     @property
     def sizes(self) -> str:
@@ -107,60 +112,59 @@ class Engine:
         )
 
     def cache_bytes(self, dtype: Any) -> int:
-        """Bytes of all keys and values, of slots and stored prompts."""
-        return self._workspace.cache_bytes(dtype)
+        """Bytes on each device of the keys and values of slots and prefix cache."""
+        return self._runner.cache_bytes(dtype)
 
     def clear_prefix_cache(self) -> None:
-        """On the device thread: the parameters are about to change, and what is stored with them."""
-        self._workspace.clear_prefix_cache()
+        """Forgets all cached prompts, because the parameters change; call it on the device thread."""
+        self._runner.clear_prefix_cache()
 
     async def warm_up(self) -> None:
-        """Compiles all that requests can lead to, whatever their lengths and parameters."""
+        """Compiles every program that requests can need, whatever their lengths and parameters."""
 
         def run() -> None:
             params, _ = self._get_params()
             self.drain()
-            self._workspace.warm_up(params)
+            self._runner.warm_up(params)
 
         await self._device.run(run)
 
     async def submit(self, request: Request) -> Completion:
-        """Waits for the completion of a request; a cancelled wait frees the slot.
+        """The completion of a request; a cancelled wait frees the slot.
 
         Raises:
-            PromptTooLongError: the prompt leaves no room in the context.
-            RequestError: the prompt has no tokens, or holds an id that is not of the vocabulary; or parameters are
-                impossible.
-            NonFiniteError: a log-probability of what was sampled is not finite.
+            PromptTooLongError: the prompt leaves no room for an answer in the context.
+            RequestError: the prompt is empty or holds an id outside the vocabulary, or a parameter is impossible.
+            NonFiniteError: a sampled token has a log-probability that is not finite.
             PolicyError: the policy is lost, its device has too little memory, or its device thread has ended.
-            Exception: whatever else stopped the device work that the request was part of.
+            Exception: any other error of the device work that the request took part in.
         """
         check_request(request, self.max_context_tokens, self.vocabulary)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         with self._lock:
             self._waiting.append(_Running(request, future, Completion()))
-        # After the callbacks that are ready now: requests of one wave are admitted together. Each of them asks for a
-        # round, as a loop that is closed before its callbacks run takes only its own request with it.
-        loop.call_soon(self._ask_for_round)
+        # Scheduled after the callbacks that are ready now, so that requests of one wave are admitted together. Every
+        # request schedules a step: a loop that is closed before its callbacks run takes only its own request with it.
+        loop.call_soon(self._schedule_step)
         return await future
 
-    def _ask_for_round(self) -> None:
+    def _schedule_step(self) -> None:
         with self._lock:
             if self._is_scheduled or not self._waiting:
                 return
             self._is_scheduled = True
-        self._schedule()
+        self._submit_step()
 
-    def _schedule(self) -> None:
+    def _submit_step(self) -> None:
         try:
             self._device.submit(self._step).add_done_callback(self._check_step)
         except DeviceThreadError as error:
             self._stop(error)
 
-    def _check_step(self, pumped: "Future[None]") -> None:
-        error = pumped.exception()
-        if error is not None:  # the thread ended before the round, or in the middle of it
+    def _check_step(self, step: "Future[None]") -> None:
+        error = step.exception()
+        if error is not None:  # the thread ended before the step, or in the middle of it
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
@@ -169,17 +173,17 @@ class Engine:
         self._fail(error)
 
     def _step(self) -> None:
-        """One round: admit, decode a little, deliver; then queues itself behind other device jobs if work is left."""
+        """Admits requests, decodes a few tokens, delivers completions, and submits the next step if work is left."""
         finished: list[_Running] = []
         try:
             self._admit()
             finished = self._advance()
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # the waiters must hear of any error
             self._fail(error)
         with self._lock:
             self._is_scheduled = is_needed = bool(self._running or self._waiting)
-        if is_needed:
-            self._schedule()
+        if is_needed:  # behind the jobs that other code has submitted meanwhile
+            self._submit_step()
         _deliver(finished)
 
     def _fail(self, error: BaseException) -> None:
@@ -192,11 +196,11 @@ class Engine:
             failed = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()
-        self._workspace.reset()
+        self._runner.reset()
         _deliver(failed, presentable(error))
 
     def drain(self) -> None:
-        """Decodes what has been admitted to its end, admitting nothing: afterwards the weights may change."""
+        """Decodes the running requests to their ends and admits none, so that the weights may change afterwards."""
         try:
             while self._running:
                 _deliver(self._advance())
@@ -218,65 +222,66 @@ class Engine:
             self._running[slot] = running
             admitted.append((slot, running.request))
         if admitted:
-            self._workspace.admit(params, admitted, is_idle=is_idle)
+            self._runner.admit(params, admitted, is_idle=is_idle)
 
     def _advance(self) -> list[_Running]:
-        """Decodes a few tokens of every running request; returns those that ended, their slots free again."""
+        """Decodes a few tokens of every running request; returns those that ended, and frees their slots."""
         for slot in [slot for slot, running in self._running.items() if _is_abandoned(running)]:
             del self._running[slot]
         if not self._running:
             return []
         params, _ = self._get_params()
-        held = {
+        num_tokens = {
             slot: len(running.request.prompt_ids) + len(running.completion.token_ids)
             for slot, running in self._running.items()
         }
-        decoded = self._workspace.advance(params, held)
-        finished = {slot: running for slot, running in self._running.items() if _has_ended(running, slot, decoded)}
+        decoded = self._runner.advance(params, num_tokens)
+        finished = {slot: running for slot, running in self._running.items() if _take_tokens(running, slot, decoded)}
         for slot in finished:
             del self._running[slot]
         if any(isinstance(running.error, NonFiniteError) for running in finished.values()):
-            self._workspace.clear_prefix_cache()  # one of them may be where the number stands
+            self._runner.clear_prefix_cache()  # its rows may hold the non-finite numbers
         return list(finished.values())
 
 
 def _is_abandoned(running: _Running) -> bool:
-    """Whether nobody waits for it any more."""
+    """True if nobody waits for the request any more."""
     return running.future.cancelled() or running.future.get_loop().is_closed()
 
 
-def _has_ended(running: _Running, slot: int, decoded: Decoded) -> bool:
-    """Adds what was decoded to the completion, and says whether there is no more to come."""
+def _take_tokens(running: _Running, slot: int, decoded: Decoded) -> bool:
+    """Adds the decoded tokens of a slot to its completion; returns True if the completion has ended."""
     count, completion = int(decoded.counts[slot]), running.completion
     known = len(completion.token_ids)
     completion.token_ids += decoded.tokens[slot, :count].tolist()
     completion.sampler_logprobs += decoded.sampler_logprobs[slot, :count].tolist()
     completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
     try:
-        has_ended = _is_finished(running.request, completion, bool(decoded.active[slot]))
+        has_ended = _cut_at_end(running.request, completion, bool(decoded.active[slot]))
         _check_finite(running.request, completion, known)
         return has_ended
-    except Exception as error:  # its own, or of its stop strings: the others go on
+    except Exception as error:  # of this request or its `find_stop`; the other requests go on
         running.error = error
         return True
 
 
 def _check_finite(request: Request, completion: Completion, known: int) -> None:
-    """Raise a `NonFiniteError` unless all log-probabilities are finite; the first `known` have been looked at."""
+    """Raise a `NonFiniteError` unless all log-probabilities from number `known` on are finite."""
     pairs = zip(completion.sampler_logprobs[known:], completion.behavior_logprobs[known:], strict=True)
-    for place, pair in enumerate(pairs, known):
+    for index, pair in enumerate(pairs, known):
         if not all(map(math.isfinite, pair)):
             raise NonFiniteError(
-                f"the log-probability of token {place} of the answer to a prompt of {len(request.prompt_ids)} tokens "
+                f"the log-probability of token {index} of the answer to a prompt of {len(request.prompt_ids)} tokens "
                 f"is {pair[0]} (as drawn: {pair[1]}): the parameters of version {completion.policy_version} are not "
                 "finite or too large for their dtype (restore a checkpoint), or logit_bias leaves no token"
             )
 
 
-def _is_finished(request: Request, completion: Completion, is_active: bool) -> bool:
+def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bool:
+    """Cuts a completion after a stop string and sets the finish reason; returns True if the completion has ended."""
     cut = request.find_stop(completion.token_ids) if request.find_stop is not None else None
     if cut is not None:
-        # Tokens decoded beyond the one that completed the stop string were never asked for.
+        # Tokens after the one that completed the stop string were decoded in vain.
         for values in (completion.token_ids, completion.sampler_logprobs, completion.behavior_logprobs):
             del values[cut:]
         completion.finish_reason = "stop"
@@ -286,18 +291,18 @@ def _is_finished(request: Request, completion: Completion, is_active: bool) -> b
     return not is_active
 
 
-def _deliver(answered: list[_Running], error: Exception | None = None) -> None:
-    """Gives each its completion or its error, or all of them the same error, in the event loops that wait for them."""
+def _deliver(ended: list[_Running], error: Exception | None = None) -> None:
+    """Gives every request its completion or its own error, or all of them `error`, in their event loops."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Running]] = {}
-    for running in answered:
+    for running in ended:
         by_loop.setdefault(running.future.get_loop(), []).append(running)
     for loop, waiting in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # of a closed loop, in which nobody waits any more
-            loop.call_soon_threadsafe(_commit, waiting, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+            loop.call_soon_threadsafe(_set_results, waiting, error)
 
 
-def _commit(answered: list[_Running], error: Exception | None) -> None:
-    for running in answered:
+def _set_results(ended: list[_Running], error: Exception | None) -> None:
+    for running in ended:
         if running.future.done():
             continue
         own = error if running.error is None else presentable(running.error)

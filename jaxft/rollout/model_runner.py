@@ -1,7 +1,8 @@
-"""The arrays that an engine decodes with, in the hands of the device thread: slots, and a store of prefilled prompts.
+"""Runs the model for an engine on the device thread: `admit` prefills prompts into slots, `advance` decodes tokens.
 
-Requests come in by `admit`, tokens come out of `advance`. Which shapes are compiled follows from the sizes given here
-and from each request alone; `warm_up` compiles them all.
+The shapes that are compiled follow from the sizes given here and from each request alone; `warm_up` compiles them all.
+On a CPU, slots that need few blocks of the cache are decoded apart from slots that need many, in sub-batches of few
+rows; each kind of sub-batch is first checked to give the bits of the program of all slots.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxft.core.cache import compute_dtype, init_cache, num_blocks_for, reaches
+from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
 from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.sharding import device_bytes
 from jaxft.core.types import Cache, Model, Params
@@ -25,7 +26,7 @@ from jaxft.rollout.decode_batch import (
     PrefillChunks,
     admit,
     advance,
-    advance_part,
+    advance_sub_batch,
     copy_rows,
     empty_cache,
     empty_slots,
@@ -33,8 +34,8 @@ from jaxft.rollout.decode_batch import (
     trial_slots,
 )
 from jaxft.rollout.prefix_cache import (
-    LARGEST_PIECE,
-    SMALLEST_PIECE,
+    MAX_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
     Copy,
     PrefillChunk,
     PrefillPlan,
@@ -43,86 +44,28 @@ from jaxft.rollout.prefix_cache import (
 )
 from jaxft.rollout.requests import Request
 
-PART_ROWS = {"cpu": 8}
-"""Rows of a part, by backend; parts are not used on the others."""
-
-FIXED_COST, ROW_COST = 10_000, 400
-"""What a step costs, and each row of it, in places of a row's cache that are read meanwhile. Measured on two CPU cores
-with models of 2 and 58 million parameters (7,500 and 12,100 places a step, 280 and 500 a row)."""
-
-
-class SubBatch(NamedTuple):
-    """Slots that one program decodes, with so many blocks of the cache; as a part of its own, or among all slots."""
-
-    slots: tuple[int, ...]
-    num_blocks: int
-    is_part: bool
-
-
-def part_rows(slots: int) -> int | None:
-    """Rows of a part where parts can be of use: with two of them or more in the slots.
-
-    >>> part_rows(15) is None
-    True
-    """
-    rows = PART_ROWS.get(jax.default_backend())
-    return rows if rows is not None and slots >= 2 * rows else None
-
-
-def divide(
-    num_blocks: Mapping[int, int], places: Mapping[int, int], all_rows: int, rows: int | None, allowed: Container[int]
-) -> list[SubBatch]:
-    """The cheapest way to decode slots that need different numbers of blocks.
-
-    Args:
-        near: blocks that each slot needs.
-        places: of the cache, in so many blocks.
-        all_rows: of the program that decodes all slots.
-        rows: of a part; None: no parts.
-        allowed: numbers of blocks with which there may be parts.
-
-    >>> places = {2: 128, 5: 1024}
-    >>> divide({0: 2, 1: 5}, places, all_rows=64, rows=8, allowed=places)
-    [Group(slots=(1, 0), near=5, is_part=True)]
-    >>> divide({slot: 5 if slot == 7 else 2 for slot in range(64)}, places, all_rows=64, rows=8, allowed=places)[0]
-    Group(slots=(7, 0, 1, 2, 3, 4, 5, 6), near=5, is_part=True)
-    """
-    longest_first = sorted(num_blocks, key=lambda slot: -num_blocks[slot])
-
-    def group(start: int, end: int | None, is_part: bool) -> SubBatch:
-        return SubBatch(tuple(longest_first[start:end]), num_blocks[longest_first[start]], is_part)
-
-    ways: list[list[SubBatch]] = [[group(0, None, is_part=False)]]
-    if rows is None:
-        return ways[0]
-    parts: list[SubBatch] = []
-    for start in range(0, len(longest_first), rows):
-        parts.append(group(start, start + rows, is_part=True))
-        if parts[-1].num_blocks not in allowed:
-            break
-        rest = start + rows
-        ways.append([*parts, group(rest, None, is_part=False)] if rest < len(longest_first) else [*parts])
-
-    def cost(groups: Sequence[SubBatch]) -> int:
-        each = ((rows if group.is_part else all_rows, places[group.num_blocks]) for group in groups)
-        return sum(FIXED_COST + count * (ROW_COST + reach) for count, reach in each)
-
-    return min(ways, key=cost)
-
+T = TypeVar("T")
 
 DISPATCH_TOKENS = 8
-"""Tokens decoded between two looks at the queue."""
-COPIED_ROWS = 8
-"""Rows of a program that copies prompts."""
+"""Tokens that a slot decodes before new requests are admitted."""
+
+ADMISSION_ROWS = 8
+"""Rows of the programs that copy prompts, within the prefix cache or into slots."""
+
 PREFILL_TOKENS = {"cpu": 256}
-"""Tokens of a program that prefills, rows times width: few on a CPU, which works as well on few as on many."""
+"""Rows times width of a prefill program, by backend: few on a CPU, which is as efficient on few tokens as on many."""
 PREFILL_TOKENS_ELSEWHERE = 2048
 
-T = TypeVar("T")
+SUB_BATCH_ROWS = {"cpu": 8}
+"""Rows of a sub-batch, by backend; other backends decode all slots in one program."""
+
+STEP_COST, ROW_COST = 10_000, 400
+"""Costs of a decoding step and of each of its rows, in positions of the cache that are read in the same time. Measured
+on two CPU cores with models of 2 and 58 million parameters (7,500 and 12,100 positions a step, 280 and 500 a row)."""
 
 
 class Decoded(NamedTuple):
-    """What a dispatch sampled, on the host; `counts` says how many tokens of each slot are real."""
+    """The tokens that one `advance` sampled, on the host; `counts` is how many of each slot are real."""
 
     tokens: Int[np.ndarray, "R N"]
     sampler_logprobs: Float[np.ndarray, "R N"]
@@ -133,161 +76,176 @@ class Decoded(NamedTuple):
 
 @dataclass
 class Counts:
-    """Tokens so far: of prompts computed, of prompts that needed no computing, and sampled."""
+    """Numbers of tokens so far: prompt tokens prefilled and reused from the prefix cache, and tokens sampled."""
 
     prefilled_tokens: int = 0
     reused_tokens: int = 0
     decoded_tokens: int = 0
 
 
+class SubBatch(NamedTuple):
+    """Slots that one program decodes with the first `num_blocks` of the cache.
+
+    The program computes rows of these slots only if `is_compact`, else rows of all slots.
+    """
+
+    slots: tuple[int, ...]
+    num_blocks: int
+    is_compact: bool
+
+
 @dataclass
 class _Arrays:
     slots: DecodeBatch
-    store: Cache
+    prefix_cache: Cache
 
 
 class ModelRunner:
-    """Slots and store, made when they are first needed.
+    """Slots and prefix cache, whose arrays are made when they are first needed.
 
     Attributes:
-        slots: how many requests are decoded together.
-        length: tokens that each has room for.
-        prefix_cache_rows: rows of the store.
-        tried: whether parts give the bits of a program of all slots, by the number of blocks they have been tried with.
-        counts: what has been done.
+        slots: the number of requests that decode together.
+        length: tokens that a slot, or a row of the prefix cache, has room for.
+        prefix_cache_rows: rows of the prefix cache.
+        tried: True for a number of blocks with which sub-batches give the bits of the program of all slots, False for
+            one with which they do not; numbers that have not been tried are missing.
+        counts: the numbers of tokens so far.
     """
 
     def __init__(self, model: Model, *, seed: int, slots: int, length: int, prefix_cache_rows: int) -> None:
         self.slots, self.length, self.prefix_cache_rows = slots, length, prefix_cache_rows
         self.counts = Counts()
         self._model = model
-        self._prefixes = PrefixCache(prefix_cache_rows)
+        self._prefix_index = PrefixCache(prefix_cache_rows)
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
         self._arrays: _Arrays | None = None
-        self._shares, self._part_rows = 1, part_rows(slots)
-        if model.sharding is not None:  # whose parts of a mesh each have slots and stored prompts of their own
+        self._row_shards, self._sub_batch_rows = 1, sub_batch_rows(slots)
+        if model.sharding is not None:  # each shard of the mesh has slots and cached prompts of its own
             model.sharding.check_rows(slots, "slots")
             model.sharding.check_rows(prefix_cache_rows, "stored prompts")
-            self._shares, self._part_rows = model.sharding.row_shards, None
-        self._touched = [0] * slots  # blocks of each slot that may hold something; behind them are zeros
+            self._row_shards, self._sub_batch_rows = model.sharding.row_shards, None
+        self._written_blocks = [0] * slots  # of each slot; later blocks hold zeros
         self.tried: dict[int, bool] = {}
-        self._wanted: set[int] = set()
+        self._to_try: set[int] = set()
 
     def cache_bytes(self, dtype: Any) -> int:
-        """Bytes of the keys and values of slots and store, on each device, whether they have been made yet or not."""
+        """Bytes on each device of the keys and values of slots and prefix cache, made yet or not."""
         rows = self.slots + self.prefix_cache_rows
         cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, dtype))
         devices = 1 if self._model.sharding is None else self._model.sharding.devices  # rows and heads divide over all
         return device_bytes(None, cache) // devices
 
     def clear_prefix_cache(self) -> None:
-        """What the store holds belongs to other weights from now on."""
-        self._prefixes.clear()
+        """Forgets all cached prompts: their keys and values belong to other weights."""
+        self._prefix_index.clear()
 
     def reset(self) -> None:
-        """Gives up all arrays: they may have been donated to a call that failed."""
+        """Drops all arrays, which may have been donated to a call that failed."""
         self._arrays = None
-        self._touched = [0] * self.slots
-        self._prefixes.clear()
+        self._written_blocks = [0] * self.slots
+        self._prefix_index.clear()
 
     def admit(self, params: Params, requests: Sequence[tuple[int, Request]], *, is_idle: bool) -> None:
-        """Makes slots ready to decode requests; each comes with the number of its slot, which must be free.
+        """Makes slots ready to decode requests; each request comes with the number of a free slot.
 
         Args:
-            is_idle: no slot is in use; the time to try the parts that would have been of use.
+            is_idle: True if no slot is in use; then the sub-batches that would have been of use are tried.
         """
-        if is_idle and self._wanted:
-            wanted, self._wanted = sorted(self._wanted), set()
-            self._try_parts(params, wanted)
+        if is_idle and self._to_try:
+            to_try, self._to_try = sorted(self._to_try), set()
+            self._try_sub_batches(params, to_try)
         planned: list[tuple[int, Request, PrefillPlan]] = []
         for slot, request in requests:
-            plan = self._prefixes.plan(request.prompt_ids, request.prefix_boundaries)
-            if plan is None:  # it stands on what has only been planned, or the store has no row left
+            plan = self._prefix_index.plan(request.prompt_ids, request.prefix_boundaries)
+            if plan is None:  # it needs a row that is only planned yet, or no row is left
                 self._carry_out(params, planned)
                 planned = []
-                plan = self._prefixes.plan(request.prompt_ids, request.prefix_boundaries)
+                plan = self._prefix_index.plan(request.prompt_ids, request.prefix_boundaries)
                 assert plan is not None
             planned.append((slot, request, plan))
         self._carry_out(params, planned)
 
-    def advance(self, params: Params, tokens: dict[int, int]) -> Decoded:
-        """Decodes a few tokens of the slots named, and none of the others.
+    def advance(self, params: Params, num_tokens: dict[int, int]) -> Decoded:
+        """Decodes up to `DISPATCH_TOKENS` tokens of some slots.
 
         Args:
-            tokens: how many each of these slots holds so far, prompt included.
+            num_tokens: the number of tokens so far, prompt included, of each slot that is to decode.
         """
-        num_blocks = {slot: num_blocks_for(held + DISPATCH_TOKENS - 1, self.length) for slot, held in tokens.items()}
-        for slot, held in tokens.items():  # a slot that has ended still writes the place of its last token
-            self._touched[slot] = max(self._touched[slot], num_blocks_for(held + DISPATCH_TOKENS, self.length))
-        places = reaches(self.length)
-        best = divide(num_blocks, places, self.slots, self._part_rows, allowed=places)
-        self._wanted |= {group.num_blocks for group in best if group.is_part} - self.tried.keys()
+        num_blocks = {slot: self._blocks_for(n + DISPATCH_TOKENS - 1) for slot, n in num_tokens.items()}
+        for slot, n in num_tokens.items():  # a slot that has ended still writes the position of its last token
+            written = self._blocks_for(n + DISPATCH_TOKENS)
+            self._written_blocks[slot] = max(self._written_blocks[slot], written)
+        capacities = block_capacities(self.length)
+        best = split_batch(num_blocks, capacities, self.slots, self._sub_batch_rows, allowed=capacities)
+        self._to_try |= {batch.num_blocks for batch in best if batch.is_compact} - self.tried.keys()
         agreeing = {count for count, agrees in self.tried.items() if agrees}
-        decoded = self._decode(params, divide(num_blocks, places, self.slots, self._part_rows, allowed=agreeing))
+        sub_batches = split_batch(num_blocks, capacities, self.slots, self._sub_batch_rows, allowed=agreeing)
+        decoded = self._decode(params, sub_batches)
         self.counts.decoded_tokens += int(decoded.counts.sum())
         return decoded
 
-    def _decode(self, params: Params, groups: Sequence[SubBatch]) -> Decoded:
-        """What every group's program has sampled, in one table of all slots."""
+    def _decode(self, params: Params, sub_batches: Sequence[SubBatch]) -> Decoded:
+        """The tokens of all sub-batches in one table of all slots."""
         arrays, sampled = self._made(params), []
-        for group in groups:  # each is queued behind the one before; nothing is waited for yet
-            if group.is_part:
-                assert self._part_rows is not None
-                chosen, program = column(group.slots, self._part_rows, self.slots, np.int32), advance_part
+        for batch in sub_batches:  # all programs are queued before any result is waited for
+            if batch.is_compact:
+                assert self._sub_batch_rows is not None
+                chosen, program = padded(batch.slots, self._sub_batch_rows, self.slots, np.int32), advance_sub_batch
             else:
-                chosen, program = np.isin(np.arange(self.slots), group.slots), advance
-            arrays.slots, *part = program(self._model, group.num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
-            sampled.append(part)
+                chosen, program = np.isin(np.arange(self.slots), batch.slots), advance
+            arrays.slots, *rest = program(self._model, batch.num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
+            sampled.append(rest)
         table = Decoded(
             *(np.zeros((self.slots, DISPATCH_TOKENS), dtype) for dtype in (np.int32, np.float32, np.float32)),
             *(np.zeros(self.slots, dtype) for dtype in (np.int32, bool)),
         )
-        for group, (emitted, active) in zip(groups, jax.device_get(sampled), strict=True):
-            slots, own = list(group.slots), slice(len(group.slots)) if group.is_part else list(group.slots)
+        for batch, (emitted, active) in zip(sub_batches, jax.device_get(sampled), strict=True):
+            slots, rows = list(batch.slots), slice(len(batch.slots)) if batch.is_compact else list(batch.slots)
             for whole, part in zip(table, (*emitted, active), strict=True):
-                whole[slots] = part[own]
+                whole[slots] = part[rows]
         return table
 
     def warm_up(self, params: Params) -> None:
-        """Runs every program that requests can lead to, and tries all parts."""
-        arrays = self._made(params)
-        blocks = list(reaches(self.length))
-        nobody = Request((0,), (0,) * 6, 1)
+        """Runs every program that requests can need, and tries all sub-batches."""
+        model, arrays = self._model, self._made(params)
+        blocks = list(block_capacities(self.length))
+        filler = Request((0,), (0,) * 6, 1)
         for num_blocks in blocks:
-            arrays.store = copy_rows(self._model, num_blocks, arrays.store, *self._copies([]))
-            arrays.slots = admit(
-                self._model, num_blocks, arrays.slots, arrays.store, self._seed, self._admission([], nobody)
-            )
-            chosen = np.zeros(self.slots, bool)
-            arrays.slots, *_ = advance(self._model, num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
-        width = SMALLEST_PIECE
-        while width <= min(LARGEST_PIECE, chunk_width(self.length)):
-            for num_blocks in blocks[blocks.index(num_blocks_for(width // 2 + 1, self.length)) :]:
-                arrays.store = prefill(self._model, num_blocks, params, arrays.store, self._pieces([], width))
+            arrays.prefix_cache = copy_rows(model, num_blocks, arrays.prefix_cache, *self._copies([]))
+            admission, chosen = self._admission([], filler), np.zeros(self.slots, bool)
+            arrays.slots = admit(model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, admission)
+            arrays.slots, *_ = advance(model, num_blocks, params, arrays.slots, chosen, DISPATCH_TOKENS)
+        width = MIN_CHUNK_TOKENS
+        while width <= min(MAX_CHUNK_TOKENS, chunk_width(self.length)):
+            for num_blocks in blocks[blocks.index(self._blocks_for(width // 2 + 1)) :]:
+                arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, self._chunks([], width))
             width *= 2
-        if self._part_rows is not None:
-            self._try_parts(params, blocks)
-        jax.block_until_ready((arrays.store, arrays.slots))
+        if self._sub_batch_rows is not None:
+            self._try_sub_batches(params, blocks)
+        jax.block_until_ready((arrays.prefix_cache, arrays.slots))
 
-    def _try_parts(self, params: Params, counts: Sequence[int]) -> None:
-        """Finds out whether a part samples the same bits as a program of all slots, which must be idle."""
-        assert self._part_rows is not None
-        arrays, everyone = self._made(params), tuple(range(self.slots))
-        few = everyone[-1 :: -self.slots // self._part_rows][: self._part_rows]
+    def _try_sub_batches(self, params: Params, block_counts: Sequence[int]) -> None:
+        """Records in `tried` if a sub-batch samples the bits of the program of all slots, which must be idle."""
+        assert self._sub_batch_rows is not None
+        arrays, all_slots = self._made(params), tuple(range(self.slots))
+        few = all_slots[-1 :: -self.slots // self._sub_batch_rows][: self._sub_batch_rows]
         rows = list(few)
-        for num_blocks in counts:
-            position = np.int32(max(1, reaches(self.length)[num_blocks] - DISPATCH_TOKENS - 1))
+        for num_blocks in block_counts:
+            position = np.int32(max(1, block_capacities(self.length)[num_blocks] - DISPATCH_TOKENS - 1))
             self.tried[num_blocks] = True
             for filtering in (np.bool_(False), np.bool_(True)):
                 decoded = []
-                for group in (SubBatch(everyone, num_blocks, is_part=False), SubBatch(few, num_blocks, is_part=True)):
+                for slots, is_compact in ((all_slots, False), (few, True)):
                     arrays.slots = trial_slots(arrays.slots, position, filtering)
-                    decoded.append(self._decode(params, [group]))
+                    decoded.append(self._decode(params, [SubBatch(slots, num_blocks, is_compact)]))
                 self.tried[num_blocks] &= all((a[rows] == b[rows]).all() for a, b in zip(*decoded, strict=True))
-        self._touched = [len(arrays.store)] * self.slots
-        state = arrays.slots.state  # what the caches hold now, nobody reads
+        self._written_blocks = [len(arrays.prefix_cache)] * self.slots
+        state = arrays.slots.state  # no request reads what the caches hold now
         arrays.slots = arrays.slots._replace(state=state._replace(active=jnp.zeros_like(state.active)))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return num_blocks_for(tokens, self.length)
 
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
@@ -299,86 +257,85 @@ class ModelRunner:
         return self._arrays
 
     def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, PrefillPlan]]) -> None:
-        """Copies within the store, then the pieces of all prompts side by side, then copies into slots."""
-        arrays, plans = self._made(params), [plan for _, _, plan in planned]
+        """Copies rows of the prefix cache, then prefills the chunks of all prompts side by side, then fills slots."""
+        model, arrays, plans = self._model, self._made(params), [plan for _, _, plan in planned]
         copies = [plan.copy for plan in plans if plan.copy is not None]
-        for num_blocks, some in batches(
-            copies, lambda copy: num_blocks_for(copy.tokens, self.length), lambda num_blocks: COPIED_ROWS
-        ):
-            arrays.store = copy_rows(self._model, num_blocks, arrays.store, *self._copies(some))
-        for depth in range(max((len(plan.pieces) for plan in plans), default=0)):
-            pieces = [plan.pieces[depth] for plan in plans if len(plan.pieces) > depth]
-            for (width, num_blocks), part in batches(pieces, self._shape, lambda shape: self._rows(shape[0])):
-                arrays.store = prefill(self._model, num_blocks, params, arrays.store, self._pieces(part, width))
-        for (num_blocks, _), group in batches(planned, self._admission_shape, lambda shape: COPIED_ROWS):
-            admission = self._admission(group, group[0][1])
-            arrays.slots = admit(self._model, num_blocks, arrays.slots, arrays.store, self._seed, admission)
-            for slot, request, _ in group:
-                self._touched[slot] = num_blocks_for(len(request.prompt_ids), self.length)
-        self._prefixes.commit()
-        self.counts.prefilled_tokens += sum(len(piece.tokens) for plan in plans for piece in plan.pieces)
+        for num_blocks, copied in batches(copies, lambda copy: self._blocks_for(copy.tokens), lambda _: ADMISSION_ROWS):
+            arrays.prefix_cache = copy_rows(model, num_blocks, arrays.prefix_cache, *self._copies(copied))
+        for depth in range(max((len(plan.chunks) for plan in plans), default=0)):
+            chunks = [plan.chunks[depth] for plan in plans if len(plan.chunks) > depth]
+            for (width, num_blocks), batch in batches(chunks, self._chunk_shape, lambda shape: self._rows(shape[0])):
+                padded_chunks = self._chunks(batch, width)
+                arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, padded_chunks)
+        for (num_blocks, _), admitted in batches(planned, self._admission_shape, lambda _: ADMISSION_ROWS):
+            admission = self._admission(admitted, filler=admitted[0][1])
+            arrays.slots = admit(model, num_blocks, arrays.slots, arrays.prefix_cache, self._seed, admission)
+            for slot, request, _ in admitted:
+                self._written_blocks[slot] = self._blocks_for(len(request.prompt_ids))
+        self._prefix_index.commit()
+        self.counts.prefilled_tokens += sum(len(chunk.tokens) for plan in plans for chunk in plan.chunks)
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
 
-    def _admission_shape(self, seat: tuple[int, Request, PrefillPlan]) -> tuple[int, int]:
+    def _admission_shape(self, planned: tuple[int, Request, PrefillPlan]) -> tuple[int, int]:
         """The number of cache blocks that an admission writes, and the number of the request's key ids.
 
-        The blocks are those of the prompt, or those that the slot's last request left, where these are more: they are
-        cleared.
+        The blocks are those of the prompt and those that the slot's last request has written, which are cleared.
         """
-        slot, request, _ = seat
-        return max(num_blocks_for(len(request.prompt_ids) - 1, self.length), self._touched[slot]), len(request.key_ids)
+        slot, request, _ = planned
+        prompt_blocks = self._blocks_for(len(request.prompt_ids) - 1)
+        return max(prompt_blocks, self._written_blocks[slot]), len(request.key_ids)
 
-    def _shape(self, piece: PrefillChunk) -> tuple[int, int]:
-        return piece.width, num_blocks_for(piece.start + len(piece.tokens), self.length)
+    def _chunk_shape(self, chunk: PrefillChunk) -> tuple[int, int]:
+        return chunk.width, self._blocks_for(chunk.start + len(chunk.tokens))
 
     def _rows(self, width: int) -> int:
-        return self._shares * max(1, self._prefill_tokens // width)
+        return self._row_shards * max(1, self._prefill_tokens // width)
 
-    def _pieces(self, pieces: Sequence[PrefillChunk], width: int) -> PrefillChunks:
+    def _chunks(self, chunks: Sequence[PrefillChunk], width: int) -> PrefillChunks:
         rows = self._rows(width)
         tokens = np.zeros((rows, width), np.int32)
-        for row, piece in zip(tokens, pieces, strict=False):
-            row[: len(piece.tokens)] = piece.tokens
-        starts = column([piece.start for piece in pieces], rows, 0, np.int32)
+        for row, chunk in zip(tokens, chunks, strict=False):
+            row[: len(chunk.tokens)] = chunk.tokens
+        starts = padded([chunk.start for chunk in chunks], rows, 0, np.int32)
         return PrefillChunks(
-            tokens, starts, column([piece.row for piece in pieces], rows, self.prefix_cache_rows, np.int32)
+            tokens, starts, padded([chunk.row for chunk in chunks], rows, self.prefix_cache_rows, np.int32)
         )
 
     def _copies(self, copies: Sequence[Copy]) -> tuple[Int[np.ndarray, "P"], Int[np.ndarray, "P"]]:
         beyond = self.prefix_cache_rows
         return (
-            column([copy.source for copy in copies], COPIED_ROWS, beyond, np.int32),
-            column([copy.target for copy in copies], COPIED_ROWS, beyond, np.int32),
+            padded([copy.source for copy in copies], ADMISSION_ROWS, beyond, np.int32),
+            padded([copy.target for copy in copies], ADMISSION_ROWS, beyond, np.int32),
         )
 
-    def _admission(self, seats: Sequence[tuple[int, Request, PrefillPlan]], filler: Request) -> Admission:
-        requests = [request for _, request, _ in seats]
-        requests += [filler] * (COPIED_ROWS - len(seats))
+    def _admission(self, planned: Sequence[tuple[int, Request, PrefillPlan]], filler: Request) -> Admission:
+        requests = [request for _, request, _ in planned]
+        requests += [filler] * (ADMISSION_ROWS - len(planned))
         lengths = [len(request.prompt_ids) for request in requests]
-        stops = np.full((COPIED_ROWS, MAX_STOP_IDS), -1, np.int32)
-        biased: Any = np.full((COPIED_ROWS, MAX_BIASED_IDS), -1, np.int32)
-        biases: Any = np.zeros((COPIED_ROWS, MAX_BIASED_IDS), np.float32)
+        stops = np.full((ADMISSION_ROWS, MAX_STOP_IDS), -1, np.int32)
+        bias_ids: Any = np.full((ADMISSION_ROWS, MAX_BIASED_IDS), -1, np.int32)
+        bias_values: Any = np.zeros((ADMISSION_ROWS, MAX_BIASED_IDS), np.float32)
         for row, request in enumerate(requests):
             stops[row, : len(request.stop_ids)] = request.stop_ids
-            for place, (token, value) in enumerate(request.logit_bias):
-                biased[row, place], biases[row, place] = token, value
+            for index, (token, value) in enumerate(request.logit_bias):
+                bias_ids[row, index], bias_values[row, index] = token, value
 
-        def of_each(name: str, dtype: Any) -> Any:
+        def column(name: str, dtype: Any) -> Any:
             return np.array([vars(request)[name] for request in requests], dtype)
 
         return Admission(
-            stored=column([plan.row for _, _, plan in seats], COPIED_ROWS, self.prefix_cache_rows, np.int32),
-            slots=column([slot for slot, _, _ in seats], COPIED_ROWS, self.slots, np.int32),
+            prefix_rows=padded([plan.row for _, _, plan in planned], ADMISSION_ROWS, self.prefix_cache_rows, np.int32),
+            slots=padded([slot for slot, _, _ in planned], ADMISSION_ROWS, self.slots, np.int32),
             tokens=np.array([request.prompt_ids[-1] for request in requests], np.int32),
             positions=np.array(lengths, np.int32) - 1,
             sampling=SamplingParams(
-                of_each("temperature", np.float32),
-                of_each("top_k", np.int32),
-                of_each("top_p", np.float32),
-                of_each("min_p", np.float32),
-                LogitBias(biased, biases),
+                column("temperature", np.float32),
+                column("top_k", np.int32),
+                column("top_p", np.float32),
+                column("min_p", np.float32),
+                LogitBias(bias_ids, bias_values),
             ),
-            key_ids=of_each("key_ids", np.uint32),
+            key_ids=column("key_ids", np.uint32),
             stop_ids=stops,
             limits=np.array(
                 [min(n + request.max_tokens, self.length) for n, request in zip(lengths, requests, strict=True)],
@@ -387,10 +344,10 @@ class ModelRunner:
         )
 
 
-def column(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
-    """The values as an array of `rows`, filled up.
+def padded(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
+    """The values as an array of length `rows`, padded with `filler`.
 
-    >>> column([3, 1], 4, 9, np.int32).tolist()
+    >>> padded([3, 1], 4, 9, np.int32).tolist()
     [3, 1, 9, 9]
     """
     return np.array([*values, *[filler] * (rows - len(values))], dtype)
@@ -399,7 +356,7 @@ def column(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
 def batches(
     items: Iterable[T], shape_of: Callable[[T], Any], rows_of: Callable[[Any], int]
 ) -> Iterator[tuple[Any, list[T]]]:
-    """Items of the same shape together, in the order in which they came, as many at once as the shape allows.
+    """Batches of items of one shape, each of at most as many items as `rows_of` gives for the shape.
 
     >>> list(batches([1, 2, 11, 3, 4], lambda n: n // 10, lambda shape: 3))
     [(0, [1, 2, 3]), (0, [4]), (1, [11])]
@@ -411,3 +368,59 @@ def batches(
         rows = rows_of(shape)
         for start in range(0, len(alike), rows):
             yield shape, alike[start : start + rows]
+
+
+def sub_batch_rows(slots: int) -> int | None:
+    """Rows of a compact sub-batch; None if the backend has none, or there are not slots enough for two.
+
+    >>> sub_batch_rows(15) is None
+    True
+    """
+    rows = SUB_BATCH_ROWS.get(jax.default_backend())
+    return rows if rows is not None and slots >= 2 * rows else None
+
+
+def split_batch(
+    num_blocks: Mapping[int, int],
+    capacities: Mapping[int, int],
+    all_rows: int,
+    rows: int | None,
+    allowed: Container[int],
+) -> list[SubBatch]:
+    """The cheapest sub-batches for slots that need different numbers of blocks.
+
+    Args:
+        num_blocks: the number of blocks that each slot needs.
+        capacities: the positions in that many blocks of the cache.
+        all_rows: rows of the program that decodes all slots.
+        rows: rows of a compact sub-batch; None allows none.
+        allowed: numbers of blocks that a compact sub-batch may have.
+
+    >>> capacities = {2: 128, 5: 1024}
+    >>> split_batch({0: 2, 1: 5}, capacities, all_rows=64, rows=8, allowed=capacities)
+    [SubBatch(slots=(1, 0), num_blocks=5, is_compact=True)]
+    >>> uneven = {slot: 5 if slot == 7 else 2 for slot in range(64)}
+    >>> split_batch(uneven, capacities, all_rows=64, rows=8, allowed=capacities)[0]
+    SubBatch(slots=(7, 0, 1, 2, 3, 4, 5, 6), num_blocks=5, is_compact=True)
+    """
+    longest_first = sorted(num_blocks, key=lambda slot: -num_blocks[slot])
+
+    def batch(start: int, end: int | None, is_compact: bool) -> SubBatch:
+        return SubBatch(tuple(longest_first[start:end]), num_blocks[longest_first[start]], is_compact)
+
+    ways: list[list[SubBatch]] = [[batch(0, None, is_compact=False)]]
+    if rows is None:
+        return ways[0]
+    compact: list[SubBatch] = []
+    for start in range(0, len(longest_first), rows):
+        compact.append(batch(start, start + rows, is_compact=True))
+        if compact[-1].num_blocks not in allowed:
+            break
+        end = start + rows
+        ways.append([*compact, batch(end, None, is_compact=False)] if end < len(longest_first) else [*compact])
+
+    def cost(sub_batches: Sequence[SubBatch]) -> int:
+        sizes = ((rows if each.is_compact else all_rows, capacities[each.num_blocks]) for each in sub_batches)
+        return sum(STEP_COST + count * (ROW_COST + capacity) for count, capacity in sizes)
+
+    return min(ways, key=cost)

@@ -1,4 +1,4 @@
-"""A live policy: weights, tokenizer, engine and device thread, with one way to ask it and one way to change it."""
+"""A live policy: the weights that an agent samples from while they are trained, with tokenizer, engine and thread."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,31 +7,34 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import device_bytes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
+from jaxft.models.hf import save_model
+from jaxft.models.peft import base_fingerprint, save_adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.requests import Request
 
 HEALTH = 3
-"""Stream of random numbers of the health check."""
+"""Stream of random numbers for the health check."""
 
 T = TypeVar("T")
 
 
 class Policy:
-    """Owns the parameters. They are read and replaced on the device thread only.
+    """Owns the parameters, which only the device thread reads and replaces.
 
     Attributes:
-        model: the contract's tuple.
+        model: the model that the parameters belong to.
         tokenizer: a transformers tokenizer.
-        template: conversations as token ids.
+        template: turns conversations into token ids.
         engine: samples for any number of requests at once.
-        compiles: counts what XLA compiles.
-        version: of the parameters; goes up by one with every change.
+        compiles: counts the compilations of XLA.
+        version: version of the parameters; each change adds 1.
     """
 
     def __init__(
@@ -47,8 +50,22 @@ class Policy:
         prefix_cache_rows: int | None = None,
         base: str | None = None,
     ) -> None:
-        """`prefix_cache_rows`: how many the engine keeps for further generations and turns; None for as many as slots.
-        `base`: where the base of adapters came from; None where it has no such place."""
+        """Starts the device thread and an engine.
+
+        Args:
+            model: the model of `params`.
+            params: the first parameters; the policy owns them from now on.
+            tokenizer: a transformers tokenizer with a chat template.
+            stop_ids: token ids that end an answer.
+            seed: seed of the run; all noise is drawn from it.
+            slots: the number of requests that decode together.
+            max_context_tokens: the most tokens of a prompt with its answer.
+            prefix_cache_rows: prompts whose keys and values are kept; see `Engine`.
+            base: folder or hub id that the base of adapters was loaded from; None if there is none.
+
+        Raises:
+            ValueError: `slots`, `max_context_tokens` or `prefix_cache_rows` is too small.
+        """
         if slots < 1 or max_context_tokens < 2:
             raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
         self.model = model
@@ -77,14 +94,14 @@ class Policy:
     async def update(
         self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True
     ) -> T:
-        """Replaces the parameters by what `job` makes of them and returns its result.
+        """Replaces the parameters by those that `job` returns, and returns its result.
 
-        Requests that run already finish first, on the parameters they began with. The job may donate the parameters; if
-        it raises, they count as lost and the policy refuses all further work.
+        Running requests finish first, on the parameters that they began with. The job may donate the parameters; if it
+        raises, they count as lost and the policy refuses all further work.
 
         Args:
-            job: `params -> (params, result)`. When it returns the very object it was given, the version stays.
-            has_changed: tells from the result whether the new parameters hold other values; if not, the version stays.
+            job: `params -> (params, result)`. If it returns the very object that it was given, the version stays.
+            has_changed: `result -> bool`, False if the new parameters hold the old values; then the version stays.
 
         Raises:
             PolicyLostError: an earlier job failed.
@@ -109,8 +126,10 @@ class Policy:
         return await self._device.run(run)
 
     async def restore(self, job: Callable[[Params], Params], version: int) -> None:
-        """Replaces the parameters by those of a checkpoint, `job(params)`, which makes good what was lost; it may give
-        up those that it gets, and if it raises, they count as lost."""
+        """Replaces the parameters by `job(params)`, those of a checkpoint, also if they were lost.
+
+        The job may donate the parameters that it gets; if it raises, they count as lost.
+        """
 
         def run() -> None:
             self.engine.drain()
@@ -123,7 +142,7 @@ class Policy:
         await self._device.run(run)
 
     async def read(self, job: Callable[[Params], T]) -> T:
-        """The result of `job(params)`, which must not donate them."""
+        """The result of `job(params)`, which must not donate the parameters."""
 
         def run() -> T:
             self._check()
@@ -132,10 +151,10 @@ class Policy:
         return await self._device.run(run)
 
     async def is_healthy(self) -> bool:
-        """Whether all parameters are finite and a token can be sampled from them.
+        """True if all parameters are finite and a token can be sampled with them.
 
         Raises:
-            PolicyLostError: an update failed.
+            PolicyLostError: an earlier update failed.
         """
 
         def are_finite(params: Params) -> bool:
@@ -144,7 +163,7 @@ class Policy:
         if not await self.read(are_finite):
             return False
         prompt = self.template.prompt([{"role": "user", "content": "?"}])
-        key_ids = (HEALTH, 0, 0, 0, 0, 0)  # as many as those of a call, or the engine would compile for them
+        key_ids = (HEALTH, 0, 0, 0, 0, 0)  # as many as those of a call, so that nothing is compiled
         request = Request(prompt_ids=prompt.ids, key_ids=key_ids, max_tokens=1, stop_ids=self.template.stop_ids)
         try:
             completion = await self.engine.submit(request)
@@ -153,11 +172,8 @@ class Policy:
         return len(completion.token_ids) == 1
 
     async def save(self, folder: str | Path) -> Path:
-        """Writes model and tokenizer in Hugging Face's file format; adapters in PEFT's, with their base if it is
-        nowhere else."""
-        from jaxft.models.hf import save_model
-        from jaxft.models.peft import save_adapter
-
+        """Writes model and tokenizer in Hugging Face's file format, or adapters in PEFT's, with their base if it was
+        changed or has no folder of its own."""
         path = Path(folder)
 
         def save(params: Params) -> None:
@@ -171,27 +187,25 @@ class Policy:
         return path
 
     def base_of(self, params: Params) -> str:
-        """Tells the base of adapters from another one."""
-        from jaxft.models.peft import base_fingerprint
-
+        """The fingerprint of the base of adapters."""
         return base_fingerprint(params[BASE])
 
     def has_own_base(self, params: Params) -> bool:
-        """Whether the base of adapters is the one that the policy was made with: a warm start may have changed it."""
+        """True if the base of adapters is the one that the policy was made with; a warm start may have changed it."""
         return self._first_base == self.base_of(params)
 
     def devices(self) -> list[str]:
-        """The devices that hold the parameters, in words."""
+        """Names of the devices that hold the parameters."""
         found = {device for leaf in jax.tree.leaves(self._params) for device in leaf.sharding.device_set}
         ordered = sorted(found, key=lambda device: device.id)
         return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
 
     def sampling_bytes(self, params: Params) -> tuple[int, int]:
-        """What decoding takes on each device: weights of its own, and keys and values."""
+        """Bytes on each device of weights that only decoding uses, and of the key-value caches."""
         return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))
 
     def close(self) -> None:
-        """Ends the device thread."""
+        """Finishes queued work and ends the device thread."""
         self._device.close()
         self.compiles.close()
 
@@ -210,42 +224,40 @@ class Policy:
 
 
 class Relayout:
-    """`Model.decode_layout`, jitted; what it leaves as it is, embeddings mostly, is shared and not copied."""
+    """`Model.decode_layout`, jitted; arrays that it leaves as they are, mostly embeddings, are shared, not copied."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._made = jax.jit(lambda params: self._split(params)[0])
+        self._new_leaves = jax.jit(self._make_new_leaves)
 
     def __call__(self, params: Params) -> Params:
-        """The weights to decode with; they hold arrays of `params`, which must not be donated meanwhile."""
+        """The weights to decode with. They share arrays with `params`, which must not be donated meanwhile."""
         shared, structure = self._shared(params)
-        given, made = jax.tree.leaves(params), self._made(params)
-        leaves = [given[place] if place is not None else made[index] for index, place in enumerate(shared)]
+        given, new = jax.tree.leaves(params), self._new_leaves(params)
+        leaves = [new[index] if source is None else given[source] for index, source in enumerate(shared)]
         return jax.tree.unflatten(structure, leaves)
 
     def extra_bytes(self, params: Params) -> int:
-        """What they take on each device beside the weights that are trained."""
+        """Bytes on each device of the decoding weights that are not shared with the trained ones."""
         shared, structure = self._shared(params)
         shapes = jax.tree.leaves(jax.eval_shape(self._model.decode_layout, params))
-        made = [shape if place is None else None for shape, place in zip(shapes, shared, strict=True)]
+        new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
         sharding = None if self._model.sharding is None else self._model.sharding.gathered()
-        return device_bytes(sharding, jax.tree.unflatten(structure, made))
+        return device_bytes(sharding, jax.tree.unflatten(structure, new))
 
     def dtype(self, params: Params) -> Any:
-        """Of activations, and of keys and values."""
-        from jaxft.core.cache import compute_dtype
-
+        """The dtype of activations, keys and values."""
         return compute_dtype(jax.eval_shape(self._model.decode_layout, params))
 
-    def _split(self, params: Params) -> tuple[list[Any], Any]:
-        """The decoded weights with None in the place of those that are given, and which these are."""
+    def _make_new_leaves(self, params: Params) -> list[Any]:
+        """The leaves of the decoding weights, with None for shared ones."""
         shared, _ = self._shared(params)
         leaves = jax.tree.leaves(self._model.decode_layout(params))
-        return [leaf if place is None else None for leaf, place in zip(leaves, shared, strict=True)], shared
+        return [leaf if source is None else None for leaf, source in zip(leaves, shared, strict=True)]
 
     def _shared(self, params: Params) -> tuple[list[int | None], Any]:
-        """Of each decoded leaf, which leaf of `params` it is; and the structure of all."""
+        """The index of the leaf of `params` that each decoding leaf is, None for a new one; and their structure."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         traced, decoded = jax.make_jaxpr(self._model.decode_layout, return_shape=True)(shapes)
-        places = {id(variable): place for place, variable in enumerate(traced.jaxpr.invars)}
-        return [places.get(id(variable)) for variable in traced.jaxpr.outvars], jax.tree.structure(decoded)
+        sources = {id(variable): index for index, variable in enumerate(traced.jaxpr.invars)}
+        return [sources.get(id(variable)) for variable in traced.jaxpr.outvars], jax.tree.structure(decoded)

@@ -1,9 +1,9 @@
-"""Which prompts an engine holds the keys and values of, and what has to be computed for a new one.
+"""Which prompts the prefix cache of an engine holds, and which tokens of a new prompt are left to prefill.
 
-A row of the store holds a chain of parts: of a conversation the first prompt, then each answer with what was said to
-it. How a prompt is cut into parts, and each part into pieces of a few fixed lengths, depends on the prompt and its
-boundaries alone. So what is found in the store is bit for bit what would be computed: forgetting a row costs time and
-changes no number. Nothing here touches the device.
+A row of the prefix cache holds one prompt, and with it all prefixes of it that end at its boundaries. A prompt is split
+at its boundaries, and each part of it into chunks of a few fixed widths; both depend on the prompt and its boundaries
+alone. So a cached prefix is bit for bit what would be computed: evicting a row costs time and changes no number.
+Nothing here touches the device.
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-SMALLEST_PIECE, LARGEST_PIECE = 16, 512
-"""Tokens of a piece: a power of two between these."""
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 512
+"""The padded width of a chunk is a power of two between these."""
 
 Key = tuple[tuple[int, ...], bytes]
-"""A chain of parts: where each ends, and the tokens of all."""
+"""A prefix of a prompt: the boundaries up to its end, and its tokens."""
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens whose keys and values are computed in one go, at consecutive places of a row of the store."""
+    """Tokens that one program prefills at consecutive positions of a row of the prefix cache."""
 
     row: int
     start: int
@@ -32,7 +32,7 @@ class PrefillChunk(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Two rows of the store, and how many tokens the second is to take over."""
+    """The first `tokens` tokens of one row of the prefix cache, to be copied to another row."""
 
     source: int
     target: int
@@ -41,35 +41,37 @@ class Copy(NamedTuple):
 
 @dataclass
 class PrefillPlan:
-    """How a prompt comes into the store: a copy, if any, then its pieces one after the other.
+    """The work that puts a prompt into the prefix cache: a copy, if any, and then its chunks one after the other.
 
     Attributes:
-        row: where it will be.
-        reused_tokens: of those, how many were there already.
+        row: the row that will hold the prompt.
+        copy: the copy of a cached prefix into that row; None if there is none, or it is in the row already.
+        chunks: the tokens to prefill, in order.
+        reused_tokens: the number of tokens that need no prefill.
     """
 
     row: int
     copy: Copy | None = None
-    pieces: list[PrefillChunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     reused_tokens: int = 0
 
 
 def chunk_width(tokens: int) -> int:
-    """The padded length of a piece: the next power of two, at least 16.
+    """The padded width of a chunk: the next power of two, at least 16.
 
     >>> [chunk_width(n) for n in (1, 33, 64, 65)]
     [16, 64, 64, 128]
     """
-    return max(SMALLEST_PIECE, 1 << (tokens - 1).bit_length())
+    return max(MIN_CHUNK_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 class PrefixCache:
-    """The index of a store with a fixed number of rows; the longest unused goes first."""
+    """The index of a prefix cache with `rows` rows; the least recently used row is evicted first."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._chains: list[list[Key]] = []
-        self._found: dict[Key, int] = {}
+        self._keys: list[list[Key]] = []  # of each row, the shortest prefix first
+        self._row_of: dict[Key, int] = {}
         self._last_used: list[int] = []
         self._clock = 0
         self._pinned: set[int] = set()
@@ -77,63 +79,65 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Empties the store: other weights, or an error that may have taken the arrays."""
-        self._chains = [[] for _ in range(self.rows)]
-        self._found, self._last_used = {}, [0] * self.rows
+        """Forgets all prompts: the weights change, or an error may have lost the arrays."""
+        self._keys = [[] for _ in range(self.rows)]
+        self._row_of, self._last_used = {}, [0] * self.rows
         self.commit()
 
     def commit(self) -> None:
-        """All plans given so far have been carried out, and their rows been read."""
+        """Notes that all plans given so far have been carried out and their rows copied into slots."""
         self._pinned, self._unwritten = set(), set()
 
     def plan(self, prompt_ids: tuple[int, ...], prefix_boundaries: tuple[int, ...]) -> PrefillPlan | None:
-        """What to do for a prompt; its last token is left for decoding. None: first do what was planned, and `commit`.
+        """The plan for all tokens of a prompt but the last, which the first decoding step takes.
+
+        It is None when earlier plans must be carried out first: then carry them out, `commit`, and plan again.
 
         Args:
             prefix_boundaries: see `Request`.
         """
-        ends = (*(cut for cut in prefix_boundaries if cut < len(prompt_ids) - 1), len(prompt_ids) - 1)
+        ends = (*(boundary for boundary in prefix_boundaries if boundary < len(prompt_ids) - 1), len(prompt_ids) - 1)
         if ends[-1] == 0:
-            return PrefillPlan(0)  # one token: nothing comes before decoding
-        keys = _keys(prompt_ids, ends)
-        known = next((place for place in reversed(range(len(keys))) if keys[place] in self._found), -1)
+            return PrefillPlan(0)  # a prompt of one token: there is nothing to prefill
+        keys = _prefix_keys(prompt_ids, ends)
+        known = next((index for index in reversed(range(len(keys))) if keys[index] in self._row_of), -1)
         if known == len(keys) - 1:
-            row = self._found[keys[known]]
+            row = self._row_of[keys[known]]
             self._use(row)
             return PrefillPlan(row, reused_tokens=ends[-1])
-        plan = self._place(keys, known, ends)
+        plan = self._plan_row(keys, known, ends)
         if plan is None:
             return None
         starts = (0, *ends)
-        for place in range(known + 1, len(ends)):
-            plan.pieces += _pieces(plan.row, starts[place], prompt_ids[starts[place] : ends[place]])
+        for index in range(known + 1, len(ends)):
+            plan.chunks += _split(plan.row, starts[index], prompt_ids[starts[index] : ends[index]])
         return plan
 
-    def _place(self, keys: list[Key], known: int, ends: tuple[int, ...]) -> PrefillPlan | None:
-        """A row that holds the known parts, to be made the row of all."""
+    def _plan_row(self, keys: list[Key], known: int, ends: tuple[int, ...]) -> PrefillPlan | None:
+        """A plan, without chunks yet, for a row that holds the prefixes up to number `known` (-1: none)."""
         if known < 0:
             row = self._free_row()
-            return None if row is None else self._take(PrefillPlan(row), keys)
-        source, tokens = self._found[keys[known]], ends[known]
+            return None if row is None else self._claim(PrefillPlan(row), keys)
+        source, tokens = self._row_of[keys[known]], ends[known]
         if source in self._unwritten:
-            return None  # it would be read before it has been written
-        if self._chains[source][-1] == keys[known]:
-            return self._take(PrefillPlan(source, reused_tokens=tokens), keys)  # it grows where it is
+            return None  # it would be read before it is written
+        if self._keys[source][-1] == keys[known]:
+            return self._claim(PrefillPlan(source, reused_tokens=tokens), keys)  # the row is extended
         self._pinned.add(source)
         row = self._free_row()
         if row is None:
             return None
         self._use(source)
-        return self._take(PrefillPlan(row, Copy(source, row, tokens), reused_tokens=tokens), keys)
+        return self._claim(PrefillPlan(row, Copy(source, row, tokens), reused_tokens=tokens), keys)
 
-    def _take(self, plan: PrefillPlan, keys: list[Key]) -> PrefillPlan:
+    def _claim(self, plan: PrefillPlan, keys: list[Key]) -> PrefillPlan:
         row = plan.row
-        for key in self._chains[row]:
-            if key not in keys and self._found.get(key) == row:
-                del self._found[key]
-        self._chains[row] = keys
-        # A part that another row holds too stays that row's.
-        self._found |= {key: row for key in keys if key not in self._found}
+        for key in self._keys[row]:
+            if key not in keys and self._row_of.get(key) == row:
+                del self._row_of[key]
+        self._keys[row] = keys
+        # A prefix that another row holds too stays with that row.
+        self._row_of |= {key: row for key in keys if key not in self._row_of}
         self._unwritten.add(row)
         self._use(row)
         return plan
@@ -148,13 +152,13 @@ class PrefixCache:
         return min(candidates, key=self._last_used.__getitem__, default=None)
 
 
-def _keys(prompt_ids: tuple[int, ...], ends: tuple[int, ...]) -> list[Key]:
-    whole = np.asarray(prompt_ids, np.int32).tobytes()
-    return [(ends[: place + 1], whole[: 4 * end]) for place, end in enumerate(ends)]
+def _prefix_keys(prompt_ids: tuple[int, ...], ends: tuple[int, ...]) -> list[Key]:
+    data = np.asarray(prompt_ids, np.int32).tobytes()
+    return [(ends[: index + 1], data[: 4 * end]) for index, end in enumerate(ends)]
 
 
-def _pieces(row: int, start: int, tokens: tuple[int, ...]) -> list[PrefillChunk]:
+def _split(row: int, start: int, tokens: tuple[int, ...]) -> list[PrefillChunk]:
     return [
-        PrefillChunk(row, start + first, tokens[first : first + LARGEST_PIECE])
-        for first in range(0, len(tokens), LARGEST_PIECE)
+        PrefillChunk(row, start + first, tokens[first : first + MAX_CHUNK_TOKENS])
+        for first in range(0, len(tokens), MAX_CHUNK_TOKENS)
     ]

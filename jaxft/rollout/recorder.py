@@ -1,7 +1,7 @@
-"""What an episode did with its language model: every call with its token ids, kept where they were sampled.
+"""Records of an episode: every call of its language models, with the token ids that were fed and sampled.
 
-The current episode is a context variable, so concurrent episodes never see each other's calls; so are the functions
-that an agent says it is in. A thread that an agent starts by itself has neither: `in_episode` carries them there.
+The current episode and the current `named_function` are context variables, so concurrent episodes never mix. A thread
+that an agent starts has neither; `in_episode` carries them there.
 """
 
 import asyncio
@@ -27,36 +27,36 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TRAINING, VALIDATION = 0, 1
-"""The streams of random numbers that episodes draw from."""
+"""The two streams of random numbers that episodes draw from."""
 
 WORKFLOW = "<workflow>"
-"""The target function that means the whole workflow: every call."""
+"""The target function that stands for the whole workflow, that is for every call."""
 
-# Episodes are asked from threads as well; each time for a few microseconds.
+# Threads use episodes, too; each holds the lock for a few microseconds.
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a language model, as it was answered.
+    """One answered call of a language model.
 
     Attributes:
-        index: how many calls of the episode began before it.
-        llm: the name of the language model in the configuration.
+        index: the number of calls that the episode began before this one.
+        llm: name of the language model in the configuration.
         messages: the conversation as the agent sent it.
-        content: the text of the answer, as the agent got it (a stop string may be cut from it, not from the ids).
+        content: text of the answer as the agent got it; a stop string may be cut from it, but not from the ids.
         prompt_text: the conversation as the chat template renders it.
-        prompt_ids: what the policy was fed.
-        token_ids: what it sampled, stop token included.
-        sampler_logprobs: one per sampled token, under the full temperature-scaled vocabulary.
-        behavior_logprobs: one per sampled token, under the distribution it was drawn from.
-        temperature: of the sampling.
+        prompt_ids: token ids of the prompt as the policy was fed it.
+        token_ids: sampled token ids, the stop token included.
+        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at `temperature`.
+        behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
+        temperature: sampling temperature.
         finish_reason: `stop` or `length`.
-        policy_version: of the parameters that sampled.
-        functions: those of the agent that the call was made in, outermost first (`named_function`).
-        prompt_boundaries: where in the prompt those of earlier turns ended.
-        truncated_tokens: how many tokens of the conversation were left out before `prompt_ids`, as it was too long, or
-            as they were left out of the call that it goes on from; see `Prompt`.
+        policy_version: version of the parameters that sampled.
+        functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
+        prompt_boundaries: token counts at which the prompts of earlier turns ended within this one, less their last
+            token.
+        truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
     """
 
     index: int
@@ -77,20 +77,20 @@ class Call:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Prompt and answer: what a next turn may extend."""
+        """Prompt and answer, which a next turn may extend."""
         return self.prompt_ids + self.token_ids
 
 
 @runtime_checkable
 class Answer(Protocol):
-    """What a language model's client gives: a `Reply`, that is. `call_index` is None outside an episode."""
+    """The answer of a chat client, such as `Reply`; `call_index` is None outside an episode."""
 
     @property
     def call_index(self) -> int | None: ...
 
 
 class Candidates(NamedTuple):
-    """Several answers to one prompt, and what each is worth."""
+    """Several answers to one prompt, with a score for each."""
 
     calls: tuple[Call, ...]
     scores: tuple[float, ...]
@@ -98,20 +98,20 @@ class Candidates(NamedTuple):
 
 @dataclass
 class Episode:
-    """One run of the agent on one example, and all that makes it repeatable.
+    """One run of the agent on one example. The first five attributes determine all of its random numbers.
 
     Attributes:
-        run_seed: the seed of the whole run.
+        run_seed: seed of the whole run.
         stream: `TRAINING` or `VALIDATION`.
-        rollout_index: which collection of its stream the episode belongs to.
-        example_id: of the example it works on.
-        generation: which of the attempts at that example it is.
-        temperature: replaces what calls ask for when set (0.0: greedy evaluation).
-        calls: what its language models answered, in the order in which the calls began.
-        step_rewards: what `reward_step` gave, by the index of the call.
-        candidates: what `record_candidates` was given, a decision each.
-        is_dropped: a prompt was too long, and `long_prompts` of its language model is `drop`.
-        input_obj: the example's input, which `structure.question_key` chooses in a row of a file.
+        rollout_index: number of the collection within its stream.
+        example_id: id of the example.
+        generation: number of the attempt at that example, from 0.
+        temperature: replaces the temperature that calls ask for; None leaves it (evaluation sets 0.0).
+        calls: the answered calls, in the order in which they began.
+        step_rewards: sum of the `reward_step` rewards of each call, by its index.
+        candidates: the answers and scores of each `record_candidates`.
+        is_dropped: a prompt was too long for a language model whose `long_prompts` is `drop`.
+        input_obj: input of the example, the value under `structure.question_key` in a dataset row.
     """
 
     run_seed: int
@@ -133,7 +133,7 @@ class Episode:
     _refusals: int = field(default=0, repr=False, compare=False)
 
     def end(self) -> bool:
-        """Cancels the calls that threads wait for, and refuses all later ones; whether a thread waited for one."""
+        """Cancels the calls that threads wait for and refuses all later ones; returns True if a thread was waiting."""
         with _lock:
             self._is_over, waiting = True, list(self._waiting)
         for call in waiting:
@@ -141,16 +141,16 @@ class Episode:
         return bool(waiting)
 
     async def check_open(self) -> None:
-        """Raises `CancelledError` in an episode that has ended: the agent goes on, but nobody waits for it."""
+        """Raise `CancelledError` if the episode has ended: its agent still runs, but nobody waits for it."""
         if not self._is_over:
             return
         self._refusals += 1
-        if self._refusals > 1:  # An agent that catches even this and asks again must not take all of the processor.
+        if self._refusals > 1:  # an agent that catches the error and asks again must not use all of the processor
             await asyncio.sleep(1.0)
         raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
 
     def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call that a thread makes in the episode's event loop, which another thread runs."""
+        """Runs a call in the episode's event loop and blocks the calling thread, another one, until it returns."""
         if self._loop is None or self._loop.is_closed():
             call.close()
             raise asyncio.CancelledError(f"episode {self.id} has ended, and its event loop with it")
@@ -168,8 +168,8 @@ class Episode:
     def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """The index of a new call, and the call id (uint32) that is folded into its key.
 
-        The id is made of the prompt and of how often the episode has asked it before, never of the order in which
-        concurrent calls happen to be answered.
+        The id depends on the prompt and on how often the episode has asked it before, never on the order in which
+        concurrent calls are answered.
         """
         with _lock:
             index, repeats = self._begun, self._asked[prompt_ids]
@@ -179,14 +179,14 @@ class Episode:
         return index, int.from_bytes(digest[:4], "big")
 
     def record(self, call: Call) -> None:
-        """Keeps an answered call."""
+        """Adds an answered call."""
         with _lock:
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def reward_step(self, reward: float) -> None:
-        """Rewards the latest answer by itself; an episode that does so is trained on its steps, not on its outcome.
+        """Adds a reward to the latest answer. An episode with such rewards is trained on them, not on its outcome.
 
-        Answers that get no reward of their own have 0, rewards of one answer add up.
+        Rewards of one answer add up; an answer without any has 0.
 
         Raises:
             RuntimeError: nothing has been answered yet.
@@ -200,11 +200,11 @@ class Episode:
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
     def record_candidates(self, answers: Sequence[Answer], scores: Sequence[float]) -> None:
-        """Says that these answers were alternatives, and what each is worth: the data of preference training.
+        """Records alternative answers to one prompt with their scores, the data of preference training.
 
         Raises:
-            ValueError: not one finite score per answer, an answer of another episode, one that is a candidate already,
-                or answers to different prompts.
+            ValueError: there is not one finite score per answer, an answer is of another episode or a candidate
+                already, or the answers are to different prompts.
         """
         if len(answers) != len(scores) or not answers:
             raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; wanted one score for each")
@@ -235,7 +235,7 @@ class Episode:
 
     @property
     def is_training(self) -> bool:
-        """Whether what is sampled may be trained on; False in evaluations."""
+        """True if the episode's calls may be trained on; False in evaluations."""
         return self.stream == TRAINING
 
     @property
@@ -258,7 +258,7 @@ class Episode:
 
 
 _current: ContextVar[Episode | None] = ContextVar("jaxft_episode")
-"""None where code runs on purpose outside of any episode, as evaluators do; no value where nobody said so."""
+"""The current episode; None in code that runs outside of episodes on purpose, as evaluators do; unset elsewhere."""
 
 
 def episode() -> Episode:
@@ -270,28 +270,28 @@ def episode() -> Episode:
     current = find_episode()
     if current is None:
         raise RuntimeError(
-            "there is no current episode: jaxft.episode() works inside a workflow that jaxft runs, and in threads of "
-            "it that run what jaxft.in_episode(function) gave"
+            "there is no current episode: jaxft.episode() works inside a workflow that jaxft runs, and in its threads "
+            "that run a function wrapped by jaxft.in_episode(function)"
         )
     return current
 
 
 def find_episode() -> Episode | None:
-    """The current episode, or None outside one: a bare `llm.chat` records nothing."""
+    """The current episode; None outside one, where `llm.chat` records nothing."""
     return _current.get(None)
 
 
 def episode_of(context: contextvars.Context) -> Episode | None:
-    """The current episode of code that runs in another context."""
+    """The current episode in another context."""
     return context.get(_current)
 
 
 def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
-    """The function, made to run in the episode that calls `in_episode`, whatever thread or task it is called in.
+    """Wraps a function so that it runs in the episode that called `in_episode`, in any thread or task.
 
-    A thread that an agent starts knows nothing of the episode: what it asks a language model would not be trained, and
-    its noise would depend on the order of threads. `executor.submit(jaxft.in_episode(search), query)` carries the
-    episode there, with the names of its functions.
+    A thread that an agent starts is in no episode: its calls would not be trained on, and their noise would depend on
+    the order of threads. `executor.submit(jaxft.in_episode(search), query)` carries the episode there, with the names
+    of its functions.
 
     Raises:
         RuntimeError: called outside an episode, as a decorator of a module's function would be.
@@ -315,10 +315,12 @@ def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def recording(current: Episode | None) -> Iterator[Episode | None]:
-    """Makes `current` the episode of this task and of the tasks it starts; None: they are in no episode, and calls
-    that they make are no mistake."""
+    """Makes `current` the episode of this task and of the tasks that it starts.
+
+    With None they are outside of episodes on purpose, and `outside_calls` does not count their calls.
+    """
     if current is not None:
-        with contextlib.suppress(RuntimeError):  # no event loop runs: there will be no threads that need it
+        with contextlib.suppress(RuntimeError):  # without a running event loop no thread will need it
             current._loop = asyncio.get_running_loop()
     token = _current.set(current)
     try:
@@ -327,23 +329,20 @@ def recording(current: Episode | None) -> Iterator[Episode | None]:
         _current.reset(token)
 
 
-_NOWHERE: Any = object()
+_UNSET: Any = object()
 _outside_calls = 0
 
 
 def note_outside_call() -> None:
-    """Counts a call of a language model that was made outside of any episode, unless that was on purpose."""
+    """Counts a call of a language model outside of any episode, unless `recording(None)` allows it."""
     global _outside_calls
-    if _NOWHERE is _current.get(_NOWHERE):
+    if _current.get(_UNSET) is _UNSET:
         with _lock:
             _outside_calls += 1
 
 
 def outside_calls() -> int:
-    """The number of language-model calls that this process made outside of any episode.
-
-    It is per process, because such a call cannot be assigned to a run.
-    """
+    """The number of language-model calls outside of any episode, of the whole process: they belong to no run."""
     return _outside_calls
 
 
@@ -351,10 +350,10 @@ _functions: ContextVar[tuple[str, ...]] = ContextVar("jaxft_functions", default=
 
 
 class named_function:
-    """Names the part of an agent that runs, as a context or as a decorator of a function, async or not.
+    """Names the code that runs under it, as a context manager or as a decorator of a function, async or not.
 
-    Training can be aimed at the calls made under a name (`finetuning.target_functions`). Names nest: a call under
-    "search" under "planner" belongs to both.
+    `finetuning.target_functions` trains only on the calls made under given names. Names nest: a call under "search"
+    under "planner" belongs to both.
 
     >>> with named_function("planner"):
     ...     with named_function("search"):
@@ -378,7 +377,7 @@ class named_function:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # No token is kept: one object may be entered by several tasks at once, each with a context of its own.
+        # No token is stored: several tasks, each with a context of its own, may enter one object at once.
         _functions.set(_functions.get()[:-1])
 
     def __call__(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
@@ -402,5 +401,5 @@ class named_function:
 
 
 def current_functions() -> tuple[str, ...]:
-    """The names that the calling code runs under, outermost first."""
+    """The names that the calling code runs under (`named_function`), outermost first."""
     return _functions.get()

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers."""
+"""The request that an engine takes, and the completion that it answers with."""
 
 import math
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 
 @dataclass(frozen=True)
 class Request:
-    """What to sample. Every number of it is an array on the device: a new value compiles nothing.
+    """A prompt and how to continue it. Its numbers become arrays on the device, so new values compile nothing.
 
     Attributes:
-        prompt_ids: the context, at least one token.
-        key_ids: uint32 numbers folded into the run's key, in order; unique to the request. Its seed, that is.
+        prompt_ids: the prompt, at least one token.
+        key_ids: the seed of the request: uint32 numbers, folded into the run's key in order.
         max_tokens: the most tokens to sample.
         temperature, top_k, top_p, min_p: see `SamplingParams`.
-        stop_ids: a sampled one ends the answer.
-        logit_bias: pairs of a token's id and what is added to its logit, after the temperature; -inf forbids it.
-        find_stop: given the sampled ids, how many of them complete a stop string, or None.
-        prefix_boundaries: places between tokens of the prompt, ascending, at which its keys and values are computed in
-            parts. A conversation is cut where its earlier turns were, so that they need not be computed again.
+        stop_ids: token ids that end the completion; the sampled one belongs to it.
+        logit_bias: pairs of a token id and the value added to its logit, after the temperature; -inf forbids it.
+        find_stop: returns how many of the sampled ids complete a stop string, or None.
+        prefix_boundaries: token counts, ascending, at which the prefill of the prompt is split. A conversation is split
+            where the prompts of its earlier turns ended, so that the prefix cache holds those.
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """What was sampled; `finish_reason` is `stop` or `length`."""
+    """The tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`."""
 
     token_ids: list[int] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
@@ -53,12 +53,11 @@ class Completion:
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:
-    """Raise unless the request can be served, and the device's arrays can hold every number of it.
+    """Raise unless the request can be served and arrays on the device can hold all of its numbers.
 
     Raises:
-        PromptTooLongError: the prompt leaves no room in the context.
-        RequestError: the prompt has no tokens, or holds one that is not of the vocabulary; or a parameter is
-            impossible.
+        PromptTooLongError: the prompt leaves no room for an answer in the context.
+        RequestError: the prompt is empty or holds an id outside the vocabulary, or a parameter is impossible.
 
     >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
     >>> check_request(request, max_context_tokens=8, vocabulary=4)
@@ -76,7 +75,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
         raise RequestError(f"key_ids are {request.key_ids}; wanted numbers that fit uint32")
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"{len(request.stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are supported")
-    # One beyond the vocabulary is never sampled, and does no harm: checkpoints name some.
+    # A stop id beyond the vocabulary is never sampled and does no harm; some checkpoints name one.
     if not all(_is_integer(token) and 0 <= token < 2**31 for token in request.stop_ids):
         raise RequestError(f"stop_ids are {request.stop_ids}; wanted token ids, which fit int32")
     if len(request.logit_bias) > MAX_BIASED_IDS:
@@ -88,11 +87,11 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
                 f"{LARGEST_FLOAT32:.1e}"
             )
     if list(request.prefix_boundaries) != sorted(set(request.prefix_boundaries)) or not all(
-        _is_integer(cut) and 0 < cut < length for cut in request.prefix_boundaries
+        _is_integer(boundary) and 0 < boundary < length for boundary in request.prefix_boundaries
     ):
         raise RequestError(
-            f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending places within a prompt of {length} "
-            "tokens"
+            f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending numbers of tokens, from 1 to "
+            f"{length - 1}"
         )
     try:
         check_token_ids("prompt_ids", request.prompt_ids, vocabulary)

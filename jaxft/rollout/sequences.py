@@ -1,7 +1,7 @@
-"""Recorded calls as training rows.
+"""Training rows made of recorded calls.
 
-Recorded ids are training data as they are: a turn that extends the turn before becomes one sequence with it, and
-nothing that was sampled is ever tokenised again.
+The recorded token ids are the training data: a turn that extends an earlier turn joins its row, and sampled text is
+never tokenised again.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,28 @@ from jaxft.rollout.recorder import WORKFLOW, Call
 
 
 def is_targeted(call: Call, functions: Sequence[str] = (WORKFLOW,), model: str | None = None) -> bool:
-    """Whether a call was made in one of these functions, by this language model (None: by any)."""
+    """True if a call was made in one of `functions`, by the language model `model` (None: by any)."""
     is_inside = WORKFLOW in functions or any(name in functions for name in call.functions)
     return is_inside and model in (None, call.llm)
 
 
 class TokenSequence(BaseModel):
-    """One training row: token ids with, aligned to each, who chose it and with which log-probability.
+    """One training row: token ids, and for each token whether it is trained and how it was sampled.
 
-    Tokens that are not trained, of prompts and of calls that training is not aimed at, have mask False and zeros
-    elsewhere; `policy_versions` and `turns` are -1 there. `turns` counts the
-    answers of the episode in the order in which they were asked for; empty when it is not known. `llm` names the
-    language model that sampled, when it is known. `truncated` says that a length limit cut an answer of the row,
-    `episode_truncated` that it cut the last answer of the whole episode, with which the row ends.
+    Tokens of prompts, and of calls that are not targeted, are context: their mask is False, their log-probabilities are
+    0, and their `policy_versions` and `turns` are -1.
+
+    Attributes:
+        tokens: token ids, prompts and answers.
+        completion_mask: True where the policy chose the token and it is trained.
+        sampler_logprobs: log-probability of each token over the whole vocabulary, at its temperature.
+        behavior_logprobs: log-probability of each token under the distribution that it was drawn from.
+        temperatures: sampling temperature of each token's call.
+        policy_versions: version of the parameters that sampled each token.
+        turns: which answer of the episode, counted from 0 as they were asked for, a token belongs to; empty if unknown.
+        truncated: a length limit cut an answer of the row.
+        episode_truncated: a length limit cut the last answer of the episode, and the row ends with that answer.
+        llm: name of the language model that sampled; None if unknown.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,11 +51,11 @@ class TokenSequence(BaseModel):
 
 
 def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = is_targeted) -> list[TokenSequence]:
-    """The calls of an episode as training rows, in an order that depends on their tokens alone and never on timing.
+    """The training rows of an episode's calls, in an order that depends on their tokens alone, never on timing.
 
     A call whose prompt starts with all tokens of another call of the same language model continues that call's row; any
-    other begins a new one. No token of a targeted call is lost, and none appears twice as a trained token; the other
-    calls are context only, and rows without a targeted one are left out.
+    other call begins a row. Each token of a targeted call is trained exactly once. Other calls are context only, and a
+    row without a targeted call is left out.
     """
     sequences: list[TokenSequence] = []
     turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
@@ -90,17 +99,17 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
 
 
 def _without_tail(sequence: TokenSequence) -> TokenSequence:
-    """The row up to its last trained token: what follows changes nothing."""
+    """The row up to its last trained token; later tokens change nothing."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
     return sequence.model_copy(update={name: values[:end] for name, values in sequence if isinstance(values, list)})
 
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
-    """The conversation for people to read: the last call with its answer, and before it what that does not contain."""
+    """The messages of all calls for people to read; a call that a later one continues is not repeated."""
     messages: list[dict[str, str]] = []
     for index, call in enumerate(calls):
-        said = [*call.messages, {"role": "assistant", "content": call.content}]
+        answered = [*call.messages, {"role": "assistant", "content": call.content}]
         later = calls[index + 1].messages if index + 1 < len(calls) else ()
-        if list(later[: len(said)]) != said:
-            messages += said
+        if list(later[: len(answered)]) != answered:
+            messages += answered
     return messages

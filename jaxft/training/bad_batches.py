@@ -101,8 +101,7 @@ class BadBatches:
             return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}
 
         sequences = [
-            {**episode(number), "row": row, "start": start, "tokens": length}
-            for number, row, start, length in spans
+            {**episode(number), "row": row, "start": start, "tokens": length} for number, row, start, length in spans
         ]
         described = {
             "run_id": run_id,

@@ -1,22 +1,22 @@
-"""A cache in blocks: what lies behind a row's own places changes no bit of it, however much of it is read."""
+"""A cache in blocks: blocks after those of a row's own tokens change no bit of it, however many are read."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.cache import block_lengths, compute_dtype, init_cache, keep_places, num_blocks_for, reaches
+from jaxft.core.cache import block_capacities, block_lengths, compute_dtype, init_cache, keep_positions, num_blocks_for
 from jaxft.core.generate import DecodeState, RowParams, decode_blocks, generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sampling import sampling_params
 
-LENGTH = 300  # blocks of 64, 64, 128 and 44 places
+LENGTH = 300  # blocks of 64, 64, 128 and 44 positions
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 1000, 1024, 5000])
 def test_blocks_cover_the_length_and_double(length):
     lengths = block_lengths(length)
-    assert sum(lengths) == length == max(reaches(length).values())
+    assert sum(lengths) == length == max(block_capacities(length).values())
     assert all(later <= max(64, sum(lengths[:place])) for place, later in enumerate(lengths))
     for tokens in (1, 128, 129, length, length + 1):
         count = num_blocks_for(tokens, length)
@@ -27,20 +27,20 @@ def test_blocks_cover_the_length_and_double(length):
 @pytest.mark.parametrize(
     ("init", "shapes"),
     [
-        (lambda rows, places, dtype: {"kept": jnp.zeros((rows, places)), "length": jnp.zeros(rows)}, r"\[3\].*\[3\]"),
-        (lambda rows, places, dtype: jnp.zeros((rows, -(-places // 16) * 16, 4)), r"\[3, 16, 4\].*\[3, 16, 4\]"),
-        (lambda rows, places, dtype: jnp.zeros((rows, 2 * places)), r"\[3, 2\].*\[3, 4\]"),
+        (lambda rows, size, dtype: {"kept": jnp.zeros((rows, size)), "length": jnp.zeros(rows)}, r"\[3\].*\[3\]"),
+        (lambda rows, size, dtype: jnp.zeros((rows, -(-size // 16) * 16, 4)), r"\[3, 16, 4\].*\[3, 16, 4\]"),
+        (lambda rows, size, dtype: jnp.zeros((rows, 2 * size)), r"\[3, 2\].*\[3, 4\]"),
     ],
     ids=["counter", "rounded up", "twice"],
 )
-def test_a_cache_with_an_array_that_has_no_axis_of_places_is_refused(bigram, init, shapes):
+def test_a_cache_with_an_array_that_has_no_axis_of_positions_is_refused(bigram, init, shapes):
     model = bigram._replace(init_cache=init)
-    with pytest.raises(ValueError, match=rf"init_cache .*{shapes}.* wanted"):
-        keep_places(model, init_cache(model, 3, 20, jnp.float32), jnp.array([1, 2, 3]))
+    with pytest.raises(ValueError, match=rf"init_cache .*{shapes}"):
+        keep_positions(model, init_cache(model, 3, 20, jnp.float32), jnp.array([1, 2, 3]))
 
 
 def state_at(tiny, positions):
-    """Rows with random tokens before their positions, and different garbage behind them."""
+    """Rows with random tokens before their positions, and different garbage after them."""
     model, params = tiny
     rows = len(positions)
     rng = np.random.default_rng(0)

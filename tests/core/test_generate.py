@@ -1,4 +1,4 @@
-"""Sampling whole completions: shapes, where rows end, and which rows a change of the request leaves alone."""
+"""Sampling whole completions: shapes, the ends of rows, and rows that other prompts leave unchanged."""
 
 import inspect
 
@@ -50,7 +50,7 @@ def test_rows_are_prompts_and_their_completions(rollout):
 
 
 def test_prompts_may_be_arrays_or_one_alone(tiny, rollout):
-    """All of the shapes that the fixture compiled: three prompts of two generations, or six of one."""
+    """All prompts have shapes that the fixture compiled: three prompts of two generations, or six of one."""
     same = [PROMPTS[0]] * 3
     expected = run(tiny, same)
     for prompts in (np.array(same), jnp.array(same), list(np.array(same)), tuple(map(tuple, same))):
@@ -88,7 +88,7 @@ def test_prompts_may_be_arrays_or_one_alone(tiny, rollout):
         (PROMPTS, jax.random.split(KEY, 2), ("key holds 2 keys",)),
     ],
 )
-def test_what_is_no_prompt_or_no_key_is_refused_with_a_sentence(tiny, prompts, key, parts):
+def test_malformed_prompts_and_keys_are_refused_by_name(tiny, prompts, key, parts):
     as_users_call = inspect.unwrap(generate)  # without the checks of annotations that a test session adds
     with pytest.raises(ValueError) as caught:
         as_users_call(*tiny, prompts, key, max_new_tokens=NEW)
@@ -96,7 +96,7 @@ def test_what_is_no_prompt_or_no_key_is_refused_with_a_sentence(tiny, prompts, k
 
 
 def test_prompts_on_a_device_are_read_once(monkeypatch):
-    """A look at each token would cut an array out of the prompts for each."""
+    """Reading token by token would slice an array for each."""
     prompts = [jnp.arange(40), jnp.arange(30)]
     with monkeypatch.context() as patched:
         patched.setattr(type(prompts[0]), "__iter__", lambda x: pytest.fail("walked on the device"))
@@ -177,7 +177,7 @@ def test_filters_show_in_the_behavior_logprobs(tiny, rollout):
 
 
 def make_counter() -> Model:
-    """Says token `positions + 1` with certainty; its cache is the number of calls so far."""
+    """A model that predicts token `positions + 1` with certainty; its cache is the number of calls so far."""
 
     def apply(params, tokens, positions, cache=None, segment_ids=None):
         return jax.nn.one_hot(positions + 1, 20) * 1e3, cache + 1
@@ -214,14 +214,14 @@ jitted_decode = jax.jit(decode, static_argnums=(0, 4))
 @pytest.mark.parametrize(
     ("prompts", "knobs", "message"),
     [
-        ([], {}, "prompts is empty; wanted at least one list of token ids"),
-        ([[1], []], {}, r"prompts\[1\] has no tokens; a model needs at least one to continue"),
-        ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; wanted at least 1 of each"),
-        ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; wanted at least 1 of each"),
-        ([[1]], dict(temperature=-1.0), "temperature is -1.0; wanted"),
-        ([[1]], dict(top_p=0.0), "top_p is 0.0; wanted"),
+        ([], {}, "prompts is empty"),
+        ([[1], []], {}, r"prompts\[1\] .*no tokens"),
+        ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; .* 1"),
+        ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; .* 1"),
+        ([[1]], dict(temperature=-1.0), "temperature is -1.0; "),
+        ([[1]], dict(top_p=0.0), "top_p is 0.0; "),
     ],
 )
-def test_refusals(tiny, prompts, knobs, message):
+def test_impossible_parameters_are_refused(tiny, prompts, knobs, message):
     with pytest.raises(ValueError, match=message):
         generate(*tiny, prompts, KEY, **(dict(max_new_tokens=4) | knobs))

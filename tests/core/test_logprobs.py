@@ -69,7 +69,7 @@ def test_greedy_rows_are_scored_at_temperature_one(bigram):
 
 
 @pytest.mark.parametrize("temperature", [-1.0, np.nan, np.inf])
-def test_what_is_no_temperature_gives_nan_and_spoils_no_gradient(bigram, temperature):
+def test_impossible_temperatures_give_nan_and_spoil_no_gradient(bigram, temperature):
     params = bigram.init(jax.random.key(0))
     tokens = jnp.array([[0, 1, 2, 3]])
     temperatures = jnp.array([[1.0, 1.0, temperature, 1.0]])
@@ -95,7 +95,7 @@ def test_the_first_tokens_of_packed_segments_are_not_scored(bigram):
         assert np.all(packed[firsts] == 0)
 
 
-def test_packed_rows_of_a_decoder_score_as_their_parts(tiny):
+def test_packed_rows_of_a_decoder_score_as_separate_rows(tiny):
     model, params = tiny
     first, second = np.random.default_rng(7).integers(48, size=(2, 6))
     rows = np.zeros((3, 12), np.int32)  # both packed into one row, then each alone
@@ -228,12 +228,12 @@ def test_values_describe_what_a_token_was_chosen_after(bigram):
     np.testing.assert_allclose(got.next_values, after, rtol=1e-5, atol=1e-6)
 
 
-def test_refusals(bigram):
+def test_impossible_shapes_and_chunks_are_refused(bigram):
     # As users call it: without the checks of annotations that this test session adds.
     unchecked = inspect.unwrap(token_logprobs)
-    with pytest.raises(ValueError, match=r"temperature has shape \(7,\); wanted \(\), \(3,\) or \(3, 7\)"):
+    with pytest.raises(ValueError, match=r"temperature has shape \(7,\); .*\(\), \(3,\) or \(3, 7\)"):
         unchecked(bigram, PARAMS, TOKENS, temperature=jnp.ones(7))
-    with pytest.raises(ValueError, match="chunk_tokens is 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"chunk_tokens is 0; .* 1"):
         token_logprobs(bigram, PARAMS, TOKENS, chunk_tokens=0)
 
 

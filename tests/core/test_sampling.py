@@ -51,7 +51,7 @@ def test_draw_index_draws_in_proportion(size):
     assert_frequencies(jax.jit(_draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
 
 
-def test_no_place_of_weight_zero_is_ever_found():
+def test_no_entry_of_weight_zero_is_ever_drawn():
     """Prefix sums may rise by a rounding where the weight is 0; every such step is hit here on purpose."""
     rng = np.random.default_rng(0)
     for size in (64, 389):
@@ -221,19 +221,19 @@ def test_fold_ids_folds_in_order():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(temperature=-0.1), r"temperature is -0.1; wanted 0 \(greedy\) or a finite number above 0"),
-        (dict(temperature=float("inf")), r"temperature is inf; wanted"),
-        (dict(temperature=float("nan")), r"temperature is nan; wanted"),
-        (dict(temperature=1e39), r"temperature is 1e\+39; wanted"),
-        (dict(temperature=1e-40), r"temperature is 1e-40; wanted"),
-        (dict(top_k=2**40), rf"top_k is {2**40}; wanted"),
-        (dict(top_p=1e-50), r"top_p is 1e-50; wanted"),
-        (dict(top_k=-1), r"top_k is -1; wanted 0 \(off\) or the number of tokens to keep"),
-        (dict(top_p=0.0), r"top_p is 0.0; wanted a share of the mass in \(0, 1\]"),
-        (dict(top_p=1.5), r"top_p is 1.5; wanted"),
-        (dict(top_p=float("nan")), r"top_p is nan; wanted"),
-        (dict(min_p=1.0), r"min_p is 1.0; wanted a share of the largest probability in \[0, 1\)"),
-        (dict(min_p=-0.5), r"min_p is -0.5; wanted"),
+        (dict(temperature=-0.1), r"temperature is -0.1; .* 0 .* 1e-06 to 3.4e"),
+        (dict(temperature=float("inf")), r"temperature is inf; "),
+        (dict(temperature=float("nan")), r"temperature is nan; "),
+        (dict(temperature=1e39), r"temperature is 1e\+39; "),
+        (dict(temperature=1e-40), r"temperature is 1e-40; "),
+        (dict(top_k=2**40), rf"top_k is {2**40}; "),
+        (dict(top_p=1e-50), r"top_p is 1e-50; "),
+        (dict(top_k=-1), r"top_k is -1; .* 0 .* below 2\^31"),
+        (dict(top_p=0.0), r"top_p is 0.0; .*\(0, 1\]"),
+        (dict(top_p=1.5), r"top_p is 1.5; "),
+        (dict(top_p=float("nan")), r"top_p is nan; "),
+        (dict(min_p=1.0), r"min_p is 1.0; .*\[0, 1\)"),
+        (dict(min_p=-0.5), r"min_p is -0.5; "),
     ],
 )
 def test_values_outside_their_range_are_refused(values, message):

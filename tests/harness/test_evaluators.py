@@ -508,7 +508,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_from_ending():
             time.sleep(1000)
         item = jaxft.EvalInputItem(id="a", full_dataset_entry={})
         hanging = jaxft.Evaluation(hang, {}, None, 1, 0, timeout_seconds=0.01, log=print)
-        outcomes = asyncio.run(hanging.run([item], stream=jaxft.TRAINING, rollout_index=0))
+        outcomes = asyncio.run(hanging.run([item], stream=jaxft.episodes.TRAINING, rollout_index=0))
         print(outcomes[0].error)
     """
     done = subprocess.run(

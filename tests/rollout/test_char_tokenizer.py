@@ -81,7 +81,7 @@ def test_functions_and_the_environment_speak_as_a_tool_does(role):
 
 
 def test_unknown_role_is_named():
-    with pytest.raises(TemplateError, match="message 1 has the role 'critic'; this template knows system, user"):
+    with pytest.raises(TemplateError, match=r"message 1 .*'critic'.* system, user"):
         render([{"role": "user", "content": ""}, {"role": "critic", "content": ""}])
 
 

@@ -44,7 +44,7 @@ def chatml(tmp_path_factory):
 
 
 class Noting(PreTrainedTokenizerFast):
-    """Remembers how many bytes the longest text had that it was given."""
+    """Records the number of bytes of the longest text that it was given."""
 
     longest = 0
 
@@ -131,7 +131,7 @@ def test_an_answer_cut_by_its_length_is_ended_by_the_template(template, tokenize
     assert continued.ids == call.context_ids + tuple(tokenizer.encode("<|end|><|user|>next<|end|><|assistant|>"))
 
 
-def test_what_a_stop_string_cut_from_the_text_stays_in_the_ids(template, tokenizer):
+def test_text_cut_at_a_stop_string_stays_in_the_ids(template, tokenizer):
     call = answered(template, [user("x?")], tokenizer.encode("yes."), content="yes")
     continued, afresh = next_prompt(template, call)
     assert continued.ids == call.context_ids + tuple(tokenizer.encode("<|end|><|user|>next<|end|><|assistant|>"))
@@ -269,41 +269,36 @@ def test_conversation_masks_what_the_assistant_said(template, tokenizer):
     ("messages", "message"),
     [
         ([], "messages is empty"),
-        ([{"content": "x"}], "messages[0] has no 'role'"),
-        ([user("x"), {"role": "assistant"}], "messages[1] has no 'content'"),
-        ([user("x"), user("ab\ud83d")], "messages[1]['content'] holds half of a character, U+D83D, at place 2"),
-        (
-            [{"role": "critic", "content": "x"}],
-            "refuses a conversation of roles critic: message 0 has the role 'critic'",
-        ),
+        ([{"content": "x"}], r"messages\[0\] .*'role'"),
+        ([user("x"), {"role": "assistant"}], r"messages\[1\] .*'content'"),
+        ([user("x"), user("ab\ud83d")], r"messages\[1\]\['content'\] .*U\+D83D, at index 2"),
+        ([{"role": "critic", "content": "x"}], "critic: message 0 .*'critic'"),
     ],
 )
-def test_what_is_no_conversation_is_refused(template, messages, message):
-    with pytest.raises(ValueError) as caught:
+def test_malformed_conversations_are_refused(template, messages, message):
+    with pytest.raises(ValueError, match=message):
         template.prompt(messages)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "messages is empty"),
-        ([{"content": "x"}], "messages[0] has no 'role'"),
-        ([user("x")], "must end with a message of the assistant"),
-        ([assistant("x")], "and not begin so"),
+        ([{"content": "x"}], r"messages\[0\] .*'role'"),
+        ([user("x")], "must end with .* assistant"),
+        ([assistant("x")], "assistant.* not begin"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(template, messages, message):
-    with pytest.raises(ValueError) as caught:
+def test_conversations_that_cannot_be_learned_are_refused(template, messages, message):
+    with pytest.raises(ValueError, match=message):
         template.conversation(messages)
-    assert message in str(caught.value)
 
 
 def test_a_template_that_rewrites_the_past_cannot_be_learned(tokenizer):
     rewriting = load_tokenizer()
     rewriting.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
     template = ChatTemplate(rewriting, (END,))
-    with pytest.raises(ValueError, match="rewrites what came before message 3"):
+    with pytest.raises(ValueError, match="before message 3"):
         template.conversation([user("x"), assistant("a"), user("y"), assistant("b")])
 
 
@@ -329,16 +324,16 @@ def test_chatml_conversations_can_be_learned(chatml):
 
 
 def test_tokenizers_that_cannot_serve_are_refused(chatml, tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from .*nowhere"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "nowhere"))):
         load_tokenizer(tmp_path / "nowhere")
     silent = load_tokenizer(chatml.tokenizer.name_or_path)
     silent.chat_template = None
     silent.save_pretrained(tmp_path / "silent")
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match=r"silent.* chat_template"):
         load_tokenizer(tmp_path / "silent")
     endless = PreTrainedTokenizerFast(tokenizer_object=chatml.tokenizer.backend_tokenizer, chat_template=CHATML)
     endless.save_pretrained(tmp_path / "endless")
-    with pytest.raises(ValueError, match="names no eos_token"):
+    with pytest.raises(ValueError, match=r"endless.* eos_token"):
         load_tokenizer(tmp_path / "endless")
 
 

@@ -97,7 +97,7 @@ def test_a_stop_string_ends_the_answer(client):
 
 
 def converse(client, episode, messages, stop, *, include_stop=False, put_back=""):
-    """Two turns: an answer that `stop` ends, put into the history with `put_back` behind it, and a short one."""
+    """Two turns: an answer that `stop` ends, put into the history with `put_back` after it, and a short one."""
 
     async def main():
         with recording(episode):
@@ -154,7 +154,7 @@ def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
     assert tuple(sequence.tokens) == second.context_ids and sequence.completion_mask.index(True) == 56
 
 
-def test_what_is_cut_before_it_is_tokenised_is_counted(policy):
+def test_text_cut_before_it_is_tokenised_is_counted(policy):
     client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
     chat(client, [{"role": "user", "content": "x " * 2**20}], episode=episode, max_tokens=5)
     (call,) = episode.calls
@@ -172,10 +172,10 @@ def test_prompts_that_fit_are_never_cut(policy):
 def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
     for long_prompts, is_dropped in (("fail", False), ("drop", True)):
         episode = make_episode()
-        with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+        with pytest.raises(PromptTooLongError, match="123 tokens"):
             chat(ChatClient(policy, "player", long_prompts), LONG, episode=episode)
         assert episode.is_dropped == is_dropped
-    with pytest.raises(PromptTooLongError, match="the prompt has 123 tokens"):
+    with pytest.raises(PromptTooLongError, match="123 tokens"):
         chat(ChatClient(policy, "player", "drop"), LONG)  # outside an episode there is nothing to drop
 
 
@@ -193,8 +193,8 @@ def test_another_models_calls_are_not_continued(policy):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"stop": ""}, ValueError, "stop contains an empty string"),
-        ({"stop": ["a", ""]}, ValueError, "stop contains an empty string"),
+        ({"stop": ""}, ValueError, "stop .*empty"),
+        ({"stop": ["a", ""]}, ValueError, "stop .*empty"),
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
         ({"temperature": float("nan")}, ValueError, "temperature is nan"),
         ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
@@ -202,9 +202,9 @@ def test_another_models_calls_are_not_continued(policy):
         ({"messages": []}, ValueError, "messages is empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ValueError, r"messages\[0\]\['content'\] .* U\+D800"),
         ({"logit_bias": {300: 1.0}}, RequestError, r"logit_bias\[0\] is 300; .* 262 tokens"),
-        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias adds 1e\+300 to token 7"),
+        ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias .*1e\+300 .*token 7"),
         ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
-        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "the prompt has 103 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "103 tokens"),
         (
             {"messages": [{"role": "user", "content": "x " * 2_500_000}]},
             PromptTooLongError,
@@ -212,13 +212,13 @@ def test_another_models_calls_are_not_continued(policy):
         ),
     ],
 )
-def test_what_cannot_be_asked_is_refused(client, options, error, message):
+def test_impossible_chats_are_refused(client, options, error, message):
     with pytest.raises(error, match=message):
         chat(client, **options)
 
 
-def test_waiting_for_a_reply_is_the_same_call(client):
-    """In a thread that an episode's event loop waits for, and in a program without an event loop."""
+def test_chat_sync_makes_the_same_call_as_chat(client):
+    """Both in a thread that an episode's event loop waits for and in a program without an event loop."""
     options = {"max_tokens": 8, "temperature": 0.9}
     (awaited,) = chat(client, episode=make_episode(), **options)
     episode = make_episode()
@@ -232,7 +232,7 @@ def test_waiting_for_a_reply_is_the_same_call(client):
     assert len(client.chat_sync(QUESTION, max_tokens=3).token_ids) == 3
 
 
-def test_waiting_where_an_event_loop_runs_is_refused(client):
+def test_chat_sync_is_refused_where_an_event_loop_runs(client):
     async def main():
         client.chat_sync(QUESTION)
 
@@ -282,12 +282,12 @@ def test_threads_that_know_no_episode_are_counted(client):
     asyncio.run(main())
     assert outside_calls() - before == 1
     assert [call.functions for call in episode.calls] == [("search",), ("search",)]
-    with pytest.raises(RuntimeError, match="no current episode"):
+    with pytest.raises(RuntimeError, match="in_episode"):
         jaxft.in_episode(client.chat_sync)
 
 
 class Counting:
-    """A chat template that counts how many tokens it was asked to make a text of."""
+    """A chat template that counts the tokens that it decodes."""
 
     def __init__(self, template):
         self.template, self.tokens = template, 0
@@ -298,7 +298,7 @@ class Counting:
 
 
 def first_of_all(template, ids, stops):
-    """The same by looking at every beginning."""
+    """The same result by a search of every prefix."""
     return next(
         (n for n in range(1, len(ids) + 1) if any(stop in template.answer_text(ids[:n]) for stop in stops)), None
     )
@@ -315,7 +315,7 @@ def by_and_by(template, ids, stops, sizes):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_found_where_a_search_of_everything_finds_it(policy, seed):
+def test_the_stop_finder_agrees_with_a_search_of_every_prefix(policy, seed):
     rng = random.Random(seed)
     template = policy.template
     eos = policy.tokenizer.eos_token_id
@@ -329,7 +329,7 @@ def test_found_where_a_search_of_everything_finds_it(policy, seed):
         assert by_and_by(template, ids, stops, sizes) == first_of_all(template, ids, stops)
 
 
-def test_the_work_grows_with_the_answer_and_not_with_its_square(policy):
+def test_the_work_of_the_stop_finder_grows_linearly(policy):
     template = Counting(policy.template)
     ids = policy.tokenizer.encode("a" * 4000)
     assert by_and_by(template, ids, ["\nObservation:"], iter(lambda: 8, 0)) is None

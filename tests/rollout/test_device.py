@@ -1,4 +1,4 @@
-"""The device thread: whatever ends a job, or the thread itself, nobody waits for ever."""
+"""The device thread: nobody waits for ever, whatever ends a job or the thread itself."""
 
 import asyncio
 import concurrent.futures
@@ -52,26 +52,26 @@ def device():
     ids=repr,
 )
 def test_a_job_may_raise_anything(device, error):
-    with pytest.raises(DeviceThreadError, match=f"work on the device thread was ended by {type(error).__name__}"):
+    with pytest.raises(DeviceThreadError, match=type(error).__name__):
         within_time(device.run(raising(error)))
     assert within_time(device.run(lambda: 1)) == 1  # the thread is still there
 
 
 def end_after_a_job(device):
-    """Ends the thread when it has done the next job, once `released`; gives that event."""
+    """Makes the thread end after the next job, once the returned event is set."""
     released = threading.Event()
     device.submit(lambda: released.wait(SOON)).add_done_callback(raising(SystemExit(3)))
     return released
 
 
-def test_a_thread_that_ends_tells_those_who_wait_and_those_who_come_later(device):
+def test_a_thread_that_ends_fails_waiting_and_later_jobs(device):
     async def main():
         released = end_after_a_job(device)
         waiting = [asyncio.create_task(device.run(lambda: 1)) for _ in range(3)]
         await asyncio.sleep(0)
         released.set()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
-        with pytest.raises(DeviceThreadError, match=r"the device thread has ended \(SystemExit: 3\)"):
+        with pytest.raises(DeviceThreadError, match=r"SystemExit: 3"):
             await device.run(lambda: 4)
         return answers
 
@@ -89,7 +89,7 @@ def test_a_thread_that_ends_while_it_is_idle_loses_no_job(device):
         ctypes.c_ulong(device._thread.ident), ctypes.py_object(SystemExit)
     )
     assert ended == 1
-    with pytest.raises(DeviceThreadError, match="the policy can do no more work"):
+    with pytest.raises(DeviceThreadError, match="no more work"):
         within_time(device.run(lambda: 2))
 
 
@@ -97,7 +97,7 @@ def test_a_closed_thread_finishes_what_was_queued_and_refuses_more(device):
     jobs = [device.submit(lambda: time.sleep(0.01)) for _ in range(3)]
     device.close()
     assert all(job.done() for job in jobs) and not device._thread.is_alive()
-    with pytest.raises(DeviceThreadError, match="the policy has been closed"):
+    with pytest.raises(DeviceThreadError, match="closed"):
         device.submit(lambda: 1)
     device.close()
 

@@ -22,14 +22,14 @@ MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
 
 
 def request(number, prompt_tokens=5, **changes):
-    """A request with noise and a prompt of its own; nothing but its budget ends it."""
+    """A request with noise and a prompt of its own, which only its budget ends."""
     prompt = tuple((7 * number + 13 * place) % 200 + 6 for place in range(prompt_tokens))
     fields = {"prompt_ids": prompt, "key_ids": (0, 0, 1, 2, 0, number), "max_tokens": 11}
     return Request(**(fields | changes))
 
 
 def varied_requests(count):
-    """Requests of which no two ask for the same kind of sampling, length and budget."""
+    """Requests of different sampling parameters, prompt lengths and budgets."""
     kinds = [{}, {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}]
     return [
         request(number, prompt_tokens=1 + 3 * number % 40, max_tokens=1 + number % 13, **kinds[number % len(kinds)])
@@ -85,7 +85,7 @@ def padded(rows, names):
 
 
 def recomputed_difference(policy, rows):
-    """The largest difference between recorded log-probabilities and those that the trainer's forward gives."""
+    """The largest difference between recorded log-probabilities and those of the trainer's forward pass."""
     names = {
         "tokens": np.int32,
         "completion_mask": bool,
@@ -178,12 +178,12 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_ids": (7,) * 96}, "the prompt has 96 tokens, but max_context_tokens is 96 with the answer included"),
-        ({"prompt_ids": ()}, "the prompt has no tokens"),
-        ({"max_tokens": 0}, "max_tokens is 0; wanted at least 1"),
-        ({"stop_ids": tuple(range(9))}, f"9 stop ids were given; at most {MAX_STOP_IDS} are supported"),
-        ({"key_ids": (0, -1, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
-        ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, "wanted numbers that fit uint32"),
+        ({"prompt_ids": (7,) * 96}, "96 tokens, .*max_context_tokens is 96"),
+        ({"prompt_ids": ()}, "prompt .*no tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0; .* 1"),
+        ({"stop_ids": tuple(range(9))}, f"9 stop ids .* {MAX_STOP_IDS}"),
+        ({"key_ids": (0, -1, 0, 0, 0, 0)}, r"key_ids .*\(0, -1, 0.* uint32"),
+        ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, rf"key_ids .*\(0, {2**32}, 0.* uint32"),
         ({"prompt_ids": (7, 262, 8)}, r"prompt_ids\[1\] is 262; .* 262 tokens"),
         ({"prompt_ids": (-1, 7)}, r"prompt_ids\[0\] is -1; .* 262 tokens"),
         ({"prompt_ids": (7, 8, 2**70)}, rf"prompt_ids\[2\] is {2**70}; .* 262 tokens"),
@@ -195,25 +195,19 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
         ({"logit_bias": ((5, 1e300),)}, r"logit_bias adds 1e\+300 to token 5"),
         ({"logit_bias": ((5, float("inf")),)}, "logit_bias adds inf to token 5"),
         ({"logit_bias": ((5, 1.0), (262, 1.0))}, r"logit_bias\[1\] is 262; .* 262 tokens"),
-        ({"temperature": -1.0}, "temperature is -1.0; wanted 0"),
-        ({"temperature": float("nan")}, "temperature is nan; wanted 0"),
-        ({"top_k": -1}, "top_k is -1; wanted 0"),
-        ({"top_p": 0.0}, "top_p is 0.0; wanted a share"),
-        ({"min_p": 1.0}, "min_p is 1.0; wanted a share"),
+        ({"temperature": -1.0}, "temperature is -1.0; .* 0"),
+        ({"temperature": float("nan")}, "temperature is nan; .* 0"),
+        ({"top_k": -1}, "top_k is -1; .* 0"),
+        ({"top_p": 0.0}, r"top_p is 0.0; .*\(0, 1\]"),
+        ({"min_p": 1.0}, r"min_p is 1.0; .*\[0, 1\)"),
         ({"logit_bias": ((5, float("nan")),)}, "logit_bias adds nan to token 5"),
         ({"logit_bias": ((-1, 1.0),)}, r"logit_bias\[0\] is -1"),
-        ({"logit_bias": ((1, 1.0),) * 33}, f"logit_bias names 33 tokens; at most {MAX_BIASED_IDS} are supported"),
-        (
-            {"prefix_boundaries": (3, 2)},
-            r"prefix_boundaries are \(3, 2\); wanted ascending places within a prompt of 5 tokens",
-        ),
-        (
-            {"prefix_boundaries": (5,)},
-            r"prefix_boundaries are \(5,\); wanted ascending places within a prompt of 5 tokens",
-        ),
+        ({"logit_bias": ((1, 1.0),) * 33}, f"logit_bias .*33 tokens; .* {MAX_BIASED_IDS}"),
+        ({"prefix_boundaries": (3, 2)}, r"prefix_boundaries are \(3, 2\); .* from 1 to 4"),
+        ({"prefix_boundaries": (5,)}, r"prefix_boundaries are \(5,\); .* from 1 to 4"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_takes_nobody_with_it(policy, changes, message):
+def test_impossible_requests_are_refused_and_others_are_served(policy, changes, message):
     async def main():
         requests = [request(1), request(0, **changes), request(2)]
         return await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
@@ -311,7 +305,7 @@ def test_an_error_on_the_device_thread_reaches_all_who_wait(make_policy, serve):
     assert len(serve(policy, request(0))[0].token_ids) == 11
 
 
-def test_a_lost_policy_tells_those_who_wait(make_policy):
+def test_a_lost_policy_fails_its_waiting_requests(make_policy):
     policy = make_policy()
 
     def breaks(params):
@@ -346,7 +340,7 @@ def test_event_loops_come_and_go(policy, serve):
         assert record_of(serve(policy, request(0))[0]) == expected
 
 
-def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
+def test_a_closed_event_loop_leaves_other_requests_alone(policy, serve):
     loop = asyncio.new_event_loop()
     task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
     loop.run_until_complete(asyncio.sleep(0.002))
@@ -355,8 +349,8 @@ def test_a_loop_closed_in_the_middle_takes_nobody_with_it(policy, serve):
     task._log_destroy_pending = False
 
 
-def test_a_loop_closed_before_its_request_was_scheduled_takes_nobody_with_it(policy, serve):
-    """Its task has run, and has asked for a round; the callback that was to schedule it never does."""
+def test_a_loop_closed_before_its_request_was_scheduled_leaves_others_alone(policy, serve):
+    """Its task has submitted a request, but the callback that schedules a step never runs."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(policy.engine.submit(request(1, max_tokens=80)))
     loop.call_soon(loop.stop)
@@ -371,7 +365,7 @@ def test_a_loop_closed_before_its_request_was_scheduled_takes_nobody_with_it(pol
 def test_a_closed_policy_refuses(make_policy, serve):
     policy = make_policy()
     policy.close()
-    with pytest.raises(RuntimeError, match="the policy has been closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         serve(policy, request(0))
 
 
@@ -426,13 +420,21 @@ def spoil(policy):
     return good[0]
 
 
+AFTER_SPOILT = [request(number, prompt_tokens=(1, 30, 110)[number % 3], max_tokens=40) for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def unspoilt(make_policy, serve):
+    return [record_of(answer) for answer in serve(make_policy(max_context_tokens=600), *AFTER_SPOILT)]
+
+
 @pytest.mark.parametrize("is_restored", [True, False])
-def test_what_spoilt_parameters_left_in_the_caches_reaches_no_later_request(make_policy, serve, is_restored):
-    fresh, spoilt = (make_policy(max_context_tokens=600) for _ in range(2))
+def test_spoilt_parameters_leave_nothing_in_the_caches_for_later_requests(make_policy, serve, unspoilt, is_restored):
+    spoilt = make_policy(max_context_tokens=600)
     good = spoil(spoilt)
 
     async def fill():
-        requests = [request(number, prompt_tokens=530, max_tokens=40) for number in range(16)]
+        requests = [request(number, prompt_tokens=530, max_tokens=40) for number in range(8)]
         return await asyncio.gather(*map(spoilt.engine.submit, requests), return_exceptions=True)
 
     answers = run(fill)
@@ -444,8 +446,7 @@ def test_what_spoilt_parameters_left_in_the_caches_reaches_no_later_request(make
     else:
         run(lambda: spoilt.update(lambda params: (good, None)))
     assert run(spoilt.is_healthy)
-    later = [request(number, prompt_tokens=(1, 30, 110)[number % 3], max_tokens=40) for number in range(8)]
-    assert [record_of(answer) for answer in serve(spoilt, *later)] == [record_of(each) for each in serve(fresh, *later)]
+    assert [record_of(answer) for answer in serve(spoilt, *AFTER_SPOILT)] == unspoilt
 
 
 def test_a_request_whose_numbers_are_not_finite_fails_alone(policy, serve):
@@ -462,11 +463,11 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(policy, serve):
     assert [record_of(answer) for answer in answers] == expected
 
 
-# --- Prompts that are kept.
+# --- Cached prefixes.
 
 
 def in_turns(number, turns):
-    """The requests of an episode: each prompt is the one before, what could be its answer, and something new."""
+    """The requests of an episode: each prompt is the prompt before, a possible answer to it, and new tokens."""
     whole = request(number, prompt_tokens=20 * turns).prompt_ids
     ends = [20 * turn for turn in range(1, turns + 1)]
     return [
@@ -481,7 +482,7 @@ def in_turns(number, turns):
 
 
 def counted(policy, serve, *requests):
-    """The completions, and how many tokens of prompts were computed and were found."""
+    """The completions, and the numbers of prompt tokens prefilled and reused."""
     before = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
     completions = [record_of(completion) for completion in serve(policy, *requests)]
     after = policy.engine.counts.prefilled_tokens, policy.engine.counts.reused_tokens
@@ -517,8 +518,8 @@ def test_a_turn_goes_on_from_the_one_before(make_policy, serve):
 
 
 @pytest.mark.parametrize("prefix_cache_rows", [8, 9, 40])
-def test_what_is_kept_changes_no_bit(make_policy, policy, serve, prefix_cache_rows):
-    """Thirty episodes that share first prompts in threes and take their turns in any order, in a store of any size."""
+def test_cached_prefixes_change_no_bit(make_policy, policy, serve, prefix_cache_rows):
+    """Thirty episodes, of which three each share a first prompt, take their turns in any order, at any cache size."""
     episodes = [in_turns(number, 1 + number % 4) for number in range(10) for _ in range(3)]
     for index, turns in enumerate(episodes):
         for place, turn in enumerate(turns):
@@ -549,12 +550,12 @@ def test_what_is_kept_changes_no_bit(make_policy, policy, serve, prefix_cache_ro
     assert small.engine.counts.reused_tokens > 0
 
 
-def test_a_store_too_small_to_work_in_is_refused(make_policy):
-    with pytest.raises(ValueError, match="prefix_cache_rows is 7; wanted at least 8"):
+def test_a_prefix_cache_that_is_too_small_is_refused(make_policy):
+    with pytest.raises(ValueError, match=r"prefix_cache_rows is 7; .* 8"):
         make_policy(prefix_cache_rows=7)
 
 
-def test_long_prompts_come_in_pieces_and_neighbours_change_no_bit(make_policy, serve):
+def test_long_prompts_are_prefilled_in_chunks_and_neighbours_change_no_bit(make_policy, serve):
     policy = make_policy(max_context_tokens=600)
     requests = [request(number, prompt_tokens=tokens, max_tokens=40) for number, tokens in enumerate((1, 30, 110, 530))]
     together = [record_of(completion) for completion in serve(policy, *requests)]
@@ -580,7 +581,7 @@ def test_an_error_that_a_future_would_not_take_is_presented(policy):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_requests_hear_of_whatever_their_round_raised(policy, error):
+def test_requests_get_the_error_of_their_step(policy, error):
     async def main():
         requests = [request(number, find_stop=raising(error) if number == 4 else None) for number in range(20)]
         answers = await asyncio.gather(*map(policy.engine.submit, requests), return_exceptions=True)
@@ -591,7 +592,7 @@ def test_requests_hear_of_whatever_their_round_raised(policy, error):
     assert all(isinstance(answer, PolicyError) for answer in answers) and type(error).__name__ in str(answers[0])
 
 
-def test_requests_hear_of_the_end_of_the_thread(make_policy):
+def test_requests_get_an_error_when_the_thread_ends(make_policy):
     policy = make_policy()
 
     async def main():
@@ -605,10 +606,10 @@ def test_requests_hear_of_the_end_of_the_thread(make_policy):
 
     answers, later = run(main)
     assert len(answers) == 20 and all(isinstance(answer, DeviceThreadError) for answer in answers[8:])  # had no slot
-    assert all("the device thread has ended" in str(answer) for answer in later)
+    assert all("SystemExit: 3" in str(answer) for answer in later)
 
 
-def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
+def test_running_requests_get_an_error_when_the_policy_is_closed(make_policy):
     policy = make_policy()
 
     async def main():
@@ -619,7 +620,7 @@ def test_requests_that_run_hear_that_the_policy_is_closed(make_policy):
         return await asyncio.gather(*running, return_exceptions=True)
 
     answers = run(main)
-    assert all("the policy has been closed" in str(answer) for answer in answers[8:])
+    assert all(isinstance(answer, DeviceThreadError) and "closed" in str(answer) for answer in answers[8:])
 
 
 def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
@@ -631,7 +632,6 @@ def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
 
     answers = run(main)
     assert all(answer is answers[0] for answer in answers)
-    assert isinstance(answers[0], PolicyError) and str(answers[0]).startswith(
-        "the device has too little memory to sample: lower llms.<name>.slots (now 8), prefix_cache_rows (now 8) or "
-        f"max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory allocating"
-    )
+    assert isinstance(answers[0], PolicyError)
+    names = rf"slots \(now 8\), prefix_cache_rows \(now 8\) .*max_context_tokens \(now {2**40}\)"
+    assert re.search(f"{names}.* RESOURCE_EXHAUSTED: Out of memory", str(answers[0]))

@@ -30,7 +30,7 @@ def test_an_update_replaces_the_parameters(make_policy):
     assert policy.version == 2
 
 
-def test_what_changes_nothing_keeps_the_version(make_policy):
+def test_an_update_without_change_keeps_the_version(make_policy):
     policy = make_policy()
 
     async def main():
@@ -57,7 +57,7 @@ def test_after_a_failed_update_all_work_is_refused(make_policy, tmp_path):
         for attempt in (policy.update(double), policy.read(embedding_sum), policy.save(tmp_path / "model")):
             with pytest.raises(PolicyLostError) as caught:
                 await attempt
-            assert "(MemoryError: out of memory); restore them from a checkpoint" in str(caught.value)
+            assert "MemoryError: out of memory" in str(caught.value)
 
     asyncio.run(main())
     assert policy.version == 0 and not (tmp_path / "model").exists()
@@ -74,7 +74,7 @@ def test_a_failed_read_costs_nothing(make_policy):
     assert asyncio.run(main()) == "doubled"
 
 
-def test_what_is_saved_can_be_loaded(policy, tmp_path):
+def test_a_saved_policy_can_be_loaded(policy, tmp_path):
     folder = asyncio.run(policy.save(tmp_path / "model"))
     model, params = load_model(folder)
     kept = asyncio.run(policy.read(lambda params: jax.tree.map(jnp.copy, params)))
@@ -85,7 +85,10 @@ def test_what_is_saved_can_be_loaded(policy, tmp_path):
 
 @pytest.mark.parametrize("sizes", [{"slots": 0}, {"max_context_tokens": 1}])
 def test_impossible_sizes_are_refused(policy, sizes):
-    with pytest.raises(ValueError, match="wanted at least 1 and 2"):
+    with pytest.raises(
+        ValueError,
+        match=f"slots is {sizes.get('slots', 64)} and max_context_tokens {sizes.get('max_context_tokens', 512)};",
+    ):
         Policy(policy.model, {}, policy.tokenizer, stop_ids=(1,), **sizes)
 
 

@@ -13,7 +13,7 @@ import jaxft
 from jaxft.core.partition import combine
 from jaxft.errors import ComponentError, RestoreError
 from jaxft.harness.data_models import TrainingStatusEnum
-from jaxft.models.lora import merge_lora
+from jaxft.models.lora import base_model, merge_lora
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_adapters_is_told_apart(make_lora_policy, policy):
 
 def test_a_reference_of_its_own_cannot_follow_adapters(make_lora_policy, tmp_path):
     policy = make_lora_policy()
-    jaxft.save_model(tmp_path / "reference", jaxft.base_model(policy.model), host(policy)["base"])
+    jaxft.save_model(tmp_path / "reference", base_model(policy.model), host(policy)["base"])
     own = {"path": str(tmp_path / "reference")}
     memory = asyncio.run(make_adapter(policy, beta=0.1, reference=own).memory())
     assert memory["reference"] == pytest.approx(memory["parameters"])

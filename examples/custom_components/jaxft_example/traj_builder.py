@@ -41,7 +41,7 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
         ids = by_id if meta is None else meta.get("example_ids", by_id)
         self.evaluation_runs[run_id] = self.evaluation.start(
             [by_id[example_id] for example_id in ids],
-            stream=jaxft.TRAINING,
+            stream=jaxft.episodes.TRAINING,
             rollout_index=self._num_collections,
             num_generations=self.trajectory_builder_config.num_generations,
         )
@@ -56,9 +56,10 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
         groups: dict[str, list[jaxft.Trajectory]] = {}
         failures, num_short = [], 0
         for outcome in outcomes:
+            messages = jaxft.episodes.episode_messages(outcome.episode.calls)
             if outcome.error is not None:
                 failures.append(f"{outcome.episode.id}: {outcome.error}\n{outcome.traceback}")
-            elif len(jaxft.episode_messages(outcome.episode.calls)) < self.trajectory_builder_config.min_episode_length:
+            elif len(messages) < self.trajectory_builder_config.min_episode_length:
                 num_short += 1
             else:
                 groups.setdefault(outcome.item.id, []).append(await self._trajectory(outcome))
@@ -87,7 +88,7 @@ class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
     def _is_target(self, call: jaxft.Call) -> bool:
         if self.run_config is None:
             return True
-        return jaxft.is_targeted(call, self.run_config.target_functions, self.run_config.target_model)
+        return jaxft.episodes.is_targeted(call, self.run_config.target_functions, self.run_config.target_model)
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Keeps the figures of a collection in `progress`."""
@@ -100,7 +101,7 @@ def to_messages(calls: Sequence[jaxft.Call], *, include_tool_calls: bool) -> lis
     for call in calls:
         answers.setdefault(call.content, []).append(list(call.sampler_logprobs))
     items = []
-    for message in jaxft.episode_messages(calls):
+    for message in jaxft.episodes.episode_messages(calls):
         role, content = ROLES.get(message["role"], jaxft.EpisodeItemRole.OTHER), message["content"]
         logprobs = None
         if role is jaxft.EpisodeItemRole.ASSISTANT:
