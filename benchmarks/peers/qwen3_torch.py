@@ -9,9 +9,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from protocol import Work
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from protocol import Work
 
 
 def make_model(work: Work) -> Qwen3ForCausalLM:

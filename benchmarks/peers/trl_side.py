@@ -1,6 +1,6 @@
 """TRL's side of a comparison: the steps of its GRPO trainer, `GRPOTrainer.train()`.
 
-    python benchmarks/peers/trl_side.py work.json result.json
+    PYTHONPATH=benchmarks python benchmarks/peers/trl_side.py work.json result.json
 
 A step is timed from the trainer's own `on_step_begin` to `on_step_end`: micro-batches, clipping and AdamW, and for
 `epoch` generation and rewards before them. For `update` the trainer is handed a batch where it would generate one.
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
 from protocol import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -25,11 +28,9 @@ from protocol import (
     main,
     make_prompts,
     make_training_rows,
-    peak_bytes,
 )
 from qwen3_torch import as_text, make_model, make_tokenizer
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from timing import peak_resident_bytes
 
 MICROBATCH_ROWS = 8
 """As fast as 16 on two CPU cores, faster than 64, of the least memory; `compare.py --microbatch_rows` sets it."""
@@ -104,7 +105,7 @@ def train(work: Work, trainer: GRPOTrainer) -> dict[str, Any]:
     Raises:
         RuntimeError: a loss is not finite, a parameter was left as it was, or rows are shorter than asked for.
     """
-    stopwatch, before = Stopwatch(), peak_bytes()
+    stopwatch, before = Stopwatch(), peak_resident_bytes()
     initial = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.add_callback(stopwatch)
     trainer.train()

@@ -1,6 +1,6 @@
 """Tunix's side of a comparison: its sampler and the train step of its GRPO, with its own Qwen3.
 
-    python benchmarks/peers/tunix_side.py work.json result.json
+    PYTHONPATH=benchmarks python benchmarks/peers/tunix_side.py work.json result.json
 
 Float32, everything compiled in the warm-up, the cache no longer than the work. Its sampler returns log-probabilities
 when asked to; its GRPO learner does not ask unless told, and neither does this.
@@ -13,6 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
+from tunix.rl import (
+    algo_core,  # noqa: F401  registers the loss
+    function_registry,
+)
+from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
+from tunix.rl.trainer import Trainer
+from tunix.sft.peft_trainer import TrainingConfig
+
 from protocol import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -26,15 +36,6 @@ from protocol import (
     make_training_rows,
     measure,
 )
-from tunix.generate.sampler import CacheConfig, Sampler
-from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
-from tunix.rl import (
-    algo_core,  # noqa: F401  registers the loss
-    function_registry,
-)
-from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
-from tunix.rl.trainer import Trainer
-from tunix.sft.peft_trainer import TrainingConfig
 
 MICROBATCH_ROWS = 8
 """As fast as 16 on two CPU cores, twice as fast as 64, of the least memory; `compare.py --microbatch_rows` sets it."""
