@@ -11,7 +11,7 @@ In every round the sides run in turn, each in a fresh process; a side warms up (
 Nothing else may run meanwhile: torch, whose threads wait for each other, becomes ten times slower beside one busy
 neighbour. The load average before the first process is printed and kept. A side that cannot run is named with the last
 line of its error, and the comparison goes on. The ratio is a side's median over jaxft's: 2.00x is twice jaxft's time.
-What the sides do differently is said below the table.
+Notes below the table say what the sides do differently.
 """
 
 import argparse

@@ -23,11 +23,11 @@ from qwen3_torch import make_model
 
 NO_LOGPROBS = "returns tokens only: log-probabilities would cost a second pass or the logits of every step"
 PAGE_TOKENS = 64
-"""Of the cache of continuous batching."""
+"""Tokens in a page of the cache of continuous batching."""
 
 
 def sample(model: Qwen3ForCausalLM, prompts: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
-    """Prompts `[B L]` and up to `new_tokens` sampled behind each."""
+    """Sample up to `new_tokens` after each prompt; prompts `[B L]` with their completions."""
     with torch.inference_mode():
         return model.generate(
             input_ids=prompts,
@@ -42,7 +42,7 @@ def sample(model: Qwen3ForCausalLM, prompts: torch.Tensor, new_tokens: int, **op
 
 
 def rollout(work: Work) -> dict[str, Any]:
-    """Every prompt repeated once per generation, nothing that stops."""
+    """Sample every prompt once per generation, without stop ids."""
     model = make_model(work).eval()
     prompts = torch.tensor(make_prompts(work)).repeat_interleave(work["generations"], dim=0)
 
@@ -65,7 +65,7 @@ class EndsAt(StoppingCriteria):
 
 
 def heavy_tailed(work: Work) -> dict[str, Any]:
-    """Requests of different lengths, at most `slots` at once."""
+    """Serve requests of different lengths, at most `slots` at once."""
     return {"static": _in_batches, "continuous": _continuously}[work["variant"]](work)
 
 

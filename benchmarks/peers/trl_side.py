@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python benchmarks/peers/trl_side.py work.json result.json
 
-A step is timed from the trainer's own `on_step_begin` to `on_step_end`: micro-batches, clipping and AdamW, and for
+A step is timed from the trainer's own `on_step_begin` to `on_step_end`: microbatches, clipping and AdamW, and for
 `epoch` generation and rewards before them. For `update` the trainer is handed a batch where it would generate one.
 """
 
@@ -50,7 +50,7 @@ class Stopwatch(TrainerCallback):
 
 
 class GivenBatch(GRPOTrainer):
-    """The trainer with a batch in place of what it would generate and score."""
+    """The trainer on a given batch, which it does not generate and score."""
 
     given: dict[str, torch.Tensor]
 
@@ -100,7 +100,7 @@ def make_trainer(work: Work, kind: type[GRPOTrainer], folder: str) -> GRPOTraine
 
 
 def train(work: Work, trainer: GRPOTrainer) -> dict[str, Any]:
-    """Runs it; the first step is the warm-up.
+    """Train; the first step is the warm-up.
 
     Raises:
         RuntimeError: a loss is not finite, a parameter was left as it was, or rows are shorter than asked for.
@@ -129,7 +129,7 @@ def train(work: Work, trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 def update(work: Work) -> dict[str, Any]:
-    """The trainer's step on a given batch."""
+    """Run the trainer's step on a given batch."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(work, GivenBatch, folder)
         tokens, advantages = make_training_rows(work)
@@ -146,7 +146,7 @@ def update(work: Work) -> dict[str, Any]:
 
 
 def epoch(work: Work) -> dict[str, Any]:
-    """The trainer's step as it is: generation with `generate`, rewards, update."""
+    """Run the trainer's whole step: generation with `generate`, rewards, update."""
     with tempfile.TemporaryDirectory() as folder:
         measured = train(work, make_trainer(work, GRPOTrainer, folder))
     return measured | {"notes": [*measured["notes"], "decodes the texts too", "samples with transformers' generate"]}

@@ -43,9 +43,9 @@ NO_LOGPROBS = "returns tokens only, as its learner asks by default"
 
 
 class Words:
-    """The least that the sampler takes for a tokenizer: a text is ids with spaces between them.
+    """Tokenizer for the sampler: a text is ids with spaces between them.
 
-    What pads and what ends are ids beyond the vocabulary, so that neither is ever sampled.
+    The ids that pad and end lie beyond the vocabulary, so that neither is ever sampled.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -101,7 +101,7 @@ def make_sampler(work: Work, new_tokens: int) -> Sampler:
 
 
 def sample(work: Work, sampler: Sampler, texts: list[str], new_tokens: int, seed: int) -> list[int]:
-    """Samples and returns the number of tokens of each row."""
+    """Sample, and return the number of tokens of each row."""
     output = sampler(
         texts,
         max_generation_steps=new_tokens,
@@ -116,7 +116,7 @@ def sample(work: Work, sampler: Sampler, texts: list[str], new_tokens: int, seed
 
 
 def rollout(work: Work) -> dict[str, Any]:
-    """Every prompt repeated once per generation."""
+    """Sample every prompt once per generation."""
     sampler = make_sampler(work, work["new_tokens"])
     texts = [" ".join(map(str, prompt)) for prompt in make_prompts(work) for _ in range(work["generations"])]
 
@@ -129,7 +129,7 @@ def rollout(work: Work) -> dict[str, Any]:
 
 
 def heavy_tailed(work: Work) -> dict[str, Any]:
-    """Batches in order, each run to the longest of its answers."""
+    """Sample batches in order, each to its longest answer."""
     sampler = make_sampler(work, max(work["answer_tokens"]))
     texts = [" ".join(map(str, prompt)) for prompt in make_prompts(work)]
 
@@ -148,7 +148,7 @@ def heavy_tailed(work: Work) -> dict[str, Any]:
 
 
 def make_trainer(work: Work, rows: int) -> Trainer:
-    """The trainer put together as the GRPO learner does it, for a batch that is there already."""
+    """The trainer as the GRPO learner makes it, for a given batch."""
     algorithm = GRPOConfig(num_generations=work["generations"], beta=0.0)
     algorithm.temperature = 1.0
     loss = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
@@ -172,7 +172,7 @@ def make_trainer(work: Work, rows: int) -> Trainer:
 
 
 def update(work: Work) -> dict[str, Any]:
-    """The trainer's `train` on the micro-batches of one optimiser step."""
+    """Run the trainer's `train` on the microbatches of one optimiser step."""
     rows = min(work["microbatch_rows"] or MICROBATCH_ROWS, count_rows(work))
     trainer = make_trainer(work, rows)
     initial = jax.tree.map(np.array, jax.device_get(nnx.state(trainer.model, nnx.Param)))
