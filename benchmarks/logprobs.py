@@ -100,7 +100,7 @@ def main() -> None:
     for factor in (0.5, 2):
         chunk_tokens = max(1, int(factor * CHUNK_LOGITS) // arguments.vocabulary)
         forms[f"chunks x {factor}"] = partial(in_chunks, chunk_tokens=chunk_tokens)
-    programs = {
+    programs: dict[str, Any] = {
         name: jax.jit(jax.value_and_grad(partial(form, model))).lower(params, tokens).compile()
         for name, form in forms.items()
     }

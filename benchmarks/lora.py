@@ -45,15 +45,16 @@ def main() -> int:
     arguments = parser.parse_args()
     config = jaxft.model_preset(MODELS.get(arguments.model, arguments.model))
     plain, base = jaxft.init_model(config, jax.random.key(0))
-    model = jaxft.lora_decoder(config, jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank))
+    spec = jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank)
+    model = jaxft.lora_decoder(config, spec)
     adapter = jax.tree.map(lambda x: x + 0.01, jaxft.init_adapter(model, jax.random.key(1)))
     params = {"base": base, "adapter": adapter}
 
-    whole, own = update_bytes(plain, base), update_bytes(model, params)
+    whole, own = update_bytes(plain, base, config.vocab_size), update_bytes(model, params, config.vocab_size)
     print(f"{'MiB':<26} {'full':>9} {'LoRA':>9} {'share':>7}")
     for name in whole:
         print(f"{name:<26} {whole[name] / 2**20:>9.1f} {own[name] / 2**20:>9.1f} {own[name] / whole[name]:>7.1%}")
-    difference = logits_difference(plain, model, params)
+    difference = logits_difference(plain, model, params, spec, config.vocab_size)
     print(f"largest difference of logits, merged to beside: {difference:.2e}")
     seconds = decoding_seconds(model, params, arguments.rounds)
     merged = statistics.median(seconds["merged"])
@@ -67,11 +68,11 @@ def main() -> int:
     return int(any(shares[name] > most for name, most in MOST.items()))
 
 
-def update_bytes(model: jaxft.Model, params: Any) -> dict[str, int]:
+def update_bytes(model: jaxft.Model, params: Any, vocab_size: int) -> dict[str, int]:
     """Bytes of an update with microbatches of one row: parameters, gradients with optimiser, and the whole."""
     optimizer = optax.adamw(1e-3)
     state = jax.eval_shape(lambda p: jaxft.init_train_state(p, optimizer, model), params)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, WIDTH))
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, WIDTH))
     batch = make_batch(tokens, PROMPT)
     update = jaxft.make_update(model, jaxft.grpo_loss, optimizer, microbatch_rows=1)
     sizes = {
@@ -83,15 +84,17 @@ def update_bytes(model: jaxft.Model, params: Any) -> dict[str, int]:
     return sizes | {"whole update": sizes["parameters"] + device_bytes(None, state.opt_state) + temporary}
 
 
-def logits_difference(plain: jaxft.Model, model: jaxft.Model, params: Any) -> float:
+def logits_difference(
+    plain: jaxft.Model, model: jaxft.Model, params: Any, spec: jaxft.LoraSpec, vocab_size: int
+) -> float:
     """Largest difference of logits between merged weights and adapters, on 2 x 64 random tokens."""
-    tokens = jax.random.randint(jax.random.key(2), (2, 64), 0, plain.config.vocab_size)
+    tokens = jax.random.randint(jax.random.key(2), (2, 64), 0, vocab_size)
     positions = jnp.broadcast_to(jnp.arange(64), tokens.shape)
 
     def logits(model: jaxft.Model, params: Any) -> jax.Array:
         return jax.jit(lambda p: model.unembed(p, model.apply(p, tokens, positions)[0]))(params)
 
-    merged = jaxft.merge_lora(model.lora, params)
+    merged = jaxft.merge_lora(spec, params)
     return float(jnp.abs(logits(plain, merged) - logits(model, params)).max())
 
 

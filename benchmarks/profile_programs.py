@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def main() -> None:
     print(f"{total / steps / 1e6:>8.3f} ms in all operations, {passed / steps * 1e3:.3f} ms passed")
 
 
-def decoding(model: jaxft.Model) -> Callable[..., Any]:
+def decoding(model: jaxft.Model) -> Any:
     """Program that samples `STEPS` tokens of every row."""
     return jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
 
@@ -76,13 +76,13 @@ def decoding_inputs(model: jaxft.Model, params: dict) -> tuple[Any, ...]:
     return jax.jit(model.decode_layout)(params), state, rows
 
 
-def gradient(model: jaxft.Model) -> Callable[..., Any]:
+def gradient(model: jaxft.Model) -> Any:
     """Program that computes loss, metrics and gradients."""
     return jax.jit(lambda params, batch: loss_and_gradients(model, jaxft.grpo_loss, params, batch, None))
 
 
-def profiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Counter, Counter, float]:
-    """Nanoseconds and calls by kind of operation, and the seconds of the whole run."""
+def profiled(function: Any, inputs: tuple[Any, ...]) -> tuple[Counter, Counter, float]:
+    """Nanoseconds and calls of a jitted function by kind of operation, and the seconds of the whole run."""
     kinds = dict(instructions(function.lower(*inputs).compile().as_text()))
     jax.block_until_ready(function(*inputs))
     spent: Counter[tuple[str, str]] = Counter()

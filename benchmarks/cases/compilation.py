@@ -9,6 +9,7 @@ import contextlib
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def run(workload: Workload) -> Measured:
             for name, program in _programs(workload).items():
                 jax.clear_caches()
                 with _compilations() as durations:
-                    wall = seconds_of(lambda program=program: jax.block_until_ready(program()))
+                    wall = seconds_of(partial(_run, program))
                 figures |= {
                     f"{name}, {state}: compile_seconds": sum(durations),
                     f"{name}, {state}: first_call_seconds": wall,
@@ -53,6 +54,10 @@ def run(workload: Workload) -> Measured:
     jax.clear_caches()
     varied = _varied_epochs(workload)
     return Measured(figures=figures | varied.figures, checks=varied.checks)
+
+
+def _run(program: Callable[[], Any]) -> None:
+    jax.block_until_ready(program())
 
 
 def _programs(workload: Workload) -> dict[str, Callable[[], Any]]:
