@@ -1,9 +1,10 @@
-"""How long a save holds up the training of tic-tac-toe: blocked seconds against the seconds of the epoch.
+"""Seconds that a save blocks the training of tic-tac-toe, beside the seconds of the epoch.
 
     python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json
 
-Wanted: below 5 % of an epoch. A checkpoint is made before every epoch (1.1 M parameters, their optimiser state and the
-reference: 17 MB), and written while the next epoch runs. About three minutes on two CPU cores, most of it compilation.
+A save should block less than 5 % of an epoch. A checkpoint is taken before every epoch (1.1 M parameters, their
+optimiser state and the reference) and written while the epoch runs. About three minutes on two CPU cores, most of it
+compilation.
 """
 
 import argparse
@@ -18,15 +19,15 @@ from jaxft.runs.environment import environment
 
 ROOT = Path(__file__).parents[1]
 COMPILING = 3
-"""Epochs at the start that are left out."""
+"""First epochs, which compile and are left out."""
 
 
 def main() -> None:
-    """Runs the experiment and reads its timings."""
+    """Run the experiment and read its timings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("options", nargs="*", help="more for the experiment, after --")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs to train (default %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all results, with versions")
+    parser.add_argument("options", nargs="*", help="more options of the experiment, after --")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -46,7 +47,7 @@ def main() -> None:
     total = sum(blocked) / sum(row["seconds_checkpoint"] + row["seconds"] for row in rows)
     print(f"share of the epoch {statistics.median(shares):.2%} (median; {max(shares):.2%} at most), of all {total:.2%}")
     if arguments.out is not None:
-        figures = {
+        results = {
             "checkpoint_bytes": size,
             "epoch_seconds": [row["seconds"] for row in rows],
             "blocked_seconds": blocked,
@@ -55,7 +56,7 @@ def main() -> None:
             "share_of_all": total,
             "environment": environment(),
         }
-        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

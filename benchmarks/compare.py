@@ -11,16 +11,13 @@ In every round the sides run in turn, each in a fresh process; a side warms up (
 Nothing else may run meanwhile: torch, whose threads wait for each other, becomes ten times slower beside one busy
 neighbour. The load average before the first process is printed and kept. A side that cannot run is named with the last
 line of its error, and the comparison goes on. The ratio is a side's median over jaxft's: 2.00x is twice jaxft's time.
-What the sides do differently is said below the table.
+Notes below the table say what the sides do differently.
 """
 
 import argparse
 import dataclasses
 import json
-import math
 import os
-import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -30,20 +27,15 @@ from typing import Any, NamedTuple
 
 from jaxft.models.config import model_preset
 from jaxft.runs.environment import environment
+from machine import cpu_name
+from shapes import MODELS, REFERENCE, TINY, heavy_tailed_lengths
 
 PEERS = Path(__file__).parent / "peers"
 CASES = ("rollout", "heavy_tailed", "update", "epoch")
-MODELS = {"m2": "qwen3-2m", "m60": "qwen3-58m", "tiny": "qwen3-50k"}
-"""Names of presets. `tiny` is for tests, with the little work of `TINY_WORK`."""
-
-WORK = {"prompts": 8, "generations": 8, "prompt_tokens": 64, "new_tokens": 128, "slots": 64, "seed": 0}
-ANSWERS = {"requests": 256, "median": 64, "longest": 1024}
-TINY_WORK = {"prompts": 2, "generations": 2, "prompt_tokens": 8, "new_tokens": 8, "slots": 4}
-TINY_ANSWERS = {"requests": 12, "median": 8, "longest": 32}
 
 
 class Side(NamedTuple):
-    """A program under `peers/`, the environment it needs (None: this one) and what it can do."""
+    """A program under `peers/`, its environment (None: this one) and the cases that it can do."""
 
     program: str
     environment: str | None
@@ -53,40 +45,42 @@ class Side(NamedTuple):
 
 SIDES = {
     "jaxft": Side("jaxft_side.py", None, CASES, "engine"),
-    "jaxft-plain": Side("jaxft_side.py", None, ("heavy_tailed",), "plain"),
-    "huggingface": Side("huggingface_side.py", "torch", ("rollout", "heavy_tailed"), "plain"),
+    "jaxft-lockstep": Side("jaxft_side.py", None, ("heavy_tailed",), "lockstep"),
+    "huggingface": Side("huggingface_side.py", "torch", ("rollout", "heavy_tailed"), "static"),
     "huggingface-continuous": Side("huggingface_side.py", "torch", ("heavy_tailed",), "continuous"),
     "trl": Side("trl_side.py", "torch", ("update", "epoch")),
     "tunix": Side("tunix_side.py", "tunix", ("rollout", "heavy_tailed", "update")),
 }
 
 
-def answer_lengths(requests: int, median: int, longest: int, seed: int) -> list[int]:
-    """Lengths at even quantiles of the log-normal with this median whose last quantile is `longest`, shuffled."""
-    normal = statistics.NormalDist()
-    quantiles = [normal.inv_cdf((rank + 0.5) / requests) for rank in range(requests)]
-    spread = math.log(longest / median) / quantiles[-1]
-    lengths = [max(1, round(median * math.exp(spread * quantile))) for quantile in quantiles]
-    random.Random(seed).shuffle(lengths)
-    return lengths
-
-
 def make_work(case: str, model: str, repeats: int, threads: int) -> dict[str, Any]:
-    """What every side is told, less the side's own `variant` and `microbatch_rows`."""
+    """The work file of every side, without the side's own `variant` and `microbatch_rows`."""
     config = model_preset(MODELS[model])
     names = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
     shape = {name: dataclasses.asdict(config)[name] for name in (*names, "head_dim", "tie_word_embeddings")}
-    sizes, answers = (WORK | TINY_WORK, TINY_ANSWERS) if model == "tiny" else (WORK, ANSWERS)
-    lengths = answer_lengths(**answers, seed=sizes["seed"]) if case == "heavy_tailed" else None
-    return {"case": case, "shape": shape, **sizes, "answer_tokens": lengths, "repeats": repeats, "threads": threads}
+    shapes = TINY if model == "tiny" else REFERENCE
+    lengths = heavy_tailed_lengths(shapes.requests, shapes.median_tokens, shapes.most_tokens)
+    return {
+        "case": case,
+        "shape": shape,
+        "prompts": shapes.prompts,
+        "generations": shapes.generations,
+        "prompt_tokens": shapes.prompt_tokens,
+        "new_tokens": shapes.new_tokens,
+        "slots": shapes.slots,
+        "seed": 0,
+        "answer_tokens": lengths if case == "heavy_tailed" else None,
+        "repeats": repeats,
+        "threads": threads,
+    }
 
 
 class CannotRunError(Exception):
-    """Why a side has no result."""
+    """A side has no result; the message says why."""
 
 
 def run_side(side: Side, work: dict[str, Any], variables: dict[str, str], timeout_seconds: float) -> dict[str, Any]:
-    """The result of one fresh process.
+    """Run one side in a fresh process and return its result.
 
     Raises:
         CannotRunError: its environment is missing, it failed, or it took too long.
@@ -99,12 +93,13 @@ def run_side(side: Side, work: dict[str, Any], variables: dict[str, str], timeou
         work_path, result_path = Path(folder, "work.json"), Path(folder, "result.json")
         work_path.write_text(json.dumps(work))
         command = [str(python), str(PEERS / side.program), str(work_path), str(result_path)]
-        # jaxft need not be installed; a peer must not find what is in the caller's path.
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        path = {"PYTHONPATH": str(PEERS.parents[1])} if side.environment is None else {}
+        # Every side imports `timing`, and jaxft's the cases. Nothing else of the caller's path may reach a peer; jaxft
+        # itself need not be installed.
+        folders = [PEERS.parent, PEERS.parents[1]] if side.environment is None else [PEERS.parent]
+        path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
         try:
             ended = subprocess.run(
-                command, env=inherited | path | variables, capture_output=True, text=True, timeout=timeout_seconds
+                command, env=os.environ | path | variables, capture_output=True, text=True, timeout=timeout_seconds
             )
         except subprocess.TimeoutExpired:
             raise CannotRunError(f"not done after {timeout_seconds:g} s") from None
@@ -115,7 +110,7 @@ def run_side(side: Side, work: dict[str, Any], variables: dict[str, str], timeou
 
 
 def compare(work: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the sides in turn, round by round; their figures by name."""
+    """Run the sides in turn, round by round; summaries by the name of the side."""
     able = [name for name in arguments.sides if work["case"] in SIDES[name].cases]
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
     errors: dict[str, str] = {}
@@ -129,14 +124,14 @@ def compare(work: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
                 results.append(run_side(SIDES[name], work | own, arguments.environment, arguments.timeout_seconds))
             except CannotRunError as error:
                 errors[name] = str(error)
-    figures = {name: summary(results) for name, results in rounds.items() if name not in errors}
-    for one in figures.values():
-        one["ratio"] = one["median_seconds"] / figures["jaxft"]["median_seconds"] if "jaxft" in figures else None
-    return figures | {name: {"error": error, "rounds": rounds[name]} for name, error in errors.items()}
+    summaries = {name: summary(results) for name, results in rounds.items() if name not in errors}
+    for one in summaries.values():
+        one["ratio"] = one["median_seconds"] / summaries["jaxft"]["median_seconds"] if "jaxft" in summaries else None
+    return summaries | {name: {"error": error, "rounds": rounds[name]} for name, error in errors.items()}
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A side's figures over its rounds: a round counts with the median of its repeats."""
+    """Summarise the rounds of a side; a round counts with the median of its repeats."""
     medians = [statistics.median(result["seconds"]) for result in results]
     seconds = statistics.median(medians)
     return {
@@ -152,8 +147,8 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_table(work: dict[str, Any], model: str, figures: dict[str, Any]) -> None:
-    """One line per side; below it what each does in its own way."""
+def print_table(work: dict[str, Any], model: str, summaries: dict[str, Any]) -> None:
+    """Print one line per side, and below it the notes on what each does differently."""
     answers = work["answer_tokens"]
     about = f"{work['prompts']} x {work['generations']} rows of {work['prompt_tokens']} + {work['new_tokens']} tokens"
     if answers is not None:
@@ -161,7 +156,7 @@ def print_table(work: dict[str, Any], model: str, figures: dict[str, Any]) -> No
         about += f"{statistics.median(answers):g} in the median, {max(answers)} at most, {work['slots']} slots"
     print(f"\n{work['case']} {model}: {about}")
     print(f"{'':<22} {'median s':>9} {'min':>8} {'max':>8} {'tokens/s':>10} {'peak MiB':>9} {'ratio':>7}")
-    for name, one in figures.items():
+    for name, one in summaries.items():
         if "error" in one:
             print(f"{name:<22} cannot run: {one['error']}")
             continue
@@ -170,19 +165,11 @@ def print_table(work: dict[str, Any], model: str, figures: dict[str, Any]) -> No
             f"{name:<22} {one['median_seconds']:>9.3f} {one['min_seconds']:>8.3f} {one['max_seconds']:>8.3f} "
             f"{one['tokens_per_second']:>10,.0f} {one['peak_bytes'] / 2**20:>9,.0f} {ratio:>7}"
         )
-    for name, one in figures.items():
+    for name, one in summaries.items():
         for note in one.get("notes", []):
             print(f"  {name}: {note}")
         if one.get("metrics"):
             print(f"  {name} computes {', '.join(one['metrics'])}")
-
-
-def processor() -> str:
-    """The name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def assignment(text: str) -> tuple[str, str]:
@@ -197,18 +184,32 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--model", choices=MODELS, default="m2", metavar="NAME", help="m2 or m60 (default %(default)s)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all")
+    parser.add_argument(
+        "--model", choices=MODELS, default="m2", metavar="NAME", help="m2, m60 or tiny (default %(default)s)"
+    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="sides to run (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="processes per side (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs in a process (default %(default)s)")
-    parser.add_argument("--timeout_seconds", type=float, default=1800, help="of a process (default %(default)s)")
     parser.add_argument(
-        "--environment", type=assignment, nargs="+", default=[], metavar="NAME=VALUE", help="set for every side alike"
+        "--timeout_seconds", type=float, default=1800, help="most time of a process (default %(default)s)"
     )
     parser.add_argument(
-        "--microbatch_rows", type=assignment, nargs="+", default=[], metavar="SIDE=ROWS", help="not its own choice"
+        "--environment",
+        type=assignment,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variables of every side",
     )
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument(
+        "--microbatch_rows",
+        type=assignment,
+        nargs="+",
+        default=[],
+        metavar="SIDE=ROWS",
+        help="rows of a side's microbatch (default: 8)",
+    )
+    parser.add_argument("--out", type=Path, help="file for all results, with versions and metrics")
     arguments = parser.parse_args()
     arguments.environment = dict(arguments.environment)
     arguments.microbatch_rows = {name: int(rows) for name, rows in arguments.microbatch_rows}
@@ -218,22 +219,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """A table per case, and one file for all when asked."""
+    """Print a table per case, and write one file for all if asked."""
     arguments = parse_arguments()
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     load_average, found = os.getloadavg()[0], {}
     for case in dict.fromkeys(arguments.cases):
         work = make_work(case, arguments.model, arguments.repeats, threads)
-        figures = compare(work, arguments)
-        print_table(work, arguments.model, figures)
-        found[case] = {"work": work, "sides": figures}
+        summaries = compare(work, arguments)
+        print_table(work, arguments.model, summaries)
+        found[case] = {"work": work, "sides": summaries}
     set_for_all = " ".join(f"{name}={value}" for name, value in arguments.environment.items()) or "nothing"
-    print(f"\n{processor()}, {threads} threads, load average {load_average:.1f} before the first process")
+    print(f"\n{cpu_name()}, {threads} threads, load average {load_average:.1f} before the first process")
     print(f"set in every side's environment: {set_for_all}")
     if arguments.out is not None:
         about = {"model": arguments.model, "rounds": arguments.rounds, "environment_variables": arguments.environment}
         machine = {
-            "processor": processor(),
+            "processor": cpu_name(),
             "threads": threads,
             "load_average": load_average,
             "environment": environment(),

@@ -1,12 +1,12 @@
-"""How fast a sharded checkpoint comes onto a mesh of eight devices, and what host memory that takes.
+"""Speed and host memory of loading a sharded model onto a mesh of eight devices.
 
     python benchmarks/loading.py                       # 1 GB in four shards, made at random; a minute or two
     python benchmarks/loading.py --rounds 5 --out loading.json
 
-In turn, each in a fresh process: the files read and copied, nothing else; `load_model` onto data 1 x fsdp 8 x tensor 1
-of a folder without a manifest, as from the hub; and of one with, whose sums are checked first. CPU devices have their
-arrays in the host's memory, so the model itself counts. Exit code 1 when the peak is more than 1.3 times the model, or
-loading has less than 0.6 of the bytes per second of reading and copying.
+Three sides run in turn, each in a fresh process: read and copy the files and nothing else; `load_model` onto data 1 x
+fsdp 8 x tensor 1 from a folder without a manifest, as from the hub; and from a folder with one, whose checksums are
+tested first. CPU devices keep their arrays in the host's memory, so the model itself counts. Exit code 1 when the peak
+is more than 1.3 times the model, or loading has less than 0.6 of the bytes per second of reading and copying.
 """
 
 import argparse
@@ -21,17 +21,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from timing import peak_resident_bytes, resident_bytes
+
 DEVICES = 8
 MOST_MEMORY, LEAST_SPEED = 1.3, 0.6
 SIDES = ("read and copied", "loaded", "loaded, with a manifest")
 
 
 def main() -> int:
-    """Makes the checkpoint, measures each side in turn, prints a table."""
+    """Make the model files, measure each side in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of each side (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="of the model, about 67 MB each (default %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each side (default %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=12, help="layers of the model, about 67 MB each (default %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all results")
     parser.add_argument("--side", choices=(*SIDES, "make"), help=argparse.SUPPRESS)  # of a process of its own
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -57,7 +63,7 @@ def main() -> int:
 
 
 def alone(side: str, place: list[str]) -> dict[str, Any]:
-    """What a fresh process measures."""
+    """Measure one side in a fresh process."""
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, "--side", side, *place]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **flags})
@@ -65,11 +71,11 @@ def alone(side: str, place: list[str]) -> dict[str, Any]:
 
 
 def measured(side: str, folder: Path, layers: int) -> dict[str, Any]:
-    """Bytes, seconds and the peak of memory above that before loading."""
+    """Bytes, seconds, and the peak of memory above that before loading."""
     if side == SIDES[0]:
         return read_and_copied(folder)
 
-    import jax
+    import jax  # the process that only reads and copies must not hold it
 
     import jaxft
 
@@ -86,27 +92,19 @@ def measured(side: str, folder: Path, layers: int) -> dict[str, Any]:
         return {}
     mesh = jaxft.make_mesh(1, DEVICES, 1)
     jaxft.init_model("qwen3-50k", jax.random.key(0), mesh=mesh)  # whatever is needed once
-    before, started = memory("VmRSS"), time.perf_counter()
+    before, started = resident_bytes(), time.perf_counter()
     _, params = jaxft.load_model(folder if "manifest" in side else folder.with_name("without"), mesh=mesh)
     seconds = time.perf_counter() - started
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return {"bytes": size, "seconds": seconds, "peak_bytes": memory("VmHWM") - before}
+    return {"bytes": size, "seconds": seconds, "peak_bytes": peak_resident_bytes() - before}
 
 
 def read_and_copied(folder: Path) -> dict[str, Any]:
-    """What any loader does at least: every byte read, and put somewhere else."""
-    import numpy as np
-
-    started, kept = time.perf_counter(), []
+    """Read every byte and copy it, the least that any loader does."""
+    started, copies = time.perf_counter(), []
     for file in sorted(folder.glob("*.safetensors")):
-        kept.append(np.fromfile(file, np.uint8).copy())
-    return {"bytes": sum(each.nbytes for each in kept), "seconds": time.perf_counter() - started}
-
-
-def memory(what: str) -> int:
-    """Bytes of this process: `VmRSS` now, `VmHWM` the most so far."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
-    return int(line.split()[1]) * 1024
+        copies.append(np.fromfile(file, np.uint8).copy())
+    return {"bytes": sum(each.nbytes for each in copies), "seconds": time.perf_counter() - started}
 
 
 if __name__ == "__main__":

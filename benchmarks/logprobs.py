@@ -1,10 +1,10 @@
-"""Log-probabilities with gradient, in chunks against all at once: memory of the compiled programs, and time in turn.
+"""Log-probabilities with gradient, in chunks and all at once: memory of the compiled programs, and time in turn.
 
     python benchmarks/logprobs.py --out benchmarks/results/logprobs.json
 
-4 rows of 1,024 tokens, a vocabulary of 151,936, hidden width 256, float32: the head alone, as no layer below it changes
-with the chunking. About six minutes and 12 GiB on two CPU cores. Expect a seventh of the memory of the leanest of the
-others, `take - logsumexp` without the entropy, in about its time.
+The script runs the output head alone, because chunking changes no layer below it: 4 rows of 1,024 tokens, a vocabulary
+of 151,936, hidden width 256, float32. It takes about six minutes and 12 GiB on two CPU cores. Expect a seventh of the
+memory of the leanest other form, `take - logsumexp` without the entropy, in about its time.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,11 @@ import jax.numpy as jnp
 
 import jaxft
 from jaxft.core.logprobs import CHUNK_LOGITS
+from timing import in_turn
 
 
 def head_only(hidden_size: int, vocabulary: int, rows: int, tokens: int) -> jaxft.Model:
-    """A model whose hidden states are given as parameters."""
+    """Model whose hidden states are parameters."""
 
     def init(key: Any) -> dict:
         hidden_key, head_key = jax.random.split(key)
@@ -45,25 +45,25 @@ def head_only(hidden_size: int, vocabulary: int, rows: int, tokens: int) -> jaxf
 
 
 def all_logits(model: jaxft.Model, params: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`[N V]`, and which of them were chosen, `[N 1]`."""
+    """Logits `[N V]` and the ids of the next tokens `[N 1]`."""
     hidden, _ = model.apply(params, tokens, None)
     return model.unembed(params, hidden[:, :-1].reshape(-1, hidden.shape[-1])), tokens[:, 1:].reshape(-1, 1)
 
 
 def plain(model: jaxft.Model, params: dict, tokens: jax.Array) -> jax.Array:
-    """The leanest form without chunks, and the log-probability alone."""
+    """Sum of log-probabilities in the leanest form without chunks; no entropy."""
     logits, chosen = all_logits(model, params, tokens)
     return (jnp.take_along_axis(logits, chosen, axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)).sum()
 
 
 def log_softmax(model: jaxft.Model, params: dict, tokens: jax.Array) -> jax.Array:
-    """The form that is written most often; no entropy."""
+    """Sum of log-probabilities in the most common form; no entropy."""
     logits, chosen = all_logits(model, params, tokens)
     return jnp.take_along_axis(jax.nn.log_softmax(logits), chosen, axis=-1).sum()
 
 
 def with_entropy(model: jaxft.Model, params: dict, tokens: jax.Array) -> jax.Array:
-    """Log-probability and entropy: what jaxft computes, all at once."""
+    """Log-probability and entropy of all tokens at once."""
     logits, chosen = all_logits(model, params, tokens)
     logprobs = jax.nn.log_softmax(logits)
     entropy = jax.lax.stop_gradient(-jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1))
@@ -71,20 +71,20 @@ def with_entropy(model: jaxft.Model, params: dict, tokens: jax.Array) -> jax.Arr
 
 
 def in_chunks(model: jaxft.Model, params: dict, tokens: jax.Array, chunk_tokens: int | None = None) -> jax.Array:
-    """jaxft's form, log-probability and entropy; None is its own choice of the chunk."""
+    """Log-probability and entropy in chunks, as jaxft computes them; None lets it choose the chunk."""
     scored = jaxft.token_logprobs(model, params, tokens, chunk_tokens=chunk_tokens)
     return scored.logprobs.sum() + 0.0 * scored.entropy.sum()
 
 
 def main() -> None:
-    """Compiles all forms, runs them in turn, prints the table."""
+    """Compile all forms, run them in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a row (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="entries (default %(default)s)")
+    parser.add_argument("--hidden_size", type=int, default=256, help="width of hidden states (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="rows of the batch (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a row (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each form (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="file for all results, with versions and shapes")
     arguments = parser.parse_args()
     shape = (arguments.rows, arguments.tokens)
     model = head_only(arguments.hidden_size, arguments.vocabulary, *shape)
@@ -100,21 +100,20 @@ def main() -> None:
     for factor in (0.5, 2):
         chunk_tokens = max(1, int(factor * CHUNK_LOGITS) // arguments.vocabulary)
         forms[f"chunks x {factor}"] = partial(in_chunks, chunk_tokens=chunk_tokens)
-    programs = {
+    programs: dict[str, Any] = {
         name: jax.jit(jax.value_and_grad(partial(form, model))).lower(params, tokens).compile()
         for name, form in forms.items()
     }
     temporary = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
     difference, reference = {}, jax.tree.map(jax.device_get, programs["take - logsumexp"](params, tokens))
-    for name, program in programs.items():  # the first run, which is not timed
+    for name, program in programs.items():
         pairs = zip(jax.tree.leaves(program(params, tokens)), jax.tree.leaves(reference), strict=True)
         difference[name] = max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(arguments.rounds):
-        for name, program in programs.items():
-            started = time.perf_counter()
-            jax.block_until_ready(program(params, tokens))
-            seconds[name].append(time.perf_counter() - started)
+    jobs = {
+        name: lambda number, program=program: jax.block_until_ready(program(params, tokens))
+        for name, program in programs.items()
+    }
+    seconds = in_turn(jobs, arguments.rounds)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
 
     print(
@@ -129,7 +128,7 @@ def main() -> None:
     print(f"`chunks` holds {CHUNK_LOGITS:,} logits at once; diff: of loss and gradients, relative to the largest")
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        figures = {
+        results = {
             "shape": {"rows": shape[0], "tokens": shape[1], "vocabulary": arguments.vocabulary},
             "hidden_size": arguments.hidden_size,
             "chunk_logits": CHUNK_LOGITS,
@@ -143,7 +142,7 @@ def main() -> None:
             "cpu_cores": os.cpu_count(),
             "versions": {"jax": jax.__version__, "jaxft": jaxft.__version__, "python": platform.python_version()},
         }
-        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

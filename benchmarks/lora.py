@@ -1,19 +1,18 @@
-"""What adapters save: bytes of gradients, optimiser and a whole update, beside full finetuning; and how to decode them.
+"""Memory and decoding time of LoRA adapters, beside full finetuning: gradients, optimiser and a whole update.
 
     python benchmarks/lora.py                          # m60, rank 8: a few minutes on two CPU cores
     python benchmarks/lora.py --model m2 --rank 4 --out lora.json
 
-Bytes follow from the compiled update, with microbatches of one row of 192 tokens. Rollouts are measured in turn with
-merged weights (merging counted) and with adapters applied beside the kernels; logits of both are compared. Exit code 1
-when gradients and optimiser take more than a tenth, the whole update more than 0.4, or logits differ by more than 1e-5.
+The bytes are those of the compiled update, with microbatches of one row of 192 tokens. Rollouts are measured in turn
+with merged weights (merging counted) and with adapters applied beside the kernels; logits of both are compared. Exit
+code 1 when gradients and optimiser take more than a tenth, the whole update more than 0.4, or logits differ by more
+than 1e-5.
 """
 
 import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,38 @@ import numpy as np
 import optax
 
 import jaxft
-from jaxft.bench.arguments import ALIASES
 from jaxft.core.cache import init_cache
-from jaxft.core.generate import DecodeState, RowParams, decode
+from jaxft.core.generate import decode
 from jaxft.core.partition import trainable
-from jaxft.core.sampling import sampling_params
 from jaxft.core.sharding import device_bytes
+from lockstep import row_params, state_at
+from shapes import MODELS
+from timing import in_turn
+from workload import make_batch
 
 ROWS, WIDTH, PROMPT, STEPS = 64, 192, 64, 32
 MOST = {"gradients and optimiser": 0.1, "whole update": 0.4, "logits": 1e-5}
 
 
 def main() -> int:
-    """Prints the bytes, the seconds and the difference."""
+    """Print the bytes, the seconds and the difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="m60", help="m2, m60 or the name of a preset (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=8, help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="of the rollouts (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of the decoding loop (default %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     arguments = parser.parse_args()
-    config = jaxft.model_preset(ALIASES.get(arguments.model, arguments.model))
-    lora = jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank)
-    model, params = jaxft.init_model(config, jax.random.key(0), lora=lora)
+    config = jaxft.model_preset(MODELS.get(arguments.model, arguments.model))
+    spec = jaxft.LoraSpec(arguments.rank, 2.0 * arguments.rank)
+    model, params = jaxft.init_model(config, jax.random.key(0), lora=spec)
     params["adapter"] = jax.tree.map(lambda x: x + 0.01, params["adapter"])
     plain = jaxft.base_model(model)
 
-    whole, own = update_bytes(plain, params["base"]), update_bytes(model, params)
+    whole, own = update_bytes(plain, params["base"], config.vocab_size), update_bytes(model, params, config.vocab_size)
     print(f"{'MiB':<26} {'full':>9} {'LoRA':>9} {'share':>7}")
     for name in whole:
         print(f"{name:<26} {whole[name] / 2**20:>9.1f} {own[name] / 2**20:>9.1f} {own[name] / whole[name]:>7.1%}")
-    difference = logits_difference(plain, model, params)
+    difference = logits_difference(plain, model, params, spec, config.vocab_size)
     print(f"largest difference of logits, merged to beside: {difference:.2e}")
     seconds = decoding_seconds(model, params, arguments.rounds)
     merged = statistics.median(seconds["merged"])
@@ -66,60 +67,49 @@ def main() -> int:
     return int(any(shares[name] > most for name, most in MOST.items()))
 
 
-def update_bytes(model: jaxft.Model, params: Any) -> dict[str, int]:
-    """Bytes of a whole update with microbatches of one row, and of its parts."""
+def update_bytes(model: jaxft.Model, params: Any, vocab_size: int) -> dict[str, int]:
+    """Bytes of an update with microbatches of one row: parameters, gradients with optimiser, and the whole."""
     optimizer = optax.adamw(1e-3)
     state = jax.eval_shape(lambda p: jaxft.init_train_state(p, optimizer, model), params)
-    rng = np.random.default_rng(0)
-    batch = jaxft.Batch(
-        tokens=rng.integers(0, model.config.vocab_size, (2, WIDTH)).astype(np.int32),
-        completion_mask=np.broadcast_to(np.arange(WIDTH) >= PROMPT, (2, WIDTH)),
-        advantages=np.ones(2, np.float32),
-    )
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, WIDTH))
+    batch = make_batch(tokens, PROMPT)
     update = jaxft.make_update(model, jaxft.grpo_loss, optimizer, microbatch_rows=1)
-    parts = {
+    sizes = {
         "parameters": device_bytes(None, state.params),
         "gradients and optimiser": device_bytes(None, trainable(model, state.params))
         + device_bytes(None, state.opt_state),
     }
     temporary = update.temporary_bytes(state, batch)  # with the sums of the gradients
-    return parts | {"whole update": parts["parameters"] + device_bytes(None, state.opt_state) + temporary}
+    return sizes | {"whole update": sizes["parameters"] + device_bytes(None, state.opt_state) + temporary}
 
 
-def logits_difference(plain: jaxft.Model, model: jaxft.Model, params: Any) -> float:
-    """The largest, of 2 x 64 random tokens."""
-    tokens = jax.random.randint(jax.random.key(2), (2, 64), 0, plain.config.vocab_size)
+def logits_difference(
+    plain: jaxft.Model, model: jaxft.Model, params: Any, spec: jaxft.LoraSpec, vocab_size: int
+) -> float:
+    """Largest difference of logits between merged weights and adapters, on 2 x 64 random tokens."""
+    tokens = jax.random.randint(jax.random.key(2), (2, 64), 0, vocab_size)
     positions = jnp.broadcast_to(jnp.arange(64), tokens.shape)
 
     def logits(model: jaxft.Model, params: Any) -> jax.Array:
         return jax.jit(lambda p: model.unembed(p, model.apply(p, tokens, positions)[0]))(params)
 
-    merged = jaxft.merge_lora(model.lora, params)
+    merged = jaxft.merge_lora(spec, params)
     return float(jnp.abs(logits(plain, merged) - logits(model, params)).max())
 
 
 def decoding_seconds(model: jaxft.Model, params: Any, rounds: int) -> dict[str, list[float]]:
-    """Of a decoding loop in turn: with merged weights, merged anew each time, and with adapters beside the kernels."""
+    """Seconds of a decoding loop with weights that are merged anew each time, and with adapters beside the kernels."""
     merge = jax.jit(model.decode_layout)
     sample = jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
-    places = jnp.full(ROWS, WIDTH // 2, jnp.int32)
-    state = DecodeState(
-        init_cache(model, ROWS, WIDTH, jnp.float32), jnp.zeros_like(places), places, jnp.ones(ROWS, bool)
+    state = state_at(init_cache(model, ROWS, WIDTH, jnp.float32), np.zeros(ROWS), WIDTH // 2)
+    rows = row_params(np.full(ROWS, WIDTH), seed=3)
+    return in_turn(
+        {
+            "merged": lambda number: jax.block_until_ready(sample(merge(params), state, rows)),
+            "adapters beside kernels": lambda number: jax.block_until_ready(sample(params, state, rows)),
+        },
+        rounds,
     )
-    keys = jax.random.split(jax.random.key(3), ROWS)
-    rows = RowParams(sampling_params(ROWS), keys, jnp.full((ROWS, 1), -1), jnp.full(ROWS, WIDTH))
-    sides: dict[str, Callable[[], Any]] = {
-        "merged": lambda: sample(merge(params), state, rows),
-        "adapters beside kernels": lambda: sample(params, state, rows),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, run in sides.items():
-            started = time.perf_counter()
-            jax.block_until_ready(run())
-            if number:  # the first compiles
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 if __name__ == "__main__":

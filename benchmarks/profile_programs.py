@@ -1,12 +1,11 @@
-"""Where the time of a decoding step or of a gradient goes, operation by operation, as text.
+"""Profile of a decoding step or of a gradient, operation by operation, as text.
 
     python benchmarks/profile_programs.py decode --model m60
     python benchmarks/profile_programs.py gradient --model m2 --remat full
 
-`decode`: 64 rows with room for 192 tokens, per sampled token of all of them. `gradient`: forward and backward pass of
-the GRPO loss on 8 rows of 192 tokens. A line is all operations of the compiled program that give the same shape and
-come from the same place. Milliseconds are added over threads and include what the profiler costs: it is the shares that
-count.
+`decode` samples a token for each of 64 rows with room for 192 tokens; `gradient` is the forward and backward pass of
+the GRPO loss on 8 rows of 192 tokens. A line stands for all operations of the compiled program with one result shape
+and one origin. Milliseconds are added over threads and include the cost of the profiler; compare the shares only.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +22,38 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxft
-from jaxft.bench.arguments import ALIASES
 from jaxft.core.cache import init_cache
-from jaxft.core.generate import DecodeState, RowParams, decode
-from jaxft.core.sampling import sampling_params
+from jaxft.core.generate import decode
 from jaxft.core.update import loss_and_gradients
 from jaxft.models.decoder import decoder
+from lockstep import row_params, state_at
+from shapes import MODELS
+from workload import make_batch
 
 ROWS, ROOM, STEPS = 64, 192, 16
 GRADIENT_ROWS, PROMPT = 8, 64
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^)]*\)|\S+) ([\w-]+)\((.*)$", re.MULTILINE)
 CONTAINERS = ("while", "call", "conditional")
-"""Operations whose time is that of the operations in them."""
+"""Operations whose time is counted by the operations inside them."""
 
 
 def main() -> None:
-    """Prints the longest lines."""
+    """Print the operations that take longest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=("decode", "gradient"))
     parser.add_argument("--model", default="m60", help="m2, m60 or the name of a preset (default %(default)s)")
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots", help="of the gradient")
-    parser.add_argument("--lines", type=int, default=20, help="default %(default)s")
+    parser.add_argument(
+        "--remat", choices=("none", "dots", "full"), default="dots", help="rematerialisation of the gradient"
+    )
+    parser.add_argument("--lines", type=int, default=20, help="lines to print (default %(default)s)")
     arguments = parser.parse_args()
-    config = jaxft.model_preset(ALIASES.get(arguments.model, arguments.model))
+    config = jaxft.model_preset(MODELS.get(arguments.model, arguments.model))
     model, params = decoder(config, arguments.remat), jaxft.init_model(config, jax.random.key(0))[1]
     if arguments.program == "decode":
         function, inputs, steps = decoding(model), decoding_inputs(model, params), STEPS
     else:
-        function, inputs, steps = gradient(model), (params, training_batch(config.vocab_size)), 1
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (GRADIENT_ROWS, ROOM))
+        function, inputs, steps = gradient(model), (params, make_batch(tokens, PROMPT)), 1
 
     spent, counts, passed = profiled(function, inputs)
     total = spent.total()
@@ -61,36 +64,25 @@ def main() -> None:
     print(f"{total / steps / 1e6:>8.3f} ms in all operations, {passed / steps * 1e3:.3f} ms passed")
 
 
-def decoding(model: jaxft.Model) -> Callable[..., Any]:
-    """Samples `STEPS` tokens of every row."""
+def decoding(model: jaxft.Model) -> Any:
+    """Program that samples `STEPS` tokens of every row."""
     return jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
 
 
 def decoding_inputs(model: jaxft.Model, params: dict) -> tuple[Any, ...]:
-    """Rows in the middle of their caches."""
-    places = jnp.full(ROWS, ROOM // 2, jnp.int32)
-    cache = init_cache(model, ROWS, ROOM, jnp.float32)
-    state = DecodeState(cache, jnp.zeros_like(places), places, jnp.ones(ROWS, bool))
-    keys = jax.random.split(jax.random.key(1), ROWS)
-    rows = RowParams(sampling_params(ROWS), keys, jnp.full((ROWS, 1), -1), jnp.full(ROWS, ROOM))
+    """Inputs of `decoding`: rows in the middle of their caches."""
+    state = state_at(init_cache(model, ROWS, ROOM, jnp.float32), np.zeros(ROWS), ROOM // 2)
+    rows = row_params(np.full(ROWS, ROOM), seed=1)
     return jax.jit(model.decode_layout)(params), state, rows
 
 
-def gradient(model: jaxft.Model) -> Callable[..., Any]:
-    """Loss, metrics and gradients."""
+def gradient(model: jaxft.Model) -> Any:
+    """Program that computes loss, metrics and gradients."""
     return jax.jit(lambda params, batch: loss_and_gradients(model, jaxft.grpo_loss, params, batch, None))
 
 
-def training_batch(vocab_size: int) -> jaxft.Batch:
-    """Rows of random tokens."""
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, vocab_size, (GRADIENT_ROWS, ROOM)), jnp.int32)
-    is_completion = jnp.broadcast_to(jnp.arange(ROOM) >= PROMPT, tokens.shape)
-    return jaxft.Batch(tokens, is_completion, jnp.asarray(rng.normal(size=GRADIENT_ROWS), jnp.float32))
-
-
-def profiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Counter, Counter, float]:
-    """Nanoseconds and calls by kind of operation, and the seconds that passed."""
+def profiled(function: Any, inputs: tuple[Any, ...]) -> tuple[Counter, Counter, float]:
+    """Nanoseconds and calls of a jitted function by kind of operation, and the seconds of the whole run."""
     kinds = dict(instructions(function.lower(*inputs).compile().as_text()))
     jax.block_until_ready(function(*inputs))
     spent: Counter[tuple[str, str]] = Counter()
@@ -111,7 +103,7 @@ def profiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Cou
 
 
 def instructions(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Of every operation of a compiled program its name, its shape and where it comes from."""
+    """Name, shape and origin of every operation of a compiled program."""
     for name, shape, operation, rest in INSTRUCTION.findall(text):
         if operation not in CONTAINERS:
             place = re.search(r'op_name="([^"]*)"', rest)

@@ -1,10 +1,11 @@
 """Tables and plots of what `benchmarks/run.py` and `benchmarks/compare.py` wrote, from one file or several.
 
-    python benchmarks/report.py benchmarks/results/cpu.json --out docs/performance
+    python benchmarks/report.py benchmarks/results/cpu_{m2,m60,m2_compile,m60_compile}.json --out docs/performance
 
-Prints Markdown: a table per case with units per second, the limit and the share of it, and what should hold; of a
-comparison the times as ratios. With `--out` that goes to `report.md` there, with `decode_throughput.png` (tokens per
-second against rows, dashed: the limit) and `limit_share.png` (what is reached of the limit, by case) beside it.
+The Markdown on standard output has a table per case with units per second, the limit and the share of it, and the
+checks; for a comparison it has times and ratios. With `--out` it goes to `report.md` in that folder, with
+`decode_throughput.png` (tokens per second against rows, dashed: the limit) and `limit_share.png` (share of the limit,
+by case) beside it.
 """
 
 import argparse
@@ -19,25 +20,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from pydantic import ValidationError
 
-from jaxft.bench.results import CaseResult, Check, Line, Results
-from jaxft.bench.table import figure_text, title
+from records import CaseResult, Check, Line, Results, metric_text
 
 LIMIT_COLUMNS = ("", "per second", "slowest to fastest", "limit", "share of it", "MFU", "median s")
 COMPARED_COLUMNS = ("", "median s", "min to max", "tokens/s", "peak MiB", "times jaxft's time")
 
 
 class Series(NamedTuple):
-    """A case, and how the plots and tables call where it comes from."""
+    """A case, and the label of its file, model and dtype in the plots."""
 
     label: str
     case: CaseResult
 
 
 def main() -> int:
-    """Reads the files, prints the tables, draws the plots; 2 when a file is none of ours."""
+    """Read the files, print the tables and draw the plots. The exit code is 2 for a file of another kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to put report.md and the plots")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of report.md and the plots")
     arguments = parser.parse_args()
     measured: dict[str, Results] = {}
     parts = []
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def is_comparison(given: Any) -> bool:
-    """Whether a file is one of `compare.py`, whose cases are named and hold sides."""
+    """True if `compare.py` wrote the file: its cases are a mapping."""
     return isinstance(given, dict) and isinstance(given.get("cases"), dict)
 
 
@@ -94,11 +94,10 @@ def _row(cells: Sequence[str]) -> str:
 def results_text(name: str, results: Results) -> str:
     """All tables of a file of `run.py`."""
     machine, rates, versions = results.machine, results.rates(), results.environment["versions"]
-    flops = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in rates.matmul_flops.items())
     about = [
         f"{machine.device_kind} ({machine.backend}), {machine.cpu_name}, {machine.cpu_count} CPU cores; "
         f"medians of {results.repeats} repeats.",
-        f"Limits: copy {rates.copy_bytes / 1e9:,.1f} GB/s, read {rates.read_bytes / 1e9:,.1f} GB/s, products {flops}.",
+        f"Limits: {rates}.",
         ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None) + ".",
     ]
     about += [f"{variable}: `{value}`." for variable, value in machine.variables.items()]
@@ -108,30 +107,30 @@ def results_text(name: str, results: Results) -> str:
 
 
 def case_text(case: CaseResult) -> str:
-    """The table of a case, its other figures and what should hold."""
-    parts = [f"### {title(case)}"]
+    """The table of a case, its metrics and its checks."""
+    parts = [f"### {case.title()}"]
     if case.error is not None:
         return "\n\n".join([*parts, f"Failed: {case.error}"])
     if case.lines:
         parts.append(markdown(LIMIT_COLUMNS, map(line_cells, case.lines)))
-    figures = [(f"{line.name}: {name}", value) for line in case.lines for name, value in line.figures.items()]
-    figures += case.figures.items()
-    if figures:
-        rows = [(name, figure_text(name.rpartition(": ")[2], value)) for name, value in figures]
-        parts.append(markdown(("figure", "value"), rows))
+    metrics = [(f"{line.name}: {name}", value) for line in case.lines for name, value in line.figures.items()]
+    metrics += case.figures.items()
+    if metrics:
+        rows = [(name, metric_text(name.rpartition(": ")[2], value)) for name, value in metrics]
+        parts.append(markdown(("metric", "value"), rows))
     if case.checks:
-        parts.append(markdown(("should hold", "found", "wanted", "reached"), map(check_cells, case.checks)))
+        parts.append(markdown(("check", "found", "wanted", "reached"), map(check_cells, case.checks)))
     return "\n\n".join(parts)
 
 
 def check_cells(check: Check) -> list[str]:
-    """A row of what should hold."""
+    """Cells of a check."""
     wanted = f"{check.relation} {check.wanted:.3g}"
     return [check.name, f"{check.value:.3g}", wanted, "yes" if check.is_met() else "no"]
 
 
 def line_cells(line: Line) -> list[str]:
-    """A row of the table."""
+    """Cells of a measurement."""
     median, slowest, fastest = line.per_second()
     cells = [line.name, f"{median:,.0f}", f"{slowest:,.0f} to {fastest:,.0f}"]
     if line.against is None:
@@ -148,22 +147,22 @@ def comparison_text(name: str, given: dict[str, Any]) -> str:
     if variables:
         parts.append(f"Set for every side: {', '.join(variables)}.")
     for case, found in given["cases"].items():
-        rows = [side_cells(side, figures) for side, figures in found["sides"].items()]
+        rows = [side_cells(side, summary) for side, summary in found["sides"].items()]
         parts += [f"### {case}", markdown(COMPARED_COLUMNS, rows)]
     return "\n\n".join(parts)
 
 
-def side_cells(side: str, figures: dict[str, Any]) -> list[str]:
-    """A row of the table; a side that could not run says why."""
-    if "error" in figures:
-        return [f"{side}: cannot run: {figures['error']}", *[""] * (len(COMPARED_COLUMNS) - 1)]
-    ratio = figures["ratio"]
+def side_cells(side: str, summary: dict[str, Any]) -> list[str]:
+    """Cells of a side, or the reason why it could not run."""
+    if "error" in summary:
+        return [f"{side}: cannot run: {summary['error']}", *[""] * (len(COMPARED_COLUMNS) - 1)]
+    ratio = summary["ratio"]
     return [
         side,
-        f"{figures['median_seconds']:.3f}",
-        f"{figures['min_seconds']:.3f} to {figures['max_seconds']:.3f}",
-        f"{figures['tokens_per_second']:,.0f}",
-        f"{figures['peak_bytes'] / 2**20:,.0f}",
+        f"{summary['median_seconds']:.3f}",
+        f"{summary['min_seconds']:.3f} to {summary['max_seconds']:.3f}",
+        f"{summary['tokens_per_second']:,.0f}",
+        f"{summary['peak_bytes'] / 2**20:,.0f}",
         "" if ratio is None else f"{ratio:.2f}",
     ]
 
@@ -201,7 +200,7 @@ def plot_decode(series: Sequence[Series], path: Path) -> None:
 
 
 def plot_shares(series: Sequence[Series], path: Path) -> None:
-    """What share of the limit each line reaches, as bars: a group per line, a colour per model."""
+    """Share of the limit that each measurement reaches, as bars with a colour per model."""
     bars: dict[str, dict[str, float]] = {}
     for label, case in series:
         for line in case.lines:

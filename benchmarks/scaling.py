@@ -1,14 +1,13 @@
-"""How far a mesh of devices agrees with a single one.
+"""Agreement of a mesh of devices with a single device.
 
     python benchmarks/scaling.py                             # meshes of eight CPU devices: a minute or two
     python benchmarks/scaling.py --mesh 2x2x2 --out agreement.json
 
-Of every mesh (data x fsdp x tensor): the loss, each gradient (of adapters, too) and the parameters after a step of SGD,
-the log-probabilities of the same tokens, and what `generate` and the engine sample, all beside those of one device; and
-training states, with adapters and without, that were written on the mesh and restored on another one; and model files
-that were written on the mesh and read onto it.
-Without an accelerator, the CPU is divided
-into eight devices. Exit code 1 when something differs by more than it may.
+For every mesh (data x fsdp x tensor) the script compares with one device: the loss, each gradient (of adapters, too),
+the parameters after a step of SGD, the log-probabilities of the same tokens, and the samples of `generate` and the
+engine. It also restores training states, with adapters and without, on another mesh than they were saved on, and reads
+model files onto the mesh that wrote them. Without an accelerator the CPU is divided into eight devices. Exit code 1
+when something differs by more than it may.
 """
 
 import argparse
@@ -43,7 +42,7 @@ order_cpu_devices()
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2))
 ROWS, WIDTH, PROMPT, NEW = 16, 48, 16, 24
 TRAJECTORIES = (1, 3, 7, 5)
-"""Rows of each trajectory: some lie on several devices."""
+"""Rows of each trajectory; some trajectories lie on several devices."""
 
 ALLOWED = {
     "loss": 1e-5,
@@ -58,25 +57,33 @@ ALLOWED = {
     "bits of files, written and read": 0.0,
     "restored on another mesh": 0.0,
 }
-"""The largest differences: gradients and parameters of each leaf, relative to the largest of it."""
+"""Largest differences; those of gradients and parameters are per leaf, relative to its largest number."""
 
 
 def main() -> int:
-    """Prints a table, a column per mesh."""
+    """Print a table with a column per mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", type=mesh_sizes, nargs="+", default=MESHES, metavar="DATAxFSDPxTENSOR")
-    parser.add_argument("--only", choices=tuple(PARTS), nargs="+", default=tuple(PARTS), help="default: all of them")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, nargs="+", default=MESHES, metavar="DATAxFSDPxTENSOR", help="meshes to compare"
+    )
+    parser.add_argument(
+        "--only",
+        choices=tuple(COMPARISONS),
+        nargs="+",
+        default=tuple(COMPARISONS),
+        help="comparisons to run (default: all)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all differences")
     arguments = parser.parse_args()
     alone = measured(None, arguments.only)
     found = {"x".join(map(str, sizes)): compared(alone, sizes, arguments.only) for sizes in arguments.mesh}
     width = max(map(len, ALLOWED)) + 2
     print(f"{'largest difference to one device':<{width + 4}}" + "".join(f"{name:>10}" for name in found))
     for name in next(iter(found.values())):
-        print(f"{name:<{width + 4}}" + "".join(f"{figures[name]:>10.2g}" for figures in found.values()))
+        print(f"{name:<{width + 4}}" + "".join(f"{each[name]:>10.2g}" for each in found.values()))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"allowed": ALLOWED, "found": found}, indent=2) + "\n")
-    return int(any(not figures.get(name, 0) <= most for figures in found.values() for name, most in ALLOWED.items()))
+    return int(any(not each.get(name, 0) <= most for each in found.values() for name, most in ALLOWED.items()))
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:
@@ -87,33 +94,33 @@ def mesh_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-def compared(alone: dict[str, Any], sizes: Sequence[int], parts: Sequence[str]) -> dict[str, float]:
+def compared(alone: dict[str, Any], sizes: Sequence[int], names: Sequence[str]) -> dict[str, float]:
     """The largest differences between a mesh and one device."""
     mesh = jaxft.make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
-    on_mesh = measured(mesh, parts)
-    figures = {}
+    on_mesh = measured(mesh, names)
+    differences = {}
     for name, found in on_mesh.items():
         if name in ("generate", "the engine"):
             is_same = np.cumprod(found[0] == alone[name][0], axis=1, dtype=bool)  # up to where a row begins to differ
             difference = np.where(is_same, found[1] - alone[name][1], 0)
-            figures[f"log-probabilities of {name}"] = float(np.abs(difference).max())
-            figures[f"  rows of {name} that diverge"] = float((~is_same).any(axis=1).mean())
+            differences[f"log-probabilities of {name}"] = float(np.abs(difference).max())
+            differences[f"  rows of {name} that diverge"] = float((~is_same).any(axis=1).mean())
         elif name == "shares of trajectories":
-            figures[name] = abs(float(found))
+            differences[name] = abs(float(found))
         elif name == "log-probabilities":
-            figures[name] = float(np.abs(found - alone[name]).max())
+            differences[name] = float(np.abs(found - alone[name]).max())
         elif name == "files":
             pairs = zip(*map(jax.tree.leaves, (found, alone[name])), strict=True)
-            figures["bits of files, written and read"] = float(np.mean([(a != b).any() for a, b in pairs]))
+            differences["bits of files, written and read"] = float(np.mean([(a != b).any() for a, b in pairs]))
         elif name == "states":
-            figures["restored on another mesh"] = max(restored(mesh, state) for state in found)
+            differences["restored on another mesh"] = max(restored(mesh, state) for state in found)
         else:
-            figures[name] = relative(found, alone[name])
-    return figures
+            differences[name] = relative(found, alone[name])
+    return differences
 
 
-def measured(mesh: Any, parts: Sequence[str]) -> dict[str, Any]:
-    """All that is compared, on the host; on one device without a mesh."""
+def measured(mesh: Any, names: Sequence[str]) -> dict[str, Any]:
+    """All compared arrays, on the host; computed on one device without a mesh."""
     model, params = jaxft.init_model(config(), jax.random.key(0), mesh=mesh, strict=True)
     rng, vocabulary = np.random.default_rng(0), config().vocab_size
     batch = jaxft.Batch(
@@ -124,13 +131,13 @@ def measured(mesh: Any, parts: Sequence[str]) -> dict[str, Any]:
         * np.float32(WIDTH - PROMPT),
     )
     found: dict[str, Any] = {}
-    for part in parts:
-        found |= PARTS[part](model, params, batch)
+    for name in names:
+        found |= COMPARISONS[name](model, params, batch)
     return found
 
 
 def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """GRPO's loss with its gradients, its distance from one by hand, and the log-probabilities of the batch."""
+    """Loss and gradients of GRPO, the distance to a loss computed by hand, and the log-probabilities of the batch."""
     loss, _, found = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))(params, batch)
     # The first update of a batch: every ratio is 1, and a trajectory's loss is the mean advantage of its rows.
     by_hand = -np.mean([each.mean() for each in np.split(np.asarray(batch.advantages), np.cumsum(TRAJECTORIES[:-1]))])
@@ -145,7 +152,7 @@ def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, 
 
 
 def sampling(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """Tokens and log-probabilities, of `generate` and of the engine."""
+    """Tokens and log-probabilities of `generate` and of the engine."""
     prompts = batch.tokens[:4, :PROMPT].tolist()
     rollout = jaxft.generate(model, params, prompts, jax.random.key(1), num_generations=4, max_new_tokens=NEW)
     return {
@@ -172,7 +179,7 @@ def updates(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, An
 
 
 def files(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """Parameters that were written, read, and moved by a step that may reuse their memory; and what was written."""
+    """Parameters written and read, those after a step that may reuse their memory, and the bytes of the file."""
     with tempfile.TemporaryDirectory() as folder:
         jaxft.save_model(Path(folder) / "model", model, params)
         written = np.frombuffer((Path(folder) / "model" / "model.safetensors").read_bytes(), np.uint8)
@@ -184,12 +191,12 @@ def files(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]
     return {"files": (same, written), "parameters read and moved": jax.device_get(stepped.params)}
 
 
-PARTS = {"gradients": gradients, "sampling": sampling, "files": files, "updates": updates}
-"""What is measured, in this order; the last gives the parameters up."""
+COMPARISONS = {"gradients": gradients, "sampling": sampling, "files": files, "updates": updates}
+"""Comparisons in the order in which they run; the last one donates the parameters."""
 
 
 def trained(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> TrainState:
-    """The state after a step of AdamW."""
+    """Training state after a step of AdamW."""
     adam = optax.adamw(1e-3)
     update = jaxft.make_update(model, jaxft.grpo_loss, adam)
     return update(jaxft.init_train_state(params, adam, model), batch)[0]
@@ -213,13 +220,13 @@ def served(model: jaxft.Model, params: Any, prompts: list[list[int]]) -> tuple[n
 
 
 def relative(found: Any, wanted: Any) -> float:
-    """The largest difference of a leaf, relative to the largest number of it."""
+    """Largest difference of a leaf, relative to its largest number."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in pairs]))  # NaN if any is
 
 
 def restored(mesh: Any, state: Any) -> float:
-    """How far a state that was saved on a mesh, restored on one whose axes are the other way round, is from itself."""
+    """Largest difference between a state saved on a mesh and its restored copy on a mesh with swapped axes."""
     devices, (data, fsdp, tensor) = mesh.devices.flatten(), mesh.shape.values()
     sharding = jaxft.sharding_for(config(), jaxft.make_mesh(fsdp, data * tensor, 1, devices=devices))
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
@@ -236,7 +243,7 @@ def restored(mesh: Any, state: Any) -> float:
 
 
 def config() -> jaxft.DecoderConfig:
-    """Small, with four heads and a vocabulary that divides."""
+    """A small model whose heads and vocabulary divide over the meshes."""
     return replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=264)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from jaxft.bench.arguments import add_arguments as bench_arguments
-from jaxft.bench.main import bench
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.runtime import (
@@ -48,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)
     if parsed.verb == "eval":
         return run_script(evaluate, parser, arguments)
-    if parsed.verb == "bench":
-        return bench(parsed)
 
     async def run() -> None:
         if parsed.verb == "resume":
@@ -108,8 +104,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
     )
     writing.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
-
-    bench_arguments(verbs.add_parser("bench", help="measure what this machine does per second, and of its limit"))
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")

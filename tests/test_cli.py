@@ -228,7 +228,6 @@ def test_help_is_quick_because_jax_is_not_imported():
         "sys.exit(f'imported {slow}' if slow else 0)"
     )
     verbs = (
-        "'bench', '--help'",
         "'export', '--help'",
         "'doctor', '--help'",
         "'eval', '--help'",
@@ -240,11 +239,6 @@ def test_help_is_quick_because_jax_is_not_imported():
     assert (done.returncode, done.stderr) == (0, "")
     assert "finetuning.num_epochs (int, default 1)" in done.stdout
     assert "--config_file" in done.stdout
-
-
-def test_bench_refuses_what_there_is_not():
-    done = jaxft("bench", "decoding")
-    assert done.returncode == 2 and done.stderr.startswith("jaxft: error: no case is named 'decoding'; wanted some of ")
 
 
 def test_a_verb_is_needed():

@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
 DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
 
 NOT_RUN = {
@@ -46,7 +46,6 @@ ADDED = {
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
     "jaxft eval": "--set llms.policy.slots=8",
-    "jaxft bench": "--shrink --repeats 1",
     "python benchmarks/run.py": "--shrink --repeats 1",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",

@@ -1,17 +1,15 @@
 """Hugging Face's side of a comparison: `generate` of transformers on torch.
 
-    python benchmarks/peers/huggingface_side.py work.json result.json
+    PYTHONPATH=benchmarks python benchmarks/peers/huggingface_side.py work.json result.json
 
 Sampling from the full softmax at temperature 1, float32, no gradient, all threads, the cache that grows with the text.
-`variant` in the work file chooses how `heavy_tailed` is served: `plain` batches, or `continuous` batching, which admits
-a request when another one has ended.
+`variant` in the work file chooses how `heavy_tailed` is served: `static` batches, or `continuous` batching, which
+admits a request when another one has ended.
 """
 
 from typing import Any
 
 import torch
-from protocol import Work, batches_of_slots, check_counts, count_rows, main, make_prompts, measure
-from qwen3_torch import make_model
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -20,13 +18,16 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from protocol import Work, batches_of_slots, check_counts, count_rows, main, make_prompts, measure
+from qwen3_torch import make_model
+
 NO_LOGPROBS = "returns tokens only: log-probabilities would cost a second pass or the logits of every step"
 PAGE_TOKENS = 64
-"""Of the cache of continuous batching."""
+"""Tokens in a page of the cache of continuous batching."""
 
 
 def sample(model: Qwen3ForCausalLM, prompts: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
-    """Prompts `[B L]` and up to `new_tokens` sampled behind each."""
+    """Sample up to `new_tokens` after each prompt; prompts `[B L]` with their completions."""
     with torch.inference_mode():
         return model.generate(
             input_ids=prompts,
@@ -41,7 +42,7 @@ def sample(model: Qwen3ForCausalLM, prompts: torch.Tensor, new_tokens: int, **op
 
 
 def rollout(work: Work) -> dict[str, Any]:
-    """Every prompt repeated once per generation, nothing that stops."""
+    """Sample every prompt once per generation, without stop ids."""
     model = make_model(work).eval()
     prompts = torch.tensor(make_prompts(work)).repeat_interleave(work["generations"], dim=0)
 
@@ -64,8 +65,8 @@ class EndsAt(StoppingCriteria):
 
 
 def heavy_tailed(work: Work) -> dict[str, Any]:
-    """Requests of different lengths, at most `slots` at once."""
-    return {"plain": _in_batches, "continuous": _continuously}[work["variant"]](work)
+    """Serve requests of different lengths, at most `slots` at once."""
+    return {"static": _in_batches, "continuous": _continuously}[work["variant"]](work)
 
 
 def _in_batches(work: Work) -> dict[str, Any]:

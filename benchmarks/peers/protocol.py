@@ -1,33 +1,28 @@
-"""What every side has in common: the work it is given, the same inputs from the same seed, and the result it writes.
+"""The common part of all sides: the work, the same inputs from the same seed, and the result.
 
-A side is a program, `python benchmarks/peers/SIDE.py work.json result.json`, in the environment that it needs. The work
-is the content of the first file (`compare.py` writes it); the second one gets seconds, tokens and memory. This file
-stands in every environment, so it takes nothing but numpy.
+A side is a program, `PYTHONPATH=benchmarks python benchmarks/peers/SIDE.py work.json result.json`, in an environment of
+its own. The first file holds the work (`compare.py` writes it), the second gets seconds, tokens and memory. This module
+runs in every environment, so it needs only numpy.
 """
 
 import importlib.metadata
 import json
 import platform
-import resource
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from timing import peak_resident_bytes, seconds_of
+
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, 0.01, 1.0
-"""Of AdamW, with betas 0.9 and 0.999 and epsilon 1e-8, on every side."""
+"""AdamW of every side, with betas 0.9 and 0.999 and epsilon 1e-8."""
 
 Work = dict[str, Any]
-
-
-def peak_bytes() -> int:
-    """Most memory that this process has had resident so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def count_rows(work: Work) -> int:
@@ -67,10 +62,10 @@ def batches_of_slots(work: Work) -> list[range]:
 
 
 def check_counts(sampled: list[int], wanted: list[int]) -> None:
-    """Nothing, if every row has the number of tokens that the work asks for.
+    """Raise unless every row has the number of tokens that the work asks for.
 
     Raises:
-        RuntimeError: names the first row that has not.
+        RuntimeError: a row has another number; the message names the first.
     """
     for row, (have, want) in enumerate(zip(sampled, wanted, strict=True)):
         if have != want:
@@ -78,17 +73,14 @@ def check_counts(sampled: list[int], wanted: list[int]) -> None:
 
 
 def measure(work: Work, run: Callable[[int], None]) -> dict[str, Any]:
-    """Times `run(repeat)` once as a warm-up (it compiles) and then `repeats` times; it returns when all is computed."""
-    before, seconds = peak_bytes(), []
-    for repeat in range(work["repeats"] + 1):
-        started = time.perf_counter()
-        run(repeat)
-        seconds.append(time.perf_counter() - started)
+    """Time `run(repeat)` once as a warm-up (it compiles) and then `repeats` times; it returns when all is computed."""
+    before = peak_resident_bytes()
+    seconds = [seconds_of(partial(run, repeat)) for repeat in range(work["repeats"] + 1)]
     return {"peak_bytes_before": before, "warm_up_seconds": seconds[0], "seconds": seconds[1:]}
 
 
 def main(side: str, packages: tuple[str, ...], cases: dict[str, Callable[[Work], dict[str, Any]]]) -> None:
-    """Does the case that the work file names and writes the result; the last line of a failure says what it was."""
+    """Run the case of the work file and write the result. On failure the last line of stderr is the error."""
     work_path, result_path = sys.argv[1:]
     work = json.loads(Path(work_path).read_text())
     try:
@@ -104,7 +96,7 @@ def main(side: str, packages: tuple[str, ...], cases: dict[str, Callable[[Work],
         "metrics": [],
         "notes": [],
         **measured,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_resident_bytes(),
     }
     Path(result_path).write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
 """The reference shape as a torch model, and a tokenizer of whole words for it: shared by the Hugging Face sides.
 
-Nothing is downloaded. What pads and what ends a text are ids *beyond* the model's vocabulary: they can never be
-sampled, so no completion ends early, and no processor has to forbid it at every token.
+Nothing is downloaded. The ids that pad and end a text lie beyond the vocabulary of the model. They are never sampled,
+so no completion ends early, and no logits processor has to forbid them.
 """
 
 import os
@@ -9,9 +9,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from protocol import Work
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from protocol import Work
 
 
 def make_model(work: Work) -> Qwen3ForCausalLM:

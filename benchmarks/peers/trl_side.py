@@ -1,8 +1,8 @@
 """TRL's side of a comparison: the steps of its GRPO trainer, `GRPOTrainer.train()`.
 
-    python benchmarks/peers/trl_side.py work.json result.json
+    PYTHONPATH=benchmarks python benchmarks/peers/trl_side.py work.json result.json
 
-A step is timed from the trainer's own `on_step_begin` to `on_step_end`: micro-batches, clipping and AdamW, and for
+A step is timed from the trainer's own `on_step_begin` to `on_step_end`: microbatches, clipping and AdamW, and for
 `epoch` generation and rewards before them. For `update` the trainer is handed a batch where it would generate one.
 """
 
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
 from protocol import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -25,11 +28,9 @@ from protocol import (
     main,
     make_prompts,
     make_training_rows,
-    peak_bytes,
 )
 from qwen3_torch import as_text, make_model, make_tokenizer
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from timing import peak_resident_bytes
 
 MICROBATCH_ROWS = 8
 """As fast as 16 on two CPU cores, faster than 64, of the least memory; `compare.py --microbatch_rows` sets it."""
@@ -49,7 +50,7 @@ class Stopwatch(TrainerCallback):
 
 
 class GivenBatch(GRPOTrainer):
-    """The trainer with a batch in place of what it would generate and score."""
+    """The trainer on a given batch, which it does not generate and score."""
 
     given: dict[str, torch.Tensor]
 
@@ -99,12 +100,12 @@ def make_trainer(work: Work, kind: type[GRPOTrainer], folder: str) -> GRPOTraine
 
 
 def train(work: Work, trainer: GRPOTrainer) -> dict[str, Any]:
-    """Runs it; the first step is the warm-up.
+    """Train; the first step is the warm-up.
 
     Raises:
         RuntimeError: a loss is not finite, a parameter was left as it was, or rows are shorter than asked for.
     """
-    stopwatch, before = Stopwatch(), peak_bytes()
+    stopwatch, before = Stopwatch(), peak_resident_bytes()
     initial = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.add_callback(stopwatch)
     trainer.train()
@@ -128,7 +129,7 @@ def train(work: Work, trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 def update(work: Work) -> dict[str, Any]:
-    """The trainer's step on a given batch."""
+    """Run the trainer's step on a given batch."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(work, GivenBatch, folder)
         tokens, advantages = make_training_rows(work)
@@ -145,7 +146,7 @@ def update(work: Work) -> dict[str, Any]:
 
 
 def epoch(work: Work) -> dict[str, Any]:
-    """The trainer's step as it is: generation with `generate`, rewards, update."""
+    """Run the trainer's whole step: generation with `generate`, rewards, update."""
     with tempfile.TemporaryDirectory() as folder:
         measured = train(work, make_trainer(work, GRPOTrainer, folder))
     return measured | {"notes": [*measured["notes"], "decodes the texts too", "samples with transformers' generate"]}

@@ -1,6 +1,6 @@
 """Tunix's side of a comparison: its sampler and the train step of its GRPO, with its own Qwen3.
 
-    python benchmarks/peers/tunix_side.py work.json result.json
+    PYTHONPATH=benchmarks python benchmarks/peers/tunix_side.py work.json result.json
 
 Float32, everything compiled in the warm-up, the cache no longer than the work. Its sampler returns log-probabilities
 when asked to; its GRPO learner does not ask unless told, and neither does this.
@@ -13,6 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
+from tunix.rl import (
+    algo_core,  # noqa: F401  registers the loss
+    function_registry,
+)
+from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
+from tunix.rl.trainer import Trainer
+from tunix.sft.peft_trainer import TrainingConfig
+
 from protocol import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -26,15 +36,6 @@ from protocol import (
     make_training_rows,
     measure,
 )
-from tunix.generate.sampler import CacheConfig, Sampler
-from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
-from tunix.rl import (
-    algo_core,  # noqa: F401  registers the loss
-    function_registry,
-)
-from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
-from tunix.rl.trainer import Trainer
-from tunix.sft.peft_trainer import TrainingConfig
 
 MICROBATCH_ROWS = 8
 """As fast as 16 on two CPU cores, twice as fast as 64, of the least memory; `compare.py --microbatch_rows` sets it."""
@@ -42,9 +43,9 @@ NO_LOGPROBS = "returns tokens only, as its learner asks by default"
 
 
 class Words:
-    """The least that the sampler takes for a tokenizer: a text is ids with spaces between them.
+    """Tokenizer for the sampler: a text is ids with spaces between them.
 
-    What pads and what ends are ids beyond the vocabulary, so that neither is ever sampled.
+    The ids that pad and end lie beyond the vocabulary, so that neither is ever sampled.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -100,7 +101,7 @@ def make_sampler(work: Work, new_tokens: int) -> Sampler:
 
 
 def sample(work: Work, sampler: Sampler, texts: list[str], new_tokens: int, seed: int) -> list[int]:
-    """Samples and returns the number of tokens of each row."""
+    """Sample, and return the number of tokens of each row."""
     output = sampler(
         texts,
         max_generation_steps=new_tokens,
@@ -115,7 +116,7 @@ def sample(work: Work, sampler: Sampler, texts: list[str], new_tokens: int, seed
 
 
 def rollout(work: Work) -> dict[str, Any]:
-    """Every prompt repeated once per generation."""
+    """Sample every prompt once per generation."""
     sampler = make_sampler(work, work["new_tokens"])
     texts = [" ".join(map(str, prompt)) for prompt in make_prompts(work) for _ in range(work["generations"])]
 
@@ -128,7 +129,7 @@ def rollout(work: Work) -> dict[str, Any]:
 
 
 def heavy_tailed(work: Work) -> dict[str, Any]:
-    """Batches in order, each run to the longest of its answers."""
+    """Sample batches in order, each to its longest answer."""
     sampler = make_sampler(work, max(work["answer_tokens"]))
     texts = [" ".join(map(str, prompt)) for prompt in make_prompts(work)]
 
@@ -147,7 +148,7 @@ def heavy_tailed(work: Work) -> dict[str, Any]:
 
 
 def make_trainer(work: Work, rows: int) -> Trainer:
-    """The trainer put together as the GRPO learner does it, for a batch that is there already."""
+    """The trainer as the GRPO learner makes it, for a given batch."""
     algorithm = GRPOConfig(num_generations=work["generations"], beta=0.0)
     algorithm.temperature = 1.0
     loss = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
@@ -171,7 +172,7 @@ def make_trainer(work: Work, rows: int) -> Trainer:
 
 
 def update(work: Work) -> dict[str, Any]:
-    """The trainer's `train` on the micro-batches of one optimiser step."""
+    """Run the trainer's `train` on the microbatches of one optimiser step."""
     rows = min(work["microbatch_rows"] or MICROBATCH_ROWS, count_rows(work))
     trainer = make_trainer(work, rows)
     initial = jax.tree.map(np.array, jax.device_get(nnx.state(trainer.model, nnx.Param)))

@@ -1,4 +1,4 @@
-"""`benchmarks/profile_programs.py` as a user runs it."""
+"""`benchmarks/profile_programs.py` lists operations by their share of the time."""
 
 import subprocess
 import sys

@@ -1,20 +1,20 @@
-"""What the benchmarks found, as it is written to JSON and read again."""
+"""Results of `run.py` as they are written to JSON and read again by `report.py`."""
 
 import statistics
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from jaxft.bench.work import Phase, Rates, limit_seconds
+from roofline import Phase, Rates, limit_seconds
 
 
 class MeasuredRates(BaseModel):
-    """What the device was seen to do in a second, at best.
+    """Best rates that the device was seen to reach, per second.
 
     Attributes:
-        copy_bytes: bytes read and written, of a large array in place.
-        read_bytes: bytes read, of a large matrix times a vector.
-        matmul_flops: by the dtype of the inputs; bfloat16 with float32 results.
+        copy_bytes: bytes read and written by a rewrite of a large array in place.
+        read_bytes: bytes read by a product of a large matrix with a vector.
+        matmul_flops: floating-point operations, by the dtype of the inputs; bfloat16 with float32 results.
     """
 
     copy_bytes: float
@@ -22,7 +22,7 @@ class MeasuredRates(BaseModel):
     matmul_flops: dict[str, float]
 
     def best(self, other: "MeasuredRates") -> "MeasuredRates":
-        """The better of two measurements, figure by figure: other work on the machine can only take away."""
+        """The better of two measurements, rate by rate: other work on the machine can only slow it down."""
         return MeasuredRates(
             copy_bytes=max(self.copy_bytes, other.copy_bytes),
             read_bytes=max(self.read_bytes, other.read_bytes),
@@ -33,15 +33,19 @@ class MeasuredRates(BaseModel):
         """The limits for computing in a dtype."""
         return Rates(max(self.copy_bytes, self.read_bytes), self.matmul_flops[dtype])
 
+    def __str__(self) -> str:
+        flops = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in self.matmul_flops.items())
+        return f"copy {self.copy_bytes / 1e9:,.1f} GB/s, read {self.read_bytes / 1e9:,.1f} GB/s, products {flops}"
 
-class Against(BaseModel):
-    """A line against the limit.
+
+class LimitShare(BaseModel):
+    """How close a measurement comes to the limit of the device.
 
     Attributes:
-        limit_seconds: the least that the device could need.
+        limit_seconds: least time that the device needs for the work.
         phase_seconds: the same by phase.
-        share: of the limit that the median reaches.
-        flops_share: of the measured rate of matrix products that the counted operations used: "MFU".
+        share: `limit_seconds` over the median time.
+        flops_share: counted operations per second over the measured rate of matrix products ("MFU").
     """
 
     limit_seconds: float
@@ -51,15 +55,15 @@ class Against(BaseModel):
 
 
 class Line(BaseModel):
-    """One thing that was timed.
+    """One measurement: a line of the table.
 
     Attributes:
-        amount: how many `unit`s a repeat worked off.
-        seconds: of each repeat.
-        phases: the work, when there is a limit to it.
-        shape: whatever fixes the size of the work.
+        amount: number of `unit`s that a repeat works off.
+        seconds: time of each repeat.
+        phases: operations and bytes of the work; empty where no limit is known.
+        shape: counts that fix the size of the work.
         figures: other numbers that belong to it, units in their names.
-        against: filled in once the limits are known.
+        against: share of the limit, filled in once the limits are known.
     """
 
     name: str
@@ -69,19 +73,19 @@ class Line(BaseModel):
     phases: list[Phase] = []
     shape: dict[str, int] = {}
     figures: dict[str, float] = {}
-    against: Against | None = None
+    against: LimitShare | None = None
 
     def per_second(self) -> tuple[float, float, float]:
-        """Units in a second: at the median, at worst and at best."""
+        """Units per second: median, slowest and fastest repeat."""
         median = statistics.median(self.seconds)
         return self.amount / median, self.amount / max(self.seconds), self.amount / min(self.seconds)
 
     def compared(self, rates: Rates) -> "Line":
-        """The line with what it is against these limits."""
+        """The same line with its share of the limit at these rates."""
         if not self.phases:
             return self
         median, limit = statistics.median(self.seconds), limit_seconds(self.phases, rates)
-        against = Against(
+        against = LimitShare(
             limit_seconds=limit,
             phase_seconds={phase.name: limit_seconds([phase], rates) for phase in self.phases},
             share=limit / median,
@@ -91,7 +95,7 @@ class Line(BaseModel):
 
 
 class Check(BaseModel):
-    """Something that should hold: `value` is to be `at least`, `at most` or `exactly` what is wanted."""
+    """A claim that a case tests: `value` is `at least`, `at most` or `exactly` the number that is wanted."""
 
     name: str
     value: float
@@ -99,28 +103,37 @@ class Check(BaseModel):
     wanted: float
 
     def is_met(self) -> bool:
-        """Whether it holds."""
+        """True if the claim holds."""
         if self.relation == "at least":
             return self.value >= self.wanted
         return self.value <= self.wanted if self.relation == "at most" else self.value == self.wanted
 
 
-class CaseResult(BaseModel):
-    """What a case found, or the error that ended it, in a line and with its traceback."""
+class Measured(BaseModel):
+    """Result of a case: measurements, claims tested, and other numbers with units in their names."""
+
+    lines: list[Line] = []
+    checks: list[Check] = []
+    figures: dict[str, float] = {}
+
+
+class CaseResult(Measured):
+    """Result of a case with its name, model and dtype; or the error that ended it, in a line and with its traceback."""
 
     case: str
     model: str | None = None
     dtype: str | None = None
-    lines: list[Line] = []
-    checks: list[Check] = []
-    figures: dict[str, float] = {}
     seconds: float = 0.0
     error: str | None = None
     traceback: str | None = None
 
+    def title(self) -> str:
+        """The case, its model and dtype in one line."""
+        return " ".join(part for part in (self.case, self.model, self.dtype if self.model else None) if part)
+
 
 class Machine(BaseModel):
-    """Where it ran."""
+    """The machine, and the environment variables that change its speed."""
 
     backend: str
     device_kind: str
@@ -132,10 +145,10 @@ class Machine(BaseModel):
 
 
 class Results(BaseModel):
-    """Everything that one call measured.
+    """All results of one call of `run.py`.
 
     Attributes:
-        rates_at_start, rates_at_end: shared machines drift; limits are made of the better of both.
+        rates_at_start, rates_at_end: rates of the device; shared machines drift, so limits use the better of both.
         environment: versions, platform, command line and commit.
         shapes: counts of all cases.
         is_complete: False in the file of a call that was cut off.
@@ -151,14 +164,26 @@ class Results(BaseModel):
     is_complete: bool = False
 
     def rates(self) -> MeasuredRates:
-        """The best that was seen of the device."""
+        """The best rates that were seen of the device."""
         return self.rates_at_start if self.rates_at_end is None else self.rates_at_start.best(self.rates_at_end)
 
     def compared(self) -> "Results":
-        """The results with every line held against the limits that are known now."""
+        """The same results with every line's share of the limits that are known now."""
         rates = self.rates()
         cases = [
             case.model_copy(update={"lines": [line.compared(rates.of(case.dtype or "float32")) for line in case.lines]})
             for case in self.cases
         ]
         return self.model_copy(update={"cases": cases})
+
+
+def metric_text(name: str, value: float) -> str:
+    """Format a number in the unit that its name says, bytes as MiB.
+
+    >>> metric_text("cache_bytes", 3 * 2**20), metric_text("kv_bytes_per_token", 512), metric_text("seconds", 0.5)
+    ('3 MiB', '512', '0.5')
+    """
+    if "bytes" in name and "per_token" not in name:
+        mebibytes = value / 2**20
+        return f"{mebibytes:,.0f} MiB" if mebibytes >= 100 else f"{mebibytes:.3g} MiB"
+    return f"{value:.4g}"

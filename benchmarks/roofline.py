@@ -1,8 +1,8 @@
-"""How much arithmetic and memory traffic a piece of work needs at least, from the numbers of a decoder.
+"""Least operations and bytes of prefill, decode, scoring and update, and the least time that a device needs for them.
 
-Lower bounds for any implementation: matrix products alone are counted, weights are read once per step, activations are
-free, and nothing is computed twice. So what rematerialisation does again, what padding adds, and the logits of tokens
-that nobody asked for count against the share of the limit that is reached.
+The counts are lower bounds for any implementation: only matrix products count, weights are read once per step,
+activations are free, and nothing is computed twice. Recomputed activations, padding and the logits of prompts therefore
+lower the share of the limit that is reached.
 Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L` layers, `V` vocabulary.
 """
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from jaxft.models.config import DecoderConfig
 
 ADAMW_PASSES = 8
-"""Times that a tensor as large as the parameters moves in a clipped AdamW step: parameters, gradient and both moments
-are read, parameters and moments written; and the norm must have read the gradient before."""
+"""Tensors as large as the parameters that a clipped AdamW step moves: the norm reads the gradient; then parameters,
+gradient and both moments are read, and parameters and moments written."""
 
 
 class Phase(NamedTuple):
-    """A part of the work: floating-point operations of its matrix products, and bytes that memory must move."""
+    """A phase of the work: floating-point operations of its matrix products, and bytes that memory must move."""
 
     name: str
     flops: float
@@ -25,14 +25,14 @@ class Phase(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a device can do in a second."""
+    """Limits of a device, per second."""
 
     bytes_per_second: float
     flops_per_second: float
 
 
 def limit_seconds(phases: Sequence[Phase], rates: Rates) -> float:
-    """The least time: of each phase the longer of its arithmetic and its traffic, added up.
+    """Least time of the phases one after the other; a phase takes the longer of its arithmetic and its traffic.
 
     >>> limit_seconds([Phase("a", 100.0, 10.0), Phase("b", 0.0, 30.0)], Rates(10.0, 50.0))  # max(2, 1) + max(0, 3)
     5.0
@@ -45,8 +45,8 @@ def limit_seconds(phases: Sequence[Phase], rates: Rates) -> float:
 def block_weights(config: DecoderConfig) -> int:
     """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`.
 
-    >>> from jaxft.models.config import preset
-    >>> block_weights(preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
+    >>> from jaxft.models.config import model_preset
+    >>> block_weights(model_preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
     3145728
     """
     d = config.hidden_size
@@ -55,20 +55,20 @@ def block_weights(config: DecoderConfig) -> int:
 
 
 def head_weights(config: DecoderConfig) -> int:
-    """Weights of the output projection, `D V`, whether it is the embedding or not; looking a token up is no product.
+    """Weights of the output projection, `D V`, tied to the embedding or not; looking a token up is no product.
 
-    >>> from jaxft.models.config import preset
-    >>> head_weights(preset("qwen3-58m"))  # 512 32000
+    >>> from jaxft.models.config import model_preset
+    >>> head_weights(model_preset("qwen3-58m"))  # 512 32000
     16384000
     """
     return config.hidden_size * config.vocab_size
 
 
 def matmul_weights(config: DecoderConfig) -> int:
-    """Weights that every sampled token is multiplied with.
+    """Weights that a sampled token is multiplied with.
 
-    >>> from jaxft.models.config import preset
-    >>> matmul_weights(preset("qwen3-58m"))  # 8 blocks and the head
+    >>> from jaxft.models.config import model_preset
+    >>> matmul_weights(model_preset("qwen3-58m"))  # 8 blocks and the head
     41549824
     """
     return config.num_layers * block_weights(config) + head_weights(config)
@@ -77,8 +77,8 @@ def matmul_weights(config: DecoderConfig) -> int:
 def parameter_count(config: DecoderConfig) -> int:
     """All parameters: those of matrix products, the embedding if it is not the head, norms and biases.
 
-    >>> from jaxft.models.config import preset
-    >>> parameter_count(preset("qwen3-58m"))  # 41549824 + 32000 512 + 8 (2 512 + 2 64) + 512
+    >>> from jaxft.models.config import model_preset
+    >>> parameter_count(model_preset("qwen3-58m"))  # 41549824 + 32000 512 + 8 (2 512 + 2 64) + 512
     57943552
     """
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
@@ -93,47 +93,47 @@ def parameter_count(config: DecoderConfig) -> int:
 def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
     """Bytes of keys and values of one token: `2 L K h` numbers.
 
-    >>> from jaxft.models.config import preset
-    >>> kv_bytes(preset("qwen3-0.6b"), itemsize=2)  # 2 28 8 128 2: 112 KiB
+    >>> from jaxft.models.config import model_preset
+    >>> kv_bytes(model_preset("qwen3-0.6b"), itemsize=2)  # 2 28 8 128 2: 112 KiB
     114688
     """
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def tokens_seen(config: DecoderConfig, first: int, last: int) -> int:
-    """Keys that queries at the 1-based places `first .. last` see together: all up to their own, within the window.
+    """Keys that queries at the 1-based positions `first .. last` see in all: those up to their own, within the window.
 
-    >>> from jaxft.models.config import preset
-    >>> tokens_seen(preset("qwen3-1m"), 3, 5)  # 3 + 4 + 5
+    >>> from jaxft.models.config import model_preset
+    >>> tokens_seen(model_preset("qwen3-1m"), 3, 5)  # 3 + 4 + 5
     12
     >>> from dataclasses import replace
-    >>> tokens_seen(replace(preset("qwen3-1m"), sliding_window=4), 3, 5)  # 3 + 4 + 4
+    >>> tokens_seen(replace(model_preset("qwen3-1m"), sliding_window=4), 3, 5)  # 3 + 4 + 4
     11
     """
     if last < first:
         return 0
     window = last if config.sliding_window is None else config.sliding_window
-    edge = min(max(window, first - 1), last)  # places up to here see all that came before
+    edge = min(max(window, first - 1), last)  # positions up to here see all that came before
     return (first + edge) * (edge - first + 1) // 2 + (last - edge) * window
 
 
 def attention_flops(config: DecoderConfig, seen: int) -> int:
-    """Operations of both products of one block, `2 H h` each for every key that a query sees.
+    """Operations of the two attention products of one block: `2 H h` each for every key that a query sees.
 
-    >>> from jaxft.models.config import preset
-    >>> attention_flops(preset("qwen3-58m"), seen=10)  # 10 2 (2 8 64)
+    >>> from jaxft.models.config import model_preset
+    >>> attention_flops(model_preset("qwen3-58m"), seen=10)  # 10 2 (2 8 64)
     20480
     """
     return 4 * config.num_heads * config.head_dim * seen
 
 
 def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) -> Phase:
-    """Filling the cache with prompts of these lengths, but for the last token of each, which is `decode`'s first.
+    """Fill the cache with prompts of these lengths, except the last token of each, which `decode` takes.
 
-    The last block gives its keys and values alone. Weights are read and the cache is written once.
+    The last block computes only keys and values. Weights are read once, and the cache is written once.
 
-    >>> from jaxft.models.config import preset
-    >>> m60 = preset("qwen3-58m")
+    >>> from jaxft.models.config import model_preset
+    >>> m60 = model_preset("qwen3-58m")
     >>> phase = prefill(m60, [3], itemsize=4)  # two tokens
     >>> phase.flops == 2 * 2 * (7 * 3145728 + 2 * 512 * 256) + 7 * 4 * 512 * (1 + 2)
     True
@@ -149,13 +149,13 @@ def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) 
 
 
 def decode(config: DecoderConfig, prompt_tokens: int, answer_tokens: Sequence[int], slots: int, itemsize: int) -> Phase:
-    """Sampling answers of these lengths behind prompts of one length, at most `slots` at a time.
+    """Sample answers of these lengths after prompts of one length, at most `slots` at a time.
 
     Weights are read once per step, and there are as few steps as the longest answer and the slots allow. A step reads
-    the keys and values of what its tokens see; those of a shared prompt are counted for every row.
+    the keys and values that its tokens see; those of a shared prompt count for every row.
 
-    >>> from jaxft.models.config import preset
-    >>> phase = decode(preset("qwen3-58m"), 3, [2, 2], slots=2, itemsize=4)  # two steps: 3 and 4 tokens are seen
+    >>> from jaxft.models.config import model_preset
+    >>> phase = decode(model_preset("qwen3-58m"), 3, [2, 2], slots=2, itemsize=4)  # two steps: 3 and 4 tokens are seen
     >>> phase.flops == 4 * 2 * 41549824 + 8 * 4 * 512 * 2 * (3 + 4)
     True
     >>> phase.moved_bytes == 2 * 4 * 41549824 + 2 * (3 + 4) * 16384
@@ -169,10 +169,10 @@ def decode(config: DecoderConfig, prompt_tokens: int, answer_tokens: Sequence[in
 
 
 def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, itemsize: int) -> Phase:
-    """A forward pass over rows of so many tokens, with the logits of `scored_tokens` of each row.
+    """Run forward over rows of `tokens` tokens, with the logits of `scored_tokens` of each row.
 
-    >>> from jaxft.models.config import preset
-    >>> phase = score(preset("qwen3-58m"), rows=2, tokens=3, scored_tokens=1, itemsize=4)
+    >>> from jaxft.models.config import model_preset
+    >>> phase = score(model_preset("qwen3-58m"), rows=2, tokens=3, scored_tokens=1, itemsize=4)
     >>> phase.flops == 2 * (3 * 2 * 8 * 3145728 + 1 * 2 * 16384000 + 8 * 4 * 512 * (1 + 2 + 3))
     True
     """
@@ -185,13 +185,13 @@ def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, ite
 def update(
     config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, itemsize: int, master_itemsize: int = 4
 ) -> list[Phase]:
-    """One gradient over rows of so many tokens, and a clipped AdamW step.
+    """Compute one gradient over rows of `tokens` tokens and make a clipped AdamW step.
 
-    Three times the forward pass; weights of `itemsize` bytes are read forwards and backwards. Gradients, parameters and
-    optimiser state have `master_itemsize` bytes; gradients are written once.
+    The gradient takes three times the operations of the forward pass, and reads weights of `itemsize` bytes forwards
+    and backwards. Gradients, parameters and optimiser state have `master_itemsize` bytes; gradients are written once.
 
-    >>> from jaxft.models.config import preset
-    >>> m60 = preset("qwen3-58m")
+    >>> from jaxft.models.config import model_preset
+    >>> m60 = model_preset("qwen3-58m")
     >>> gradient, step = update(m60, rows=64, tokens=192, scored_tokens=128, itemsize=2)
     >>> gradient.flops == 3 * score(m60, 64, 192, 128, 2).flops, gradient.moved_bytes == (2 + 2 + 4) * 41549824
     (True, True)

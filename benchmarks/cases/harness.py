@@ -1,15 +1,14 @@
-"""What the harness itself costs per episode: no language model, no reward of any length, nothing but the bookkeeping.
+"""Cost of the harness per episode on the host, without a language model.
 
-Wanted: at most 1 ms per trivial episode at concurrency 64. An episode is started, runs in a task of its own, is judged,
-and becomes a trajectory of its group; the collection is figured and put through the curriculum. Kinds of episodes:
+A trivial episode may take at most 1 ms at concurrency 64. An episode is started, runs in a task of its own, is
+evaluated and becomes a trajectory of its group; the collection goes through the curriculum. Kinds of episodes, measured
+in turn:
 
 * `trivial`: the workflow returns at once.
-* `recorded`: two calls of 32 prompt and 16 sampled tokens are recorded, which become one training row.
-* `group`: trivial, judged by a group evaluator.
+* `recorded`: two calls of 32 prompt and 16 sampled tokens are recorded and become one training row.
+* `group`: trivial, with a group evaluator.
 * `time-outs`: trivial, with time-outs on workflow and evaluator.
-* `validated rows`: what the adapter does on the host with recorded episodes before a job is queued.
-
-Kinds are measured in turn.
+* `validated rows`: the adapter's work on the host with recorded episodes before a job is queued.
 """
 
 import asyncio
@@ -18,48 +17,53 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxft.bench.arguments import Job
-from jaxft.bench.results import CaseResult, Check, Line
+from jaxft import Call, CurriculumLearningConfig, EvalInputItem, Evaluation, TrajectoryCollection, episode
 from jaxft.harness.curriculum import choose_groups, initial_state
-from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, TrajectoryCollection
-from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator
-from jaxft.rollout.recorder import Call, episode
 from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
 from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 from jaxft.training.advantages import collect_rewards
 from jaxft.training.config import LossConfig
 from jaxft.training.rows import gather_rows
+from records import Check, Line, Measured
+from shapes import Shapes
 
 GENERATIONS = 8
 MOST_MILLISECONDS = 1.0
-"""Per trivial episode."""
+"""Time of a trivial episode."""
 PROMPT, ANSWER = tuple(range(32)), tuple(range(100, 116))
 
 
-def run(job: Job, repeats: int) -> CaseResult:
-    """Milliseconds per episode of each kind."""
-    episodes = job.shapes.episodes // GENERATIONS * GENERATIONS
-    found = asyncio.run(measure(episodes, job.shapes.concurrency, repeats))
-    result = CaseResult(case=job.case)
-    for name, times in found.items():
-        shape = {"episodes": episodes, "concurrency": job.shapes.concurrency}
-        figures = {"milliseconds_per_episode": 1e3 * statistics.median(times) / episodes}
-        line = Line(name=name, amount=episodes, unit="episodes", seconds=times, shape=shape, figures=figures)
-        result.lines.append(line)
-    trivial_milliseconds = result.lines[0].figures["milliseconds_per_episode"]
-    name = "milliseconds per trivial episode"
-    result.checks.append(Check(name=name, value=trivial_milliseconds, relation="at most", wanted=MOST_MILLISECONDS))
-    return result
+def run(shapes: Shapes, repeats: int) -> Measured:
+    """Episodes per second and milliseconds per episode of each kind."""
+    episodes = shapes.episodes // GENERATIONS * GENERATIONS
+    lines = [
+        Line(
+            name=name,
+            amount=episodes,
+            unit="episodes",
+            seconds=times,
+            shape={"episodes": episodes, "concurrency": shapes.concurrency},
+            figures={"milliseconds_per_episode": 1e3 * statistics.median(times) / episodes},
+        )
+        for name, times in asyncio.run(_measure(episodes, shapes.concurrency, repeats)).items()
+    ]
+    check = Check(
+        name="milliseconds per trivial episode",
+        value=lines[0].figures["milliseconds_per_episode"],
+        relation="at most",
+        wanted=MOST_MILLISECONDS,
+    )
+    return Measured(lines=lines, checks=[check])
 
 
 async def trivial(example: dict[str, Any]) -> float:
-    """An agent that does nothing."""
+    """Agent that returns at once."""
     return float(episode().generation)
 
 
 async def recorded(example: dict[str, Any]) -> float:
-    """An agent of two turns, whose answers are there already."""
+    """Agent of two turns that records given answers."""
     current = episode()
     prompt = PROMPT
     for number in range(2):
@@ -73,22 +77,22 @@ async def recorded(example: dict[str, Any]) -> float:
 
 
 def reward(item: EvalInputItem) -> float:
-    """Different within every group."""
+    """Reward that differs within every group."""
     return item.output_obj
 
 
 def ranking(items: list[EvalInputItem]) -> list[float]:
-    """A group evaluator."""
+    """Group evaluator."""
     return [item.output_obj for item in items]
 
 
-def collector(
+def _collector(
     workflow: Callable[[dict[str, Any]], Awaitable[Any]],
     run_evaluators: BoundEvaluator,
     concurrency: int,
     timeout: float | None = None,
 ) -> Callable[[list[EvalInputItem]], Awaitable[TrajectoryCollection]]:
-    """A function that collects the examples' episodes once and puts them through the curriculum."""
+    """Make a function that collects the episodes of examples once and puts them through the curriculum."""
     curriculum = CurriculumLearningConfig(enabled=True)
 
     async def collect(items: list[EvalInputItem]) -> TrajectoryCollection:
@@ -103,14 +107,14 @@ def collector(
     return collect
 
 
-async def measure(episodes: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of all episodes of each kind, repeat by repeat."""
+async def _measure(episodes: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of all episodes of each kind, one number per repeat."""
     items = [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n}) for n in range(episodes // GENERATIONS)]
     kinds = {
-        "trivial": collector(trivial, BoundEvaluator(reward), concurrency),
-        "recorded": collector(recorded, BoundEvaluator(reward), concurrency),
-        "group": collector(trivial, BoundEvaluator(ranking, is_group=True), concurrency),
-        "time-outs": collector(trivial, BoundEvaluator(reward, timeout_seconds=60.0), concurrency, timeout=60.0),
+        "trivial": _collector(trivial, BoundEvaluator(reward), concurrency),
+        "recorded": _collector(recorded, BoundEvaluator(reward), concurrency),
+        "group": _collector(trivial, BoundEvaluator(ranking, is_group=True), concurrency),
+        "time-outs": _collector(trivial, BoundEvaluator(reward, timeout_seconds=60.0), concurrency, timeout=60.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "validated rows")}
     for repeat in range(repeats + 1):

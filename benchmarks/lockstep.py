@@ -1,6 +1,6 @@
-"""The plain sampler that the engine is compared with: batches of rows, each decoded until its last row has ended.
+"""Lockstep decoding, the baseline of the engine: batches of rows, each decoded until its last row has ended.
 
-It is what `generate` does, with a limit of its own for every row: prompts are prefilled once, the cache is read in
+It does what `generate` does, with a limit of its own for every row: prompts are prefilled once, the cache is read in
 growing blocks, and a batch stops early. Letters: `P` prompts, `R` rows, `L` prompt length.
 """
 
@@ -20,7 +20,7 @@ from jaxft.core.types import Cache, Model, Params
 
 @partial(jax.jit, static_argnums=(0, 3))
 def prefilled(model: Model, params: Params, prompts: Int[Any, "P L"], cache_length: int) -> Cache:
-    """The cache of prompts of one length; `params` in their decoding layout."""
+    """Cache of prompts of one length. `params` are those that `Model.decode_layout` returns."""
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
     num_blocks = num_blocks_for(prompts.shape[1], cache_length)
@@ -29,8 +29,8 @@ def prefilled(model: Model, params: Params, prompts: Int[Any, "P L"], cache_leng
 
 
 @partial(jax.jit, static_argnums=1)
-def shared(cache: Cache, generations: int) -> Cache:
-    """A row of the cache for each generation, prompt-major."""
+def repeated(cache: Cache, generations: int) -> Cache:
+    """Cache with a row for each generation of each prompt, prompt-major."""
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, generations, axis=0), cache)
 
 
@@ -44,9 +44,9 @@ def _decoded(
 def decoded(
     model: Model, params: Params, state: DecodeState, rows: RowParams, position: int, cache_length: int
 ) -> tuple[DecodeState, Int[np.ndarray, "R"]]:
-    """Decodes rows that stand at one place until all have ended or the cache is full; how many tokens each has got.
+    """Decode rows that stand at one position until all have ended or the cache is full.
 
-    The state is donated.
+    Returns the last state and the number of tokens that each row got. The given state is donated.
     """
     counts = np.zeros(state.tokens.shape[0], np.int64)
     for near_blocks, reach in block_capacities(cache_length).items():
@@ -60,15 +60,15 @@ def decoded(
     return state, counts
 
 
-def rows_of(limits: Int[np.ndarray, "R"], seed: int) -> RowParams:
-    """Rows at temperature 1 that nothing but their limit ends."""
+def row_params(limits: Int[np.ndarray, "R"], seed: int) -> RowParams:
+    """Sampling parameters of rows at temperature 1 that only their limit ends."""
     count = len(limits)
     keys = jax.random.split(jax.random.key(seed), count)
     return RowParams(sampling_params(count), keys, jnp.full((count, 1), -1, jnp.int32), jnp.asarray(limits, jnp.int32))
 
 
-def state_of(cache: Cache, tokens: Int[np.ndarray, "R"], position: int) -> DecodeState:
-    """Rows that all stand at one place, about to go on."""
+def state_at(cache: Cache, tokens: Int[np.ndarray, "R"], position: int) -> DecodeState:
+    """State of rows that all stand at one position, whose last tokens are not in the cache yet."""
     count = len(tokens)
     return DecodeState(
         cache,
@@ -88,27 +88,22 @@ def sample_batches(
     most_tokens: int,
     seed: int,
 ) -> int:
-    """Samples all rows, prompt-major, in batches of `batch_rows`; the number of tokens.
+    """Sample all rows, prompt-major, in batches of `batch_rows`, and return the number of sampled tokens.
 
     Args:
-        params: in their decoding layout.
-        answer_tokens: at which each row ends.
-        most_tokens: room for answers; the same for all batches, as their shapes must be.
+        params: those that `Model.decode_layout` returns.
+        answer_tokens: number of tokens that each row samples.
+        most_tokens: room for an answer in the cache, the same for all batches so that they share a program.
     """
     at_once, length = batch_rows // generations, prompts.shape[1]
     total = 0
     for first in range(0, len(prompts), at_once):
         chosen = prompts[first : first + at_once]
         limits = length + answer_tokens[first * generations : first * generations + batch_rows]
-        cache = shared(prefilled(model, params, chosen, length + most_tokens), generations)
-        state = state_of(cache, np.repeat(chosen[:, -1], generations), length - 1)
+        cache = repeated(prefilled(model, params, chosen, length + most_tokens), generations)
+        state = state_at(cache, np.repeat(chosen[:, -1], generations), length - 1)
         del cache  # it is donated with the state
-        rows = rows_of(limits, seed + first)
+        rows = row_params(limits, seed + first)
         _, counts = decoded(model, params, state, rows, length - 1, length + most_tokens)
         total += int(counts.sum())
     return total
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of all its arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -1,9 +1,12 @@
-"""How large the work of each case is: the reference, a larger one for an accelerator, and a tiny one for tests."""
+"""Size of the work of each case: reference, accelerator and tiny shapes, and the lengths of sampled answers."""
 
 import math
 import random
 import statistics
 from dataclasses import dataclass, replace
+
+MODELS = {"m2": "qwen3-2m", "m60": "qwen3-58m", "tiny": "qwen3-50k"}
+"""Presets by their short names: the two reference models, and one for tests."""
 
 
 @dataclass(frozen=True)
@@ -11,17 +14,17 @@ class Shapes:
     """Counts of every case; a case reads its own.
 
     Attributes:
-        prompts, generations, prompt_tokens, new_tokens: of a uniform rollout; every row samples all its new tokens.
-        slots: of the engine, and rows of the plain loop that it is compared with.
-        long_prompt_tokens, group: of the prefill, and how many requests share the prompt.
-        decode_batches, decode_prompt_tokens, decode_new_tokens: of steady decoding.
-        requests, median_tokens, most_tokens: of the heavy-tailed rollout.
-        growth_requests, growth_tokens: of the rollout that is then made four times as large; answers have half to one
-            and a half times so many tokens.
-        rows, row_prompt_tokens, row_tokens: of an update or a scoring, `row_tokens` with the prompt.
-        microbatch_tokens: of the update.
-        varied_epochs, varied_requests: of the epochs whose shapes change; from half of the requests to all of them.
-        episodes, concurrency: of the harness.
+        prompts, generations, prompt_tokens, new_tokens: uniform rollout; every row samples all its new tokens.
+        slots: slots of the engine, and rows at once of the lockstep loop that it is compared with.
+        long_prompt_tokens, requests_per_prompt: prefill; the requests share one prompt or have one each.
+        decode_batches, decode_prompt_tokens, decode_new_tokens: steady decoding, at several numbers of rows.
+        requests, median_tokens, most_tokens: heavy-tailed rollout.
+        growth_requests, growth_tokens: rollout that is then made four times as large; answers have half to one and a
+            half times so many tokens.
+        rows, row_prompt_tokens, row_tokens: update and scoring; `row_tokens` includes the prompt.
+        microbatch_tokens: tokens of an update's microbatch, padding included.
+        varied_epochs, varied_requests: epochs whose shapes change, with half of the requests to all of them.
+        episodes, concurrency: harness.
     """
 
     prompts: int = 8
@@ -30,7 +33,7 @@ class Shapes:
     new_tokens: int = 128
     slots: int = 64
     long_prompt_tokens: int = 512
-    group: int = 16
+    requests_per_prompt: int = 16
     decode_batches: tuple[int, ...] = (1, 8, 64)
     decode_prompt_tokens: int = 64
     decode_new_tokens: int = 64
@@ -79,7 +82,7 @@ TINY = Shapes(
     new_tokens=16,
     slots=4,
     long_prompt_tokens=23,
-    group=4,
+    requests_per_prompt=4,
     decode_batches=(1, 4),
     decode_prompt_tokens=8,
     decode_new_tokens=16,
@@ -97,17 +100,17 @@ TINY = Shapes(
     episodes=64,
     concurrency=16,
 )
-"""Sized for tests: it shows that everything runs, and nothing else. Cases share shapes, and so compiled programs."""
+"""Sized for tests, which see that everything runs. Cases share shapes, and so compiled programs."""
 
 
 def heavy_tailed_lengths(count: int, median: int, longest: int, seed: int = 0) -> list[int]:
-    """Log-normal lengths of answers, as even as quantiles can be: the longest is `longest`, whatever the seed.
+    """Lengths of answers at even quantiles of a log-normal distribution, shuffled; the last quantile is `longest`.
 
     >>> lengths = heavy_tailed_lengths(256, median=64, longest=1024)
     >>> sorted(lengths)[127:129], max(lengths), min(lengths) >= 1, lengths == sorted(lengths)
     ([64, 64], 1024, True, False)
     """
-    quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
+    quantiles = [statistics.NormalDist().inv_cdf((rank + 0.5) / count) for rank in range(count)]
     spread = math.log(longest / median) / quantiles[-1]
     lengths = [max(1, round(median * math.exp(spread * quantile))) for quantile in quantiles]
     random.Random(seed).shuffle(lengths)
@@ -115,7 +118,7 @@ def heavy_tailed_lengths(count: int, median: int, longest: int, seed: int = 0) -
 
 
 def even_lengths(count: int, mean: int, seed: int = 0) -> list[int]:
-    """Lengths from half of the mean to one and a half of it, all as likely.
+    """Lengths drawn evenly from half of the mean to one and a half of it.
 
     >>> lengths = even_lengths(100, mean=32)
     >>> min(lengths) >= 16, max(lengths) <= 48

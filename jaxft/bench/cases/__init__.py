@@ -1,1 +1,0 @@
-"""One file per case; each has `run(setting) -> CaseResult`."""
