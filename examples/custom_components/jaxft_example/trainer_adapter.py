@@ -24,7 +24,7 @@ class BackendConfig(jaxft.ConfigModel):
 
     endpoint: str = Field(description="Address of the server; memory:// makes one here.")
     api_key: SecretStr = Field(description="Key that the server asks for.")
-    learning_rate: float = Field(default=0.5, gt=0.0, allow_inf_nan=False, description="Fraction of the error to learn.")
+    learning_rate: float = Field(default=0.5, gt=0.0, allow_inf_nan=False, description="Fraction of an error to learn.")
     batch_size: int = Field(default=16, ge=1, description="Trajectories between two reports of progress.")
 
     @field_validator("endpoint")
