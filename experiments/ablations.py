@@ -89,7 +89,7 @@ def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained
 
 
 def main() -> None:
-    """Trains all five, prints a table and writes it."""
+    """Runs both, prints a table."""
     dapo = partial(jaxft.grpo_loss, loss="dapo")
     held = partial(jaxft.grpo_loss, loss="dapo", beta=BETA)
     results = {
