@@ -1,9 +1,9 @@
-"""Two rules of jaxft, and what happens without them. Both are trained in plain loops on a very small model.
+"""Trains a very small model with and without two rules of jaxft, in plain loops.
 
     python experiments/ablations.py
 
 1. *The stop token is an action.* The reward wants answers that end by themselves. With the stop token in the mask the
-   policy learns to end them; without it nothing teaches it to, and the share cut by the length budget stays high.
+   policy learns to end them; without it nothing teaches that, and most answers are cut at the length limit.
 2. *k1 does not belong in the loss.* The reward pulls the policy away from its start, a KL with beta 0.5 should hold it.
    k3_ratio does; k1 in the loss ends no nearer to the reference than beta 0. jaxft refuses it, so it is built here.
 
@@ -30,12 +30,12 @@ DAPO = partial(jaxft.policy_loss, loss="dapo")
 
 
 def share_of_digits(text: str, has_ended: bool) -> float:
-    """Of the characters of an answer, whether it ended or not."""
+    """Fraction of the characters of an answer that are digits."""
     return sum(character.isdigit() for character in text) / len(text) if text else 0.0
 
 
 def ends_with_digits(text: str, has_ended: bool) -> float:
-    """The same, but nothing for an answer that was cut."""
+    """`share_of_digits` of an answer that ended, 0 for one that was cut."""
     return share_of_digits(text, has_ended) if has_ended else 0.0
 
 
@@ -48,7 +48,7 @@ def k1_in_the_loss(model: Any, params: Any, batch: Any, denominators: Any) -> An
 
 
 def train(reward: Callable[[str, bool], float], loss_fn: Any, *, is_stop_trained: bool = True) -> dict[str, float]:
-    """The last ten rollouts' mean reward, truncated share, and KL of the policy to its start per token, in nats."""
+    """Means of the last ten rollouts: reward, truncated fraction, and KL to the start in nats per token."""
     tokenizer = jaxft.load_tokenizer()
     model, params = jaxft.init_model(jaxft.model_preset("qwen3-50k"), jax.random.key(0))
     chats = [[{"role": "user", "content": f"number {i}?"}] for i in range(8)]

@@ -1,11 +1,11 @@
-"""A policy learns to add: one question, one answer, reward for the right number and a little for any number.
+"""A policy learns to add two numbers: reward 1 for the right answer, and 0.1 for any answer that is a number.
 
     python experiments/arithmetic.py
 
-It starts from random weights: a supervised warm start on the homework of a careless student, who is right one time in
-four and ten or one too high otherwise, leaves a policy whose likeliest answer is mostly wrong. GRPO takes over from
-there and sees the right answers only through the reward. Two to three minutes on two CPU cores. At the end the greedy
-policy solves more than 0.8 of 500 held-out problems, from less than 0.3 after the warm start.
+It starts from random weights. A supervised warm start on careless answers (right one time in four, otherwise ten or one
+too high) leaves a policy whose likeliest answer is mostly wrong. From there GRPO sees the right answers only through
+the reward. Two to three minutes on two CPU cores. At the end the greedy policy solves more than 0.8 of 500 held-out
+problems, from less than 0.3 after the warm start.
 
     python experiments/arithmetic.py --set trainer_adapters.local.loss.name=gspo --overwrite
 """
@@ -27,9 +27,9 @@ HELD_OUT = Path(__file__).parent / "data" / "arithmetic_held_out.jsonl"
 class ArithmeticConfig(jaxft.WorkflowConfig, name="arithmetic"):
     """The agent."""
 
-    llm: jaxft.LLMRef = Field(description="Who answers.")
+    llm: jaxft.LLMRef = Field(description="Entry of llms that answers.")
     max_tokens: int = Field(
-        default=5, ge=1, description="Of an answer: three digits, the end of the turn, and one to spare."
+        default=5, ge=1, description="Most tokens of an answer: three digits, the stop token, and one to spare."
     )
 
 
@@ -46,7 +46,7 @@ async def arithmetic(config: ArithmeticConfig, builder: Any) -> AsyncIterator[An
 
 
 class ExactMatchConfig(jaxft.EvaluatorConfig, name="exact_match"):
-    """What an answer is worth."""
+    """Reward of an answer."""
 
     exact: float = Field(default=1.0, description="Reward of the expected answer.")
     format: float = Field(default=0.1, description="Reward of an answer that is a number, right or wrong.")
@@ -54,7 +54,7 @@ class ExactMatchConfig(jaxft.EvaluatorConfig, name="exact_match"):
 
 @jaxft.register_evaluator(config_type=ExactMatchConfig)
 async def exact_match(config: ExactMatchConfig, builder: Any) -> AsyncIterator[Any]:
-    """Both parts of the reward, by name; they add up."""
+    """Two named rewards, `exact` and `format`; their sum is the reward."""
 
     def score(item: jaxft.EvalInputItem) -> dict[str, float]:
         answer = item.output_obj
@@ -68,7 +68,7 @@ async def exact_match(config: ExactMatchConfig, builder: Any) -> AsyncIterator[A
 
 
 def careless_answer(draw: random.Random, answer: int) -> int:
-    """The right answer one time in four; else two times ten too many, and one time one too many."""
+    """The right answer one time in four, otherwise ten or (half as often) one too many."""
     return answer + draw.choices((0, 10, 1), weights=(0.25, 0.5, 0.25))[0]
 
 

@@ -1,11 +1,11 @@
-"""One task, seven algorithms: arithmetic.py with each of them in turn, a table and the curves of the reward.
+"""Runs arithmetic.py with seven losses in turn; prints a table and plots the reward of each.
 
     python experiments/compare_algorithms.py                # all; about 20 minutes on two CPU cores
     python experiments/compare_algorithms.py gspo ppo       # some
 
 Every run starts from the same warm start (exact match 0.236 with seed 0) and ends above 0.8 on 500 held-out sums. With
 one update per rollout the ratio is 1: dapo and cispo then have the same gradient, and so have grpo and gspo.
-Writes result.json and reward_curves.png to runs/compare_algorithms; what a run left there before is replaced.
+Writes result.json and reward_curves.png to runs/compare_algorithms, and replaces earlier results there.
 """
 
 import argparse
@@ -30,11 +30,11 @@ ALGORITHMS = {
     "rloo": {"name": "reinforce", "advantages": "leave_one_out"},
     "ppo": {"name": "ppo"},
 }
-"""What each of them changes in the section `loss` of arithmetic.yml."""
+"""Fields of `loss` in arithmetic.yml that each algorithm sets."""
 
 
 def run(name: str, folder: Path, seed: int) -> dict[str, float]:
-    """Trains with one algorithm; its result. The run's own output passes through."""
+    """Trains with one algorithm and returns its result."""
     command = [sys.executable, str(HERE / "arithmetic.py"), "--overwrite"]
     settings = {f"trainer_adapters.local.loss.{field}": value for field, value in ALGORITHMS[name].items()}
     settings |= {"finetuning.output_dir": folder / name, "finetuning.seed": seed}
@@ -59,10 +59,10 @@ def plot(folder: Path, names: list[str], width: int = 5) -> None:
 
 
 def main() -> None:
-    """Runs what is asked for and prints the table."""
+    """Trains with the chosen algorithms, prints a table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("algorithms", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}; all by default")
-    parser.add_argument("--seed", type=int, default=0, help="of every run (default %(default)s)")
+    parser.add_argument("algorithms", nargs="*", metavar="NAME", help=f"some of {', '.join(ALGORITHMS)} (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every run (default %(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare_algorithms"), help="default %(default)s")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.algorithms if name not in ALGORITHMS]

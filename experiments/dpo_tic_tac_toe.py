@@ -2,11 +2,11 @@
 
     python experiments/dpo_tic_tac_toe.py
 
-Every move is a conversation of its own: the board says all. A short supervised warm start on the moves of random games
-teaches the rules. Then the agent plays 1,200 games; for every move it samples four candidates, and a search through the
-rest of the game says how well each of them ends against an opponent that moves at random. Better and worse candidates
-of one move are the pairs that DPO trains on. About four minutes on two CPU cores. At the end the greedy policy wins at
-least 0.85 of 1,000 held-out games.
+Every move is a conversation of its own, as the board holds everything that matters. A short supervised warm start on
+the moves of random games teaches the rules. Then the agent plays 1,200 games; for every move it samples four
+candidates, and a search through the rest of the game says how well each of them ends against an opponent that moves at
+random. Better and worse candidates of one move are the pairs that DPO trains on. About four minutes on two CPU cores.
+At the end the greedy policy wins at least 0.85 of 1,000 held-out games.
 
     python experiments/dpo_tic_tac_toe.py --set finetuning.seed=1 --overwrite
 """
@@ -49,9 +49,9 @@ def value(cells: str, is_our_turn: bool) -> float:
 class CandidatesConfig(jaxft.WorkflowConfig, name="dpo_tic_tac_toe"):
     """The agent."""
 
-    llm: jaxft.LLMRef = Field(description="Who plays X.")
+    llm: jaxft.LLMRef = Field(description="Entry of llms that plays X.")
     candidates: int = Field(default=4, ge=2, description="Answers sampled for every move while training.")
-    max_tokens: int = Field(default=4, ge=1, description="Of an answer; a cell and the end of the turn are enough.")
+    max_tokens: int = Field(default=4, ge=1, description="Most tokens of an answer; a cell and the stop token suffice.")
 
 
 @jaxft.register_workflow(config_type=CandidatesConfig)
@@ -84,7 +84,7 @@ async def dpo_tic_tac_toe(config: CandidatesConfig, builder: Any) -> AsyncIterat
 
 
 def score(board: Board, move: str) -> float:
-    """What a move is worth; an illegal one less than any other.
+    """`value` of the position after a move, and -2 for an illegal move.
 
     >>> score(Board(), "x"), score(Board(), "5") > score(Board(), "2")
     (-2.0, True)
@@ -117,7 +117,7 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
 
 
 async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
-    """The supervised warm start, a conversation per move; none with 0 steps."""
+    """Runs the supervised warm start, with a conversation per move; 0 steps run none."""
     llm = await session.builder.get_llm(session.config.workflow.llm)
     if steps:
         draw = random.Random(session.config.finetuning.seed)

@@ -2,8 +2,8 @@
 
     python experiments/import_style.py
 
-A small Qwen3 of random weights learns to answer with digits. The reward is a Python function: the share of an answer's
-characters that are digits, and nothing for an answer that does not end by itself. About one minute on two CPU cores;
+A small Qwen3 of random weights learns to answer with digits. The reward is a Python function: the fraction of an
+answer's characters that are digits, and 0 for an answer that does not end by itself. About one minute on two CPU cores;
 the mean reward climbs from below 0.1 to above 0.9.
 """
 
@@ -19,7 +19,7 @@ NUM_GENERATIONS, MAX_NEW_TOKENS, UPDATES = 16, 12, 100
 
 
 def reward(text: str, has_ended: bool) -> float:
-    """Share of digits in a text that came to its end."""
+    """Fraction of digits in a text that ended by itself, 0 otherwise."""
     return sum(character.isdigit() for character in text) / len(text) if text and has_ended else 0.0
 
 

@@ -57,8 +57,8 @@ class Board:
 class TicTacToeConfig(jaxft.WorkflowConfig, name="tic_tac_toe"):
     """The agent."""
 
-    llm: jaxft.LLMRef = Field(description="Who plays X.")
-    max_tokens: int = Field(default=4, ge=1, description="Of an answer; a cell and the end of the turn are enough.")
+    llm: jaxft.LLMRef = Field(description="Entry of llms that plays X.")
+    max_tokens: int = Field(default=4, ge=1, description="Most tokens of an answer; a cell and the stop token suffice.")
 
 
 @jaxft.register_workflow(config_type=TicTacToeConfig)
@@ -87,25 +87,25 @@ async def tic_tac_toe(config: TicTacToeConfig, builder: Any) -> AsyncIterator[An
 
 
 class GameOutcomeConfig(jaxft.EvaluatorConfig, name="game_outcome"):
-    """What an outcome is worth."""
+    """Reward of each outcome."""
 
     win: float = Field(default=1.0, description="Reward of a won game.")
-    draw: float = Field(default=0.0, description="Of a draw.")
-    loss: float = Field(default=-1.0, description="Of a lost game.")
-    illegal: float = Field(default=-1.0, description="Of a game that an illegal or unreadable move ended.")
+    draw: float = Field(default=0.0, description="Reward of a draw.")
+    loss: float = Field(default=-1.0, description="Reward of a lost game.")
+    illegal: float = Field(default=-1.0, description="Reward of a game that ended by an illegal or unreadable move.")
 
 
 @jaxft.register_evaluator(config_type=GameOutcomeConfig)
 async def game_outcome(config: GameOutcomeConfig, builder: Any) -> AsyncIterator[Any]:
-    """The worth of the workflow's output."""
+    """The reward of the outcome that the workflow returned."""
     rewards = {WIN: config.win, DRAW: config.draw, LOSS: config.loss, ILLEGAL: config.illegal}
     yield lambda item: rewards[item.output_obj]
 
 
 class GamesConfig(jaxft.DatasetConfig, name="tic_tac_toe_games"):
-    """Games, told apart by their ids: the opponent's moves follow from them."""
+    """A number of games; the moves of the opponent depend on the id of the game."""
 
-    count: int = Field(default=16, ge=1, description="Games, each played num_generations times an epoch.")
+    count: int = Field(default=16, ge=1, description="Number of games, each played num_generations times an epoch.")
 
 
 @jaxft.register_dataset_loader(config_type=GamesConfig)
@@ -115,14 +115,14 @@ async def tic_tac_toe_games(config: GamesConfig, builder: Any) -> AsyncIterator[
 
 
 def games(name: str, count: int) -> list[jaxft.EvalInputItem]:
-    """So many examples, with ids of their own."""
+    """`count` examples, with ids that begin with `name`."""
     return [jaxft.EvalInputItem(id=f"{name}-{i}", full_dataset_entry={"game": i}) for i in range(count)]
 
 
 def random_conversation(draw: random.Random) -> list[dict[str, str]]:
     """A game of two random players as the agent of X would have seen it.
 
-    Of the games that X wins three in four are passed over: the warm start is there for the rules, winning is for GRPO.
+    Three in four games that X wins are left out: the warm start teaches the rules, and GRPO teaches how to win.
     """
     board, messages = Board(), []
     while True:
@@ -162,7 +162,7 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
 
 
 async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
-    """The supervised warm start; none with 0 steps."""
+    """Runs the supervised warm start; 0 steps run none."""
     from warm_start import warm_start
 
     llm = await session.builder.get_llm(session.config.workflow.llm)
@@ -173,13 +173,13 @@ async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
 
 
 async def held_out_outcomes(session: jaxft.Session, count: int) -> Counter[str]:
-    """How greedy games against opponents that training never met ended."""
+    """Outcomes of greedy games against opponents that training never met."""
     output = await session.evaluate(games("held-out", count))
     return Counter(item.output_obj for item in output.eval_input.eval_input_items)
 
 
 def shares(outcomes: Counter[str]) -> str:
-    """Outcomes in words."""
+    """Outcomes as fractions, in one line."""
     return "  ".join(f"{name} {outcomes[name] / outcomes.total():.3f}" for name in (WIN, DRAW, LOSS, ILLEGAL))
 
 

@@ -1,6 +1,6 @@
-"""A few supervised steps before reinforcement learning, for models that start from random weights.
+"""Supervised steps before reinforcement learning, for models that start from random weights.
 
-The same update step as everywhere, with `sft_loss`: the policy learns to imitate given conversations.
+The policy learns to imitate given conversations, by the same update step as everywhere, with `sft_loss`.
 """
 
 import random
@@ -26,7 +26,7 @@ async def warm_start(
     batch_rows: int,
     learning_rate: float,
 ) -> None:
-    """Trains the policy for `steps` updates on batches drawn from `conversations`; of one with adapters the base.
+    """Trains the policy, or the base of one with adapters, for `steps` updates on batches drawn from `conversations`.
 
     The learning rate falls linearly to a tenth of its start. Draws and order depend on the run's seed alone.
     """

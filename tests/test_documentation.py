@@ -1,8 +1,9 @@
-"""Every command and every block of Python in the README and the guides runs as it stands there, shrunk.
+"""The pages are true: their links lead somewhere, the code and the tests that they name exist, and their commands and
+blocks of Python run, shrunk.
 
 A block of commands is one shell session, in a copy of the checkout with what its reader would have: the README's
-`my_agent.py` and `run.yml`, a data set, and a model under the names that stand for one. What a test adds to a command
-stands in `ADDED`, what comes before a block in `BEFORE`; `NOT_RUN` says of each command that is left out why.
+`my_agent.py` and `run.yml`, a data set, and a model under the names that stand for one. `ADDED` holds the options that
+a test adds to a command, `BEFORE` the commands that it runs first, and `NOT_RUN` the reason why a command is left out.
 """
 
 import os
@@ -14,14 +15,20 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.slow
+import jaxft
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
-DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
+]
+PAGES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
+DOCUMENTS = [name for name in PAGES if name != "CONTRIBUTING.md"]  # its commands are those of .ci/run
 
 NOT_RUN = {
     'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest': "the first step of .ci/run",
@@ -108,12 +115,61 @@ def all_scripts() -> dict[str, str]:
 SESSIONS = all_scripts()
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", (ROOT / page).read_text())
+    for path, section in links:
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if section else []
+        assert not section or section in [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_is_named_exists(page):
+    named = set(
+        re.findall(r"`((?:jaxft|tests|benchmarks|experiments|scripts|examples)/[\w./]*)", (ROOT / page).read_text())
+    )
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_the_walks_name_code_that_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = re.findall(r"`(jaxft/[\w/]+\.py)` · `(?:\w+\.)?(\w+)`", text)
+    assert len(steps) > 15
+    missing = [step for step in steps if not re.search(rf"(?:def|class) {step[1]}\b", (ROOT / step[0]).read_text())]
+    assert missing == []
+
+
+def test_the_page_of_names_lists_every_public_name_and_no_other():
+    """Its sections `jaxft.x` list the namespaces, all others `jaxft` itself."""
+    listed: dict[str, set[str]] = {}
+    for section in re.split(r"^## ", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE):
+        heading = re.match(r"`jaxft\.(\w+)`", section)
+        cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+        listed.setdefault(heading[1] if heading else "jaxft", set()).update(names)
+    spaces = {name for name in jaxft.__all__ if isinstance(getattr(jaxft, name), ModuleType)}
+    offered = {name: {each for each in vars(getattr(jaxft, name)) if not each.startswith("_")} for name in spaces}
+    assert listed == {"jaxft": set(jaxft.__all__) - spaces, **offered}
+
+
+def test_every_test_that_is_named_exists():
+    for page in PAGES:
+        path = None
+        for file, name in re.findall(r"`(tests/[\w/]+\.py|…)::(\w+)", (ROOT / page).read_text()):
+            path = path if file == "…" else file
+            assert path and re.search(rf"def {name}\(", (ROOT / path).read_text()), f"{page}: {path}::{name}"
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A tiny model of a shape that four devices can share."""
     import jax
-
-    import jaxft
 
     folder = tmp_path_factory.mktemp("models") / "model"
     config = replace(jaxft.model_preset("qwen3-50k"), num_heads=4, num_kv_heads=4)
@@ -200,15 +256,17 @@ def done(checkout):
         return {name: (folders[name], ended) for name, ended in zip(wanted, pool.map(run_one, wanted), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SESSIONS, *PROGRAMS])
 def test_what_is_written_runs(name, done):
     _, ended = done[name]
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
 
 
-def test_the_run_directory_holds_what_the_readme_lists(done):
+@pytest.mark.slow
+def test_the_run_directory_holds_what_is_listed(done):
     folder, _ = done["README.md, commands 1"]
-    tree = next(block for block in blocks("README.md", "") if block.startswith("runs/tic_tac_toe/"))
+    tree = next(block for block in blocks("docs/agents.md", "") if block.startswith("runs/tic_tac_toe/"))
     listed = [line.split()[0] for line in tree.splitlines()[1:] if not line.startswith("   ")]
     assert len(listed) > 8
     assert [name for name in listed if not (folder / "runs" / "tic_tac_toe" / name).exists()] == []

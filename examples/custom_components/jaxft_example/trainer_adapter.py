@@ -20,11 +20,11 @@ STATES = {
 
 
 class BackendConfig(jaxft.ConfigModel):
-    """The server."""
+    """Where the training server is, and how it trains."""
 
-    endpoint: str = Field(description="Where it is; memory:// makes one in this process.")
-    api_key: SecretStr = Field(description="What it knows us by.")
-    learning_rate: float = Field(default=0.5, gt=0.0, allow_inf_nan=False, description="Share of an error unlearned.")
+    endpoint: str = Field(description="Address of the server; memory:// makes one here.")
+    api_key: SecretStr = Field(description="Key that the server asks for.")
+    learning_rate: float = Field(default=0.5, gt=0.0, allow_inf_nan=False, description="Fraction of an error to learn.")
     batch_size: int = Field(default=16, ge=1, description="Trajectories between two reports of progress.")
 
     @field_validator("endpoint")
@@ -36,9 +36,9 @@ class BackendConfig(jaxft.ConfigModel):
 
 
 class MyTrainerAdapterConfig(jaxft.TrainerAdapterConfig, name="my_trainer_adapter"):
-    """Which server trains, and how careful to be."""
+    """Which server trains, and which trajectories it is sent."""
 
-    backend: BackendConfig = Field(description="The server.")
+    backend: BackendConfig = Field(description="The training server.")
     validate_trajectories: bool = Field(default=True, description="Refuse trajectories without question or answer.")
 
 

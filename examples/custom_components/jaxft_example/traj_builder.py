@@ -13,11 +13,11 @@ TOOLS = (jaxft.EpisodeItemRole.TOOL, jaxft.EpisodeItemRole.FUNCTION)
 
 
 class MyTrajectoryBuilderConfig(jaxft.TrajectoryBuilderConfig, name="my_traj_builder"):
-    """Which episodes become trajectories, and what of them."""
+    """Which episodes become trajectories, and which messages these hold."""
 
     num_generations: int = Field(default=4, ge=1, description="Episodes of each example.")
-    include_tool_calls: bool = Field(default=True, description="Whether a trajectory shows what tools said.")
-    min_episode_length: int = Field(default=2, ge=0, description="Messages; shorter episodes are left out.")
+    include_tool_calls: bool = Field(default=True, description="True if messages of tools are in a trajectory.")
+    min_episode_length: int = Field(default=2, ge=0, description="Fewest messages of an episode.")
 
 
 class MyTrajectoryBuilder(jaxft.TrajectoryBuilder):
