@@ -10,7 +10,7 @@ from jaxft.rollout.policy import Policy, PolicyLostError
 
 
 def embedding_sum(params):
-    return float(jnp.sum(params["ends"]["embedding"]))
+    return float(jnp.sum(params["embed"]))
 
 
 def double(params):
