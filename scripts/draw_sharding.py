@@ -16,7 +16,7 @@ from jaxft.core.sharding import AXES, ROW_AXES
 ARRAYS = (
     ("q, k, v, gate, up: kernel", "layers/self_attn/q_proj/kernel", ("hidden", "heads or width")),
     ("o, down: kernel", "layers/self_attn/o_proj/kernel", ("heads or width", "hidden")),
-    ("embedding, lm_head", "ends/embedding", ("vocabulary", "hidden")),
+    ("embedding, lm_head", "embed", ("vocabulary", "hidden")),
     ("norms, adapters", "layers/input_layernorm/scale", ("layers", "hidden")),
 )
 CUTS = (

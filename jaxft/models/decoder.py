@@ -153,17 +153,6 @@ class Block(nnx.Module):
         return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), cache
 
 
-class Ends(nnx.Module):
-    """The embedding, the final norm and the output projection: everything but the blocks."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # A row per token, as in transformers, so that a tied and an untied head are the same product.
-        self.lm_head = None if config.tie_word_embeddings else nnx.Param(jax.random.normal(rngs.params(), shape) * 0.02)
-
-
 def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
     """Return `bind(plain dict) -> module` for modules of this kind."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -187,9 +176,17 @@ def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -
         def init_block(key: Any) -> Params:
             return nnx.to_pure_dict(nnx.split(Block(config, nnx.Rngs(key), lora=lora))[1])
 
-        ends_key, layers_key = jax.random.split(key)
-        ends = nnx.to_pure_dict(nnx.split(Ends(config, nnx.Rngs(ends_key)))[1])
-        return {"ends": ends, "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers))}
+        outer_key, layers_key = jax.random.split(key)
+        rngs, shape = nnx.Rngs(outer_key), (config.vocab_size, config.hidden_size)
+        params = {
+            "embed": jax.random.normal(rngs.params(), shape) * 0.02,
+            "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers)),
+            "final_norm": {"scale": jnp.ones(config.hidden_size)},
+        }
+        if not config.tie_word_embeddings:
+            # A row per token, as in transformers, so that a tied and an untied head are the same product.
+            params["lm_head"] = jax.random.normal(rngs.params(), shape) * 0.02
+        return params
 
     if lora is None:
         return draw(key, None)
@@ -226,8 +223,9 @@ def decoder(
 ) -> Model:
     """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
 
-    Parameters are `{"ends": {...}, "layers": {...}}`; each array of `layers` has the layer on axis 0. `decode_layout`
-    replaces `layers` by `transposed_layers`, a list with a dict per layer, whose kernels are transposed.
+    Parameters are `{"embed": [V D], "layers": {...}, "final_norm": {...}}`, and `lm_head [V D]` unless it is tied to
+    the embedding; each array of `layers` has the layer on axis 0. `decode_layout` replaces `layers` by
+    `transposed_layers`, a list with a dict per layer, whose kernels are transposed.
     With `lora`, parameters are `{"base": ..., "adapter": ...}` as `jaxft.models.lora` says.
 
     Args:
@@ -246,7 +244,7 @@ def decoder(
 def _decoder(
     config: DecoderConfig, remat: Remat, compute_dtype: Any, lora: LoraSpec | None, sharding: Sharding | None
 ) -> Model:
-    bind_ends = binder(lambda rngs: Ends(config, rngs))
+    bind_norm = binder(lambda rngs: RMSNorm(config.hidden_size, config.rms_norm_eps))
     bind_block = binder(lambda rngs: Block(config, rngs, lora=lora))
     bind_transposed = binder(lambda rngs: Block(config, rngs, is_transposed=True))
     bind_adapted = binder(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
@@ -262,8 +260,8 @@ def _decoder(
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         params = put_beside(narrow(params))
-        ends = bind_ends(gather(params["ends"]))
-        x = by_rows(sharding, look_up(ends.embedding[...], by_rows(sharding, tokens)))  # [B T D]
+        outer = gather({name: params[name] for name in ("embed", "final_norm")})
+        x = by_rows(sharding, look_up(outer["embed"], by_rows(sharding, tokens)))  # [B T D]
         context = make_context(config, by_rows(sharding, positions), cache, segment_ids, sharding)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
@@ -277,7 +275,7 @@ def _decoder(
                 x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
             cache = by_cache(tuple(zip(*updated, strict=True)))
-        return ends.norm(x), cache
+        return bind_norm(outer["final_norm"])(x), cache
 
     def bind_layers(params: Params) -> list[Block]:
         if "transposed_layers" not in params:
@@ -287,8 +285,8 @@ def _decoder(
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         params = narrow(params.get(BASE, params))
-        name = "embedding" if config.tie_word_embeddings else "lm_head"
-        head = {name: params["ends"][name]}
+        name = "embed" if config.tie_word_embeddings else "lm_head"
+        head = {name: params[name]}
         if sharding is None:
             return _project_to_vocabulary(hidden, head[name])
         if "transposed_layers" in params:  # few rows: each device makes its share of the logits, and gets its own rows
@@ -315,7 +313,8 @@ def _decoder(
             lambda path, leaf: leaf.T if path_text(path).endswith("/kernel") else leaf,
             per_layer(params["layers"], config.num_layers),
         )
-        return narrow(gather({"ends": params["ends"], "transposed_layers": transposed}))
+        others = {name: leaf for name, leaf in params.items() if name != "layers"}
+        return narrow(gather({**others, "transposed_layers": transposed}))
 
     def narrow(params: Params) -> Params:
         if compute_dtype is None:
@@ -379,7 +378,7 @@ def make_context(
 
 
 DECODER_RULES: Rules = (
-    ("embedding", ("tensor", "fsdp")),  # [V D]
+    ("embed", ("tensor", "fsdp")),  # [V D]
     ("lm_head", ("tensor", "fsdp")),  # [V D]
     ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
     ("transposed_layers/*/gate_proj/kernel", ("tensor", "fsdp")),
@@ -431,7 +430,7 @@ def rules_table() -> str:
     """The sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
 
     >>> print(rules_table().splitlines()[1])
-    embedding                                tensor     fsdp
+    embed                                    tensor     fsdp
     """
     by_rules: dict[Rules, list[str]] = {}
     for family, rules in RULES.items():

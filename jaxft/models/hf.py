@@ -51,7 +51,7 @@ def _linear(module: str) -> tuple[Tensor, Tensor]:
 
 
 TENSORS: tuple[Tensor, ...] = (
-    Tensor("ends/embedding", "model.embed_tokens.weight"),
+    Tensor("embed", "model.embed_tokens.weight"),
     Tensor("layers/input_layernorm/scale", "model.layers.*.input_layernorm.weight"),
     *_linear("self_attn.q_proj"),
     *_linear("self_attn.k_proj"),
@@ -63,8 +63,8 @@ TENSORS: tuple[Tensor, ...] = (
     *_linear("mlp.gate_proj"),
     *_linear("mlp.up_proj"),
     *_linear("mlp.down_proj"),
-    Tensor("ends/norm/scale", "model.norm.weight"),
-    Tensor("ends/lm_head", "lm_head.weight"),
+    Tensor("final_norm/scale", "model.norm.weight"),
+    Tensor("lm_head", "lm_head.weight"),
 )
 """All parameters that a decoder can have, in the order of the exported files."""
 
@@ -138,7 +138,7 @@ def _check_stored(folder: Path, stored: dict[str, StoredTensor], shapes: dict[Te
         for name in _names(tensor, shape):
             found = extra.pop(name, None)
             if found is None:
-                hint = "; is tie_word_embeddings missing in config.json?" if tensor.path == "ends/lm_head" else ""
+                hint = "; is tie_word_embeddings missing in config.json?" if tensor.path == "lm_head" else ""
                 raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}{hint}")
             if found.dtype not in DTYPES:
                 raise ModelFileError(

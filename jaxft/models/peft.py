@@ -181,7 +181,11 @@ def load_adapter(
 def base_fingerprint(base: Params) -> str:
     """A SHA-256 of the first rows of every parameter, cast to bfloat16: equal for a base in any dtype."""
     digest = hashlib.sha256()
-    for path, leaf in sorted(flatten_dict(base, sep="/").items()):
+    flat = flatten_dict(base, sep="/")
+    # The order of the first version, which the fingerprints of saved adapters follow.
+    first = [path for path in ("embed", "lm_head", "final_norm/scale") if path in flat]
+    for path in first + sorted(flat.keys() - first):
+        leaf = flat[path]
         rows = leaf[:, :FINGERPRINT_ROWS] if path.startswith("layers/") else leaf[:FINGERPRINT_ROWS]
         digest.update(np.asarray(jnp.asarray(rows, jnp.bfloat16)).tobytes())
     return digest.hexdigest()

@@ -128,8 +128,12 @@ class Checkpoints:
         Raises:
             RestoreError: names, shapes or dtypes are not the same.
         """
-        differences = _differences(checkpoint.state["layout"], layout(like))
-        if differences:
+        saved, old = checkpoint.state["layout"], _with_old_names(like)
+        differences = _differences(saved, layout(like))
+        has_old_names = bool(differences) and not _differences(saved, layout(old))
+        if has_old_names:
+            like = old
+        elif differences:
             listed = "\n  ".join(differences[:20])
             raise RestoreError(
                 f"checkpoint {checkpoint.step} does not fit this run ({len(differences)} differences): continue it "
@@ -140,7 +144,8 @@ class Checkpoints:
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         jax.tree.map(lambda x: x.delete(), like)
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(target))
-        return self._manager.restore(checkpoint.step, args=args).arrays
+        restored = self._manager.restore(checkpoint.step, args=args).arrays
+        return _with_new_names(restored) if has_old_names else restored
 
     def save(
         self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
@@ -267,6 +272,36 @@ def layout(arrays: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in leaves
     }
+
+
+def _with_old_names(tree: Any) -> Any:
+    """The tree with the `embed`, `final_norm` and `lm_head` of decoders under `ends`, as in the first checkpoints."""
+
+    def is_new(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() >= {"embed", "final_norm", "layers"}
+
+    def rename(node: Any) -> Any:
+        if not is_new(node):
+            return node
+        head = {"lm_head": node["lm_head"]} if "lm_head" in node else {}
+        return {"ends": {"embedding": node["embed"], "norm": node["final_norm"], **head}, "layers": node["layers"]}
+
+    return jax.tree.map(rename, tree, is_leaf=is_new)
+
+
+def _with_new_names(tree: Any) -> Any:
+    """The inverse of `_with_old_names`."""
+
+    def is_old(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() == {"ends", "layers"}
+
+    def rename(node: Any) -> Any:
+        if not is_old(node):
+            return node
+        ends = dict(node["ends"])
+        return {"embed": ends.pop("embedding"), "final_norm": ends.pop("norm"), "layers": node["layers"], **ends}
+
+    return jax.tree.map(rename, tree, is_leaf=is_old)
 
 
 def _differences(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:

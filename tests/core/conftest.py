@@ -46,6 +46,6 @@ def tiny():
     """A decoder and its weights, with logits that have a standard deviation of about 1."""
     model = decoder(model_preset("qwen3-50k", vocab_size=VOCABULARY))
     params = jax.jit(model.init)(jax.random.key(0))
-    embedding = params["ends"]["embedding"]
-    params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
+    embedding = params["embed"]
+    params["embed"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
     return model, params

@@ -30,8 +30,8 @@ FEW_IDS = replace(SMALL, vocab_size=48)
 def peaked(name="qwen3-50k"):
     """Random weights whose logits have a standard deviation of about 1, where fresh ones have 0.1."""
     model, params = init_model(name, jax.random.key(0))
-    embedding = params["ends"]["embedding"]
-    params["ends"]["embedding"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
+    embedding = params["embed"]
+    params["embed"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
     return model, params
 
 
@@ -140,7 +140,7 @@ def test_sampler_and_trainer_agree_on_the_padding_id_and_within_a_window():
     # With so few ids, 0, which also pads, is certain to be sampled, and stopping is common.
     model = decoder(replace(SMALL, vocab_size=20, sliding_window=6))
     params = peaked()[1]
-    params = {**params, "ends": {**params["ends"], "embedding": params["ends"]["embedding"][:20]}}
+    params = {**params, "embed": params["embed"][:20]}
     rollout = assert_sampler_agrees(model, params, 1.3)
     mask = np.asarray(rollout.completion_mask)
     assert (np.asarray(rollout.tokens)[mask] == 0).any()
@@ -226,11 +226,11 @@ def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
     def gradients(model, params):
         return jax.grad(lambda params: token_logprobs(model, params, tokens, chunk_tokens=16).logprobs.mean())(params)
 
-    expected = gradients(model, wide)["ends"]
+    expected = gradients(model, wide)
     computing = decoder(model.config, compute_dtype=jnp.bfloat16)
     for computed, given in [(model, narrow)] if is_tied else [(model, narrow), (computing, wide)]:
-        found = gradients(computed, given)["ends"]
-        for name in ("embedding",) if is_tied else ("embedding", "lm_head"):
+        found = gradients(computed, given)
+        for name in ("embed",) if is_tied else ("embed", "lm_head"):
             rows = np.asarray(expected[name])
             errors = np.linalg.norm(np.asarray(found[name], np.float32) - rows, axis=1) / np.linalg.norm(rows, axis=1)
             assert errors.max() < 0.02, name
@@ -366,10 +366,10 @@ def test_heads_that_do_not_divide():
 
 def test_a_dimension_that_does_not_divide_is_whole_and_said_once():
     uneven = replace(CONFIG, vocab_size=262)
-    with pytest.warns(UserWarning, match="ends/embedding: dimension 0 of 262 .* the 4 devices of mesh axis 'tensor'"):
+    with pytest.warns(UserWarning, match="embed: dimension 0 of 262 .* the 4 devices of mesh axis 'tensor'"):
         sharding = sharding_for(uneven, mesh(tensor=4))
-    assert tuple(sharding.spec("ends/embedding", (262, 32))) == (None, "fsdp")
-    with pytest.raises(ValueError, match="ends/embedding: dimension 0 of 262"):
+    assert tuple(sharding.spec("embed", (262, 32))) == (None, "fsdp")
+    with pytest.raises(ValueError, match="embed: dimension 0 of 262"):
         sharding_for(uneven, mesh(tensor=4), strict=True)
 
 

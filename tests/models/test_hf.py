@@ -128,7 +128,7 @@ def test_equal_keys_initialise_equal_bits():
     assert model is again
     assert_same_bits(params, others)
     _, different = init_model(BIASED, jax.random.key(4))
-    assert not np.array_equal(params["ends"]["embedding"], different["ends"]["embedding"])
+    assert not np.array_equal(params["embed"], different["embed"])
     narrow = jax.eval_shape(lambda key: init_model(BIASED, key, dtype=jnp.bfloat16)[1], jax.random.key(3))
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -364,11 +364,11 @@ def test_a_failed_save_leaves_nothing(tmp_path):
 
 def test_parameters_of_another_model_are_refused(tmp_path):
     model, params = load_model(DATA / "llama")
-    with pytest.raises(ModelFileError, match=r"params lack \['ends/lm_head'\] and hold \['ends/lora'\]"):
-        ends = {key: value for key, value in params["ends"].items() if key != "lm_head"}
-        save_model(tmp_path / "m", model, {**params, "ends": {**ends, "lora": jnp.ones(2)}})
+    with pytest.raises(ModelFileError, match=r"params lack \['lm_head'\] and hold \['lora'\]"):
+        headless = {key: value for key, value in params.items() if key != "lm_head"}
+        save_model(tmp_path / "m", model, {**headless, "lora": jnp.ones(2)})
     other = decoder(replace(model.config, vocab_size=130))
-    with pytest.raises(ModelFileError, match=r"params: ends/\w+ has shape \(128, 32\); .* asks for \(130, 32\)"):
+    with pytest.raises(ModelFileError, match=r"params: \w+ has shape \(128, 32\); .* asks for \(130, 32\)"):
         save_model(tmp_path / "m", other, params)
     with pytest.raises(ModelFileError, match=r"params: .* has dtype int32; wanted a floating-point one"):
         save_model(tmp_path / "m", model, jax.tree.map(lambda leaf: leaf.astype(jnp.int32), params))

@@ -11,7 +11,7 @@ from jaxft.rollout.policy import Policy
 
 
 def embedding_sum(params):
-    return float(jnp.sum(params["ends"]["embedding"]))
+    return float(jnp.sum(params["embed"]))
 
 
 def double(params):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxft.errors import CheckpointError, RestoreError, RunDirectoryError
@@ -367,3 +368,27 @@ def test_so_does_a_small_one(tmp_path):
             pytest.skip("no tmpfs can be mounted here")
         shown = fill(tmp_path / "disk" / "run", "disk")
     assert re.search(r"/run/checkpoints/2' cannot be written: No space left on device; \d+ bytes are free", shown)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_decoder_saved_under_the_first_names_is_restored(directory, has_head):
+    """Parameters, and the moments of the optimiser, which are trees of the same names."""
+
+    def state(rename, shift):
+        embed, scale, kernel, head = (np.full((3, 2), shift + i, np.float32) for i in range(4))
+        params = {"embed": embed, "final_norm": {"scale": scale}, "layers": {"kernel": kernel}}
+        params |= {"lm_head": head} if has_head else {}
+        if rename:
+            ends = {"embedding": embed, "norm": {"scale": scale}} | ({"lm_head": head} if has_head else {})
+            params = {"ends": ends, "layers": {"kernel": kernel}}
+        params = jax.tree.map(jnp.asarray, params)
+        moments = optax.adam(1.0).init(params)
+        return {"params": params, "opt_state": (moments[0]._replace(mu=params, nu=params), moments[1])}
+
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {}, state(True, 1.0))
+    checkpoints.wait()
+    newest = checkpoints.newest(print)
+    restored = checkpoints.arrays(newest, state(False, 0.0))
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, state(False, 1.0))

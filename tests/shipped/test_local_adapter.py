@@ -283,7 +283,7 @@ def test_the_reference_may_be_another_checkpoint_of_the_same_model(policy, tmp_p
     (tmp_path / "same" / "generation_config.json").write_text('{"top_p": 0.5}')  # of another checkpoint, and no matter
     loss = {"beta": 0.1, "reference": {"path": str(tmp_path / "same")}}
     loaded = make_adapter(policy, loss=loss).learner.ref_params
-    assert bool((loaded["ends"]["embedding"] == params["ends"]["embedding"]).all())
+    assert bool((loaded["embed"] == params["embed"]).all())
     other, params = init_model(model_preset("qwen3-50k", vocab_size=300), jax.random.key(7))
     save_model(tmp_path / "other", other, params)
     with pytest.raises(ComponentError, match=r"loss\.reference\.path: .*other holds .*vocab_size=300"):
