@@ -150,7 +150,6 @@ from .models.hf import (
 )
 from .models.load import (
     base_model as base_model,
-    init_adapter as init_adapter,
     init_model as init_model,
     load_merged as load_merged,
     load_model as load_model,

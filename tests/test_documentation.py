@@ -154,7 +154,14 @@ def test_the_page_of_names_lists_every_public_name_and_no_other():
         names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
         listed.setdefault(heading[1] if heading else "jaxft", set()).update(names)
     spaces = {name for name in jaxft.__all__ if isinstance(getattr(jaxft, name), ModuleType)}
-    offered = {name: {each for each in vars(getattr(jaxft, name)) if not each.startswith("_")} for name in spaces}
+    offered = {
+        space: {
+            name
+            for name, value in vars(getattr(jaxft, space)).items()
+            if not (name.startswith("_") or isinstance(value, ModuleType))
+        }
+        for space in spaces
+    }
     assert listed == {"jaxft": set(jaxft.__all__) - spaces, **offered}
 
 

@@ -181,18 +181,25 @@ def config_of(run: FinetuneRunConfig) -> Config:
 
 @contextlib.contextmanager
 def _logging_to(console: Console, level: str) -> Iterator[None]:
-    """Show log records on a console: those of the user's modules and jaxft from `level` on, others from warning on."""
+    """Show log records on a console: those of the user's modules and jaxft from `level` on, others from warning on.
+
+    Handlers that the root logger has already, as some libraries give it one, take the records that they took before.
+    """
     root, handler = logging.getLogger(), LogHandler(console)
     handler.setLevel(level.upper())
     handler.addFilter(_is_shown)
-    before = root.level
+    before, earlier = root.level, [(each, each.level) for each in root.handlers]
+    for each, its_level in earlier:
+        each.setLevel(max(its_level, before))
     root.addHandler(handler)
-    root.setLevel(level.upper())
+    root.setLevel(min(before, handler.level))
     try:
         yield
     finally:
         root.removeHandler(handler)
         root.setLevel(before)
+        for each, its_level in earlier:
+            each.setLevel(its_level)
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

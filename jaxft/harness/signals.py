@@ -120,7 +120,7 @@ class Shutdown:
     def message(self) -> str:
         """The signal in words, and the command to resume."""
         assert self.signal is not None
-        command = "" if self.resume_command is None else f"; go on with:\n  {self.resume_command}"
+        command = "" if self.resume_command is None else f"; continue with:\n  {self.resume_command}"
         return f"{WORDS[self.signal]}{command}"
 
 

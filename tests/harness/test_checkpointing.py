@@ -165,7 +165,7 @@ def test_a_signal_saves_and_says_how_to_go_on(run_file, capsys, number):
     shown = stopped(run_file, capsys, number=number, checkpoints={"every": 100}).err
     assert f"jaxft: {number.name}: stopping; a second signal ends at once" in shown
     word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
-    assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; go on with:\n  jaxft resume run\n")
+    assert shown.endswith(f"jaxft: saved as checkpoint 2\njaxft: {word}; continue with:\n  jaxft resume run\n")
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     assert "checkpoint 2" in capsys.readouterr().out
     assert epochs_logged() == [0, 1, 2, 3]
@@ -412,7 +412,7 @@ def test_a_second_training_of_one_session_goes_on_from_the_first(run_file, tmp_p
 def test_a_signal_in_the_middle_of_a_save_saves_once(run_file, capsys):
     command = [*run_file(checkpoints={"every": 1}), "--set", "trainer_adapters.local.save_seconds=0.5"]
     assert main([*command, "--set", "trainer_adapters.local.signal_in_save=2"]) == 143
-    assert "saved as checkpoint 2\njaxft: terminated; go on with:\n  jaxft resume run\n" in capsys.readouterr().err
+    assert "saved as checkpoint 2\njaxft: terminated; continue with:\n  jaxft resume run\n" in capsys.readouterr().err
     options = ["--set", "trainer_adapters.local.signal_in_save=null"]
     assert main(["resume", "run", *options]) == 0
     assert epochs_logged() == [0, 1, 2, 3]
@@ -480,7 +480,7 @@ def test_the_configuration_of_a_resumed_run_keeps_its_bytes(run_file, capsys):
 
 def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_path, capsys):
     assert main(["resume", "nowhere"]) == 2
-    assert "nowhere: holds no run to go on with: it has no config.yml" in capsys.readouterr().err
+    assert "nowhere: holds no run to continue: it has no config.yml" in capsys.readouterr().err
     assert main([*run_file(), "--resume"]) == 2
     assert "no run to continue in 'run'" in capsys.readouterr().err
 
@@ -492,7 +492,7 @@ def test_folders_without_a_run_and_runs_of_scripts_are_told_apart(run_file, tmp_
     assert run_script(script, run_arguments("A script.", tmp_path / "run.yml"), []) == 0
     assert main(["resume", "run"]) == 2
     shown = capsys.readouterr().err
-    assert "a script made this run, which does more than training: go on with:\n  python " in shown
+    assert "a script made this run" in shown and "\n  python " in shown
     assert "--resume" in shown
 
 
@@ -510,7 +510,7 @@ def test_notes_come_back(run_file, tmp_path, capsys):
 
     parser = run_arguments("A script.", tmp_path / "run.yml")
     assert run_script(script, parser, ["--set", "trainers.loop.stop_in=1"]) == 143
-    assert "go on with:\n  python" in capsys.readouterr().err
+    assert "continue with:\n  python" in capsys.readouterr().err
     assert run_script(script, parser, ["--resume"]) == 0
     assert seen == [False, {"before": {"wins": 3}}, True, {"before": {"wins": 3}}]
 
@@ -623,10 +623,7 @@ def test_secrets_that_a_run_did_not_keep_are_asked_for(run_file, toy_run, capsys
     toy_run["llms"]["policy"]["api_key"] = "sk-0123456789"
     stopped(run_file, capsys)
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 2
-    assert (
-        "llms.policy.api_key: holds a secret, which a run does not keep: give it, as with --set"
-        in capsys.readouterr().err
-    )
+    assert "llms.policy.api_key: holds a secret" in capsys.readouterr().err
     options = ["--set", "llms.policy.api_key=sk-0123456789", "--set", "trainers.loop.stop_in=null"]
     assert main(["resume", "run", *options]) == 0
     assert "sk-0123456789" not in "".join(p.read_text() for p in Path("run").glob("*.json*"))

@@ -194,7 +194,8 @@ def test_a_forked_worker_that_is_terminated_is_no_signal_for_the_run():
             os.kill(survivor, signal.SIGKILL)
         sys.exit(code)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    # Python 3.12 and later warn of any fork beside threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "-15\n", "")
 

@@ -13,7 +13,8 @@ import jaxft
 from jaxft.core.partition import combine
 from jaxft.errors import ComponentError, RestoreError
 from jaxft.harness.data_models import TrainingStatusEnum
-from jaxft.models.lora import base_model, merge_lora
+from jaxft.models.load import base_model
+from jaxft.models.lora import merge_lora
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
