@@ -11,8 +11,6 @@ import numpy as np
 import optax
 
 import jaxft
-from jaxft.core.update import TrainState
-from jaxft.models.lora import base_model
 
 PRINT_EVERY = 50
 
@@ -39,7 +37,7 @@ async def warm_start(
 
     optimizer = optax.adam(optax.linear_schedule(learning_rate, learning_rate / 10, steps), b2=0.95)
     has_adapters = policy.model.lora is not None
-    model = base_model(policy.model) if has_adapters else policy.model
+    model = jaxft.base_model(policy.model) if has_adapters else policy.model
     update = jaxft.make_update(model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
     draw = random.Random(session.config.finetuning.seed)
 
@@ -49,7 +47,7 @@ async def warm_start(
     opt_state, step = await policy.read(begin)
 
     def train(params: dict, count: int) -> tuple[dict, tuple[optax.OptState, jnp.ndarray, float]]:
-        state = TrainState(params["base"] if has_adapters else params, opt_state, step)
+        state = jaxft.TrainState(params["base"] if has_adapters else params, opt_state, step)
         for _ in range(count):
             chosen = draw.sample(range(len(rows)), batch_rows)
             state, metrics = update(state, jaxft.Batch(jnp.asarray(tokens[chosen]), jnp.asarray(mask[chosen])))
