@@ -11,8 +11,8 @@ from jaxtyping import install_import_hook
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Two thirds of the time of a cold suite would be XLA's: it leaves out the passes of LLVM and, where it can, the emitters
-# of fused loops. What users get is compiled by the experiments and the kills of `.ci/run`, and by `.ci/more optimized`;
+# Two thirds of the time of a cold suite would be XLA's, which here leaves out the passes of LLVM and, where it can, the
+# emitters of fused loops. The experiments and the kills of `.ci/run`, and `.ci/more optimized`, compile what users get.
 # `XLA_FLAGS= pytest -m gpu -n 0` is for an accelerator.
 FLAGS = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 has no other emitters, and ends at a flag that it does not know

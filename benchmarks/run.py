@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 
 from cases import compilation, decode, epoch, harness, logprobs, memory, prefill, rollout, update
-from jaxft.harness.devices import use_compile_cache
+from jaxft.harness.runtime import use_compile_cache
 from jaxft.models.config import PRESETS
 from jaxft.runs.environment import environment
 from machine import measure_rates, this_machine

@@ -19,8 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxft
 from cases.update import OPTIMIZER, grpo_update, microbatch_rows
 from jaxft.rollout.requests import Completion, Request
-from jaxft.training.advantages import CollectedRewards
-from jaxft.training.batch import Row
+from jaxft.training.batch import CollectedRewards, Row
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner
 from records import Check, Measured

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -31,12 +32,23 @@ from jaxft.errors import JaxftError, Stopped
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
-from jaxft.harness.devices import order_cpu_devices, use_compile_cache
 from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
+
+DIVIDED = "xla_force_host_platform_device_count"
+"""The XLA flag that divides a CPU into several devices, to try a mesh on."""
+
+THREADS = "32"
+"""Size of XLA's thread pools for a divided CPU, unless `NPROC` sets it; the default is no more than the devices."""
+
+CACHE_SETTINGS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+}
+"""Small programs are cached, too: a run compiles many."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -288,3 +300,36 @@ def _endpoint(text: str) -> str:
         "an agent behind an endpoint cannot be trained: episodes must run where their tokens are recorded, in this "
         "process; make the agent the `workflow` of the configuration"
     )
+
+
+def order_cpu_devices() -> None:
+    """Keep collectives on a divided CPU from blocking each other; do nothing where `XLA_FLAGS` divides no CPU.
+
+    In a collective every device holds a thread of the CPU until all have arrived. With too few threads, or with two
+    programs at once, all of them may wait until XLA ends the process. So XLA gets more threads and runs one program
+    after the other. Call this before jax counts its devices.
+    """
+    if DIVIDED in os.environ.get("XLA_FLAGS", ""):
+        os.environ.setdefault("NPROC", THREADS)
+
+        import jax  # here: jax reads this option from no environment variable, and others need no jax this early
+
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def compile_cache_folder() -> Path:
+    """`jaxft/xla` in the user's cache folder: `XDG_CACHE_HOME`, or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxft" / "xla"
+
+
+def use_compile_cache() -> None:
+    """Turn on jax's cache of compiled programs for this process and its children, except for what the user has set.
+
+    `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, `JAX_ENABLE_COMPILATION_CACHE=0` turns it off.
+    """
+    settings: dict[str, str | int] = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache_folder()), **CACHE_SETTINGS}
+    for name, value in settings.items():
+        if name not in os.environ:
+            os.environ[name] = str(value)
+            if "jax" in sys.modules:  # jax reads its environment variables when it is imported
+                sys.modules["jax"].config.update(name.lower(), value)

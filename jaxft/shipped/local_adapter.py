@@ -4,14 +4,17 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 """
 
 import asyncio
+import contextlib
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
@@ -26,13 +29,21 @@ from jaxft.harness.data_models import (
 from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.device import first_line, is_out_of_memory
+from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
-from jaxft.shipped.memory import memory_advice, memory_errors
-from jaxft.training.advantages import CollectedRewards, collect_rewards, with_usable_rewards
 from jaxft.training.bad_batches import BadBatches, BadUpdate
+from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
-from jaxft.training.rows import Gathered, gather_examples, gather_pairs, gather_rows
+from jaxft.training.rows import (
+    Gathered,
+    collect_rewards,
+    gather_examples,
+    gather_pairs,
+    gather_rows,
+    with_usable_rewards,
+)
 
 BACKEND = "local"
 
@@ -415,6 +426,68 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
     if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
         raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
     return params
+
+
+def memory_advice(config: LocalTrainerAdapterConfig, engine: Engine, memory: dict[str, float]) -> str | None:
+    """Return what to change if a device has less than all of `memory`; None if it fits, or if nobody knows.
+
+    Args:
+        config: of the adapter.
+        engine: of its policy.
+        memory: MiB of each device by purpose, as `LocalTrainerAdapter.memory` returns them.
+    """
+    has, needs = device_mebibytes(), sum(memory.values())
+    if has is None or needs <= has:
+        return None
+    largest = max(memory, key=lambda purpose: memory[purpose])
+    return (
+        f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
+        f"{remedy(config, engine, largest)}"
+    )
+
+
+def device_mebibytes() -> float | None:
+    """Return the memory of one device: an accelerator's, or the machine's divided by its number of CPU devices."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return None if limit is None else limit / 2**20
+
+
+@contextlib.contextmanager
+def memory_errors(config: LocalTrainerAdapterConfig, engine: Engine) -> Iterator[None]:
+    """Turn an out-of-memory error of the device into a `DeviceMemoryError` that says what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            f"the device has too little memory for the job: {remedy(config, engine)}; it said: {first_line(error)}"
+        ) from error
+
+
+def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | None = None) -> str:
+    """Return which settings to lower, with their present values.
+
+    Args:
+        config: of the adapter.
+        engine: of its policy.
+        purpose: what takes most of the memory, as `LocalTrainerAdapter.memory` names it; None if that is not known.
+    """
+    microbatch = f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens})"
+    llm = f"llms.{config.llm}"
+    if purpose is None:
+        return f"{microbatch}, or {llm}.{engine.sizes}"
+    if purpose == "update":
+        return f"{microbatch}, or set {llm}.remat to full"
+    if purpose == "sampling":
+        return f"lower {llm}.{engine.sizes}"
+    return (
+        f"train adapters ({llm}.lora), divide the model over more devices ({llm}.mesh, fsdp or tensor), or keep its "
+        "parameters in bfloat16 (dtype)"
+    )
 
 
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:

@@ -5,15 +5,25 @@ Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
 
 import itertools
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxft.core.advantages import (
+    estimate_advantages,
+    gae,
+    normalize_then_sum,
+    outcome_rewards,
+    reward_to_go,
+    step_advantages,
+    whiten,
+)
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
-from jaxft.core.types import Batch
+from jaxft.core.types import Batch, Scored
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import LossConfig
 
@@ -30,11 +40,33 @@ Shapes = tuple[tuple[int, int], ...]
 """Rows and width of each microbatch."""
 
 
+Scorer = Callable[[Batch], Scored]
+"""Scores the tokens of a microbatch."""
+
+
 class Row(NamedTuple):
     """A token sequence to train on, and the number of its trajectory in the job."""
 
     sequence: TokenSequence
     trajectory: int
+
+
+class CollectedRewards(NamedTuple):
+    """Rewards of the trajectories of a job, one row of each array per trajectory; NaN where one is not scorable.
+
+    Attributes:
+        rewards: one per trajectory, the penalty for length taken off.
+        group_ids: the group of each trajectory.
+        named_rewards: a column per entry of `reward_weights`, when those are normalised one by one.
+        step_rewards: a column per turn, NaN behind the last one, when there are shaped rewards.
+        metrics: the mean penalty for length.
+    """
+
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    named_rewards: np.ndarray | None
+    step_rewards: np.ndarray | None
+    metrics: dict[str, float]
 
 
 class TrainingBatch(NamedTuple):
@@ -69,6 +101,18 @@ class TrainingBatch(NamedTuple):
             _cut(self.batch, slice(end - rows, end), width)
             for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True)
         ]
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of trained tokens, of sequences and trajectories with some, of pairs, and of updates (1)."""
+        mask = np.asarray(self.batch.completion_mask)[self.tokens]
+        tokens = np.bincount(self.places[0][mask], minlength=len(self.trajectories))
+        return {
+            "tokens": int(tokens.sum()),
+            "sequences": int((tokens > 0).sum()),
+            "trajectories": len(np.unique(self.trajectories[tokens > 0])),
+            "pairs": len(tokens) // 2,
+            "updates": 1,
+        }
 
 
 def _cut(batch: Batch, rows: slice, width: int) -> Batch:
@@ -182,6 +226,56 @@ def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
     )
 
 
+def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, reference: Scorer | None) -> TrainingBatch:
+    """The job with the tables `old_logprobs`, `old_values` and `ref_logprobs` that advantages and loss read.
+
+    Args:
+        job: as `make_batch` gives it.
+        loss: decides what stands behind an episode that was cut.
+        policy: scores a microbatch before the first update; None where nothing reads its scores.
+        reference: likewise, with the policy that the KL is measured from.
+    """
+    batch, behind = job.batch, None
+    if policy is not None:
+        old = _scores(job, policy)
+        batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
+        if old.next_values is not None:
+            rows, starts, lengths = job.packing[:3]
+            at_end = old.next_values[rows, starts + lengths - 1]
+            behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
+    if reference is not None:
+        batch = batch._replace(ref_logprobs=_scores(job, reference).logprobs)
+    return job._replace(batch=batch, bootstrap_values=behind)
+
+
+def _scores(job: TrainingBatch, score: Scorer) -> Scored:
+    """Scores `[B T]` of all tokens of the job, 0 in padding."""
+    scored = [score(microbatch) for microbatch in job.microbatches()]
+
+    def joined(*tables: np.ndarray) -> np.ndarray:
+        wide = [np.pad(table, ((0, 0), (0, job.packing.width - table.shape[1]))) for table in tables]
+        scores = np.zeros(job.turns.shape, np.float32)
+        scores[job.tokens] = np.concatenate(wide)[job.tokens]
+        return scores
+
+    return jax.tree.map(joined, *jax.device_get(scored))
+
+
+def divide(
+    job: TrainingBatch, planner: BatchPlanner, num_minibatches: int, num_iterations: int, seed: str
+) -> list[TrainingBatch]:
+    """The minibatch of each update: whole trajectories, shuffled anew in each iteration."""
+    if num_minibatches == 1:
+        return [job] * num_iterations
+    minibatches = []
+    for iteration in range(num_iterations):
+        order = np.unique(job.trajectories).tolist()
+        random.Random(f"{seed} {iteration}").shuffle(order)
+        for members in np.array_split(np.array(order), min(num_minibatches, len(order))):
+            minibatches.append(select_sequences(job, np.flatnonzero(np.isin(job.trajectories, members)), planner))
+    return minibatches
+
+
 def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlanner) -> TrainingBatch:
     """The tables of some sequences of a job, laid out anew as they alone need; the job itself if they are all of it.
 
@@ -207,6 +301,110 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         batch = batch._replace(segment_ids=ids)
     turns = moved(job.turns, fill=-1)
     return TrainingBatch(batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen])
+
+
+def compute_advantages(
+    job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The job with the tables `advantages`, for ppo `returns`, and for losses that are averaged over trajectories
+    `trajectory_tokens`; and the metrics of the KL in the reward.
+
+    It computes in float64, and sums over tokens in the order of the sequences, so that layouts do not change a bit.
+
+    Args:
+        job: with `old_logprobs` and `ref_logprobs` for a KL in the reward; with `old_values` and `bootstrap_values` for
+            ppo.
+        credit: the rewards of the job's trajectories.
+        loss: decides the estimator and what else enters a reward.
+    """
+    trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
+    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    k1 = np.zeros(len(mask))
+    if loss.kl_weight and loss.kl == "k1_in_reward":
+        scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
+        old, ref = (np.asarray(table, np.float64)[job.tokens] for table in scores)
+        k1 = np.where(mask, old - ref, 0.0)
+        trained = k1[mask]
+        metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
+    computed: dict[str, np.ndarray] = {}
+    if loss.estimator in ("gae", "reinforce_pp"):
+        computed = _advantages_per_token(job, credit, mask, k1, loss)
+    elif credit.step_rewards is not None:
+        computed["advantages"] = _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
+    else:
+        computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
+    if loss.averaged_over == "trajectories":
+        computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
+    tables: dict[str, Any] = {}
+    for name, values in computed.items():
+        tables[name] = np.zeros(job.turns.shape, np.float32)
+        tables[name][job.tokens] = values
+    return job._replace(batch=job.batch._replace(**tables)), metrics
+
+
+def _advantages_per_step(
+    job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
+    turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
+    has_turn, steps = turns >= 0, step_rewards.copy()
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
+    return np.where(has_turn, per_step[trajectories, turns], 0.0)
+
+
+def _advantages_per_trajectory(
+    job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
+    if credit.named_rewards is not None and loss.reward_weights is not None:
+        weights = list(loss.reward_weights.values())
+        return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
+    divergence = np.zeros(len(credit.rewards))
+    np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
+    rewards = credit.rewards - loss.kl_weight * divergence
+    return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
+
+
+def _advantages_per_token(
+    job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> dict[str, np.ndarray]:
+    """Whitened advantages, and the returns of GAE, of every token; computed in tables of one sequence a row."""
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
+        table[job.places] = values
+        return table
+
+    trained = rows(mask)
+    if credit.step_rewards is None:
+        rewards = np.asarray(outcome_rewards(credit.rewards[job.trajectories], trained))
+    else:
+        turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
+        rewards = rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
+    rewards, found = rewards - loss.kl_weight * rows(k1), {}
+    if loss.estimator == "reinforce_pp":
+        advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
+    else:
+        values, behind = rows(np.asarray(job.batch.old_values)[job.tokens]), job.bootstrap_values
+        advantages, returns = gae(
+            rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
+        )
+        found["returns"] = np.asarray(returns)[job.places]
+    return {"advantages": np.asarray(whiten(advantages, trained))[job.places], **found}
+
+
+def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:
+    """The values of each sequence."""
+    return np.split(values, np.cumsum(job.packing.lengths)[:-1])
+
+
+def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The reward of each turn on its last token; that of a turn in another row on the turn before it, which helped."""
+    own, rewards = np.unique(turns[turns >= 0]), np.zeros(len(turns))
+    for turn in np.flatnonzero(~np.isnan(steps)):
+        before = own[own <= turn]
+        if before.size:
+            rewards[np.flatnonzero(turns == before[-1])[-1]] += steps[turn]
+    return rewards
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:

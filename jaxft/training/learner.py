@@ -1,33 +1,33 @@
 """A job of learning: scores, advantages, updates. The `Learner` keeps what lives on from job to job."""
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.sharding import device_bytes, devices_of
-from jaxft.core.types import Batch, Model, Params, Scored
+from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import can_use_flash
 from jaxft.models.config import DecoderConfig
-from jaxft.training.advantages import CollectedRewards, compute_advantages
 from jaxft.training.bad_batches import BadUpdate
 from jaxft.training.batch import (
     RECORDED,
     BatchPlanner,
+    CollectedRewards,
     Row,
-    TrainingBatch,
+    Scorer,
+    compute_advantages,
+    divide,
     empty_batch,
     make_batch,
     padded_width,
-    select_sequences,
+    with_scores,
 )
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.update import make_schedule, scored, update_of
@@ -74,7 +74,8 @@ AVERAGED_OVER = {
     ),
     **dict.fromkeys(("grad_norm", "batch_rows"), "updates"),
 }
-"""Metrics and what each is a mean of. The loss follows `LossConfig.averaged_over`, all others are means of tokens."""
+"""Metrics and what each is a mean of, by the names of `TrainingBatch.counts`; the loss follows `averaged_over` of
+`LossConfig`, all others are means of tokens."""
 
 GoesOn = Callable[[int, int], bool]
 
@@ -161,34 +162,32 @@ class Learner:
             keep_bad: called afterwards with each update that was not finite.
         """
         self._prepare(params)
-        planner = self._planner()
-        job, metrics = make_batch(rows, planner), dict[str, float]()
-        job = self._score(job, params)
+        planner, metrics = self._planner(), dict[str, float]()
+        job = with_scores(make_batch(rows, planner), self._loss_config, *self._scorers(params))
         if credit is not None:
             job, metrics = compute_advantages(job, credit, self._loss_config)
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
+        seed = f"minibatches {self._seed} {self.jobs}"
+        minibatches = divide(job, planner, self._num_minibatches, self._num_iterations, seed)
 
         state, rate = self._train_state(params), float(self._schedule(int(self.step)))
-        minibatches = self._minibatches(job.trajectories)
         history: list[dict[str, Any]] = []
-        counts = []
-        for done, chosen in enumerate(minibatches):
+        for done, minibatch in enumerate(minibatches):
             if not goes_on(done, len(minibatches)):
                 break
-            batch = select_sequences(job, chosen, planner)
-            state, of_update = self._update(state, batch.microbatches())
-            history.append(of_update | {"batch_rows": batch.batch.tokens.shape[0]})
-            counts.append(count_sequences(batch))
+            state, of_update = self._update(state, minibatch.microbatches())
+            history.append(of_update | {"batch_rows": minibatch.packing.height})
         params = self._keep(state)
         self.jobs += 1
         history = jax.device_get(history)
+        counts = [minibatch.counts() for minibatch in minibatches[: len(history)]]
         of_loss = dict.fromkeys(("loss", "policy_loss"), self._loss_config.averaged_over)
         metrics |= merge_metrics(history, counts, AVERAGED_OVER | of_loss) if history else {"applied_updates": 0.0}
-        for number, (of_update, chosen) in enumerate(zip(history, minibatches, strict=False), 1):
+        for number, (of_update, minibatch) in enumerate(zip(history, minibatches, strict=False), 1):
             self.bad_updates = self.bad_updates + 1 if of_update["nonfinite_updates"] else 0
             if of_update["nonfinite_updates"]:
-                keep_bad(BadUpdate(number, of_update, select_sequences(job, chosen, planner)))
+                keep_bad(BadUpdate(number, of_update, minibatch))
         if metrics["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
@@ -305,45 +304,14 @@ class Learner:
         self.value_head = state.params["value_head"]
         return state.params["policy"]
 
-    def _score(self, job: TrainingBatch, params: Params) -> TrainingBatch:
-        """The job with the log-probabilities and values that advantages and loss need, of policy and reference."""
-        loss, batch, behind = self._loss_config, job.batch, None
-        if self._needs_old:
-            old = self._score_microbatches(job, params, self.value_head)
-            batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
-            if old.next_values is not None:
-                rows, starts, lengths = job.packing[:3]
-                at_end = old.next_values[rows, starts + lengths - 1]
-                behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
-        if loss.needs_reference:
-            assert self.ref_params is not None
-            reference = combine(self.ref_params, partition(self._model, params)[1])
-            batch = batch._replace(ref_logprobs=self._score_microbatches(job, reference, None).logprobs)
-        return job._replace(batch=batch, bootstrap_values=behind)
-
-    def _score_microbatches(self, job: TrainingBatch, params: Params, value_head: Params | None) -> Scored:
-        """Scores `[B T]` of all tokens of the job, 0 in padding."""
-        parts = [self._scored(params, part, value_head=value_head) for part in job.microbatches()]
-
-        def joined(*tables: np.ndarray) -> np.ndarray:
-            wide = [np.pad(table, ((0, 0), (0, job.packing.width - table.shape[1]))) for table in tables]
-            scores = np.zeros(job.turns.shape, np.float32)
-            scores[job.tokens] = np.concatenate(wide)[job.tokens]
-            return scores
-
-        return jax.tree.map(joined, *jax.device_get(parts))
-
-    def _minibatches(self, trajectories: np.ndarray) -> list[np.ndarray]:
-        """The sequences of each update, by number: whole trajectories, shuffled anew in each iteration."""
-        if self._num_minibatches == 1:
-            return [np.arange(len(trajectories))] * self._num_iterations
-        minibatches = []
-        for number in range(self._num_iterations):
-            order = np.unique(trajectories).tolist()
-            random.Random(f"minibatches {self._seed} {self.jobs} {number}").shuffle(order)
-            for members in np.array_split(np.array(order), min(self._num_minibatches, len(order))):
-                minibatches.append(np.flatnonzero(np.isin(trajectories, members)))
-        return minibatches
+    def _scorers(self, params: Params) -> tuple[Scorer | None, Scorer | None]:
+        """What scores a microbatch with the policy and with the reference; None where the loss does not read it."""
+        policy = partial(self._scored, params, value_head=self.value_head) if self._needs_old else None
+        if not self._loss_config.needs_reference:
+            return policy, None
+        assert self.ref_params is not None
+        reference = combine(self.ref_params, partition(self._model, params)[1])
+        return policy, partial(self._scored, reference, value_head=None)
 
     def _follow(self, params: Params) -> None:
         """Move the reference towards the policy when it is its time."""
@@ -359,19 +327,6 @@ def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> 
     return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
 
 
-def count_sequences(batch: TrainingBatch) -> dict[str, int]:
-    """Counts of a batch by the names of `AVERAGED_OVER`: the weights of an update's metrics."""
-    mask = np.asarray(batch.batch.completion_mask)[batch.tokens]
-    tokens = np.bincount(batch.places[0][mask], minlength=len(batch.trajectories))
-    return {
-        "tokens": int(tokens.sum()),
-        "sequences": int((tokens > 0).sum()),
-        "trajectories": len(np.unique(batch.trajectories[tokens > 0])),
-        "pairs": len(tokens) // 2,
-        "updates": 1,
-    }
-
-
 def merge_metrics(
     history: list[dict[str, Any]], counts: list[dict[str, int]], averaged_over: dict[str, str]
 ) -> dict[str, float]:
@@ -379,7 +334,7 @@ def merge_metrics(
 
     Args:
         history: the metrics of each update.
-        counts: of each update, by `count_sequences`.
+        counts: of each update, by `TrainingBatch.counts`.
         averaged_over: which of the counts a metric is a mean of; `tokens` where it is not named.
 
     >>> first = {"kl": 1.0, "kl_max": 2.0, "applied_updates": 1.0}

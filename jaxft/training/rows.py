@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.core.advantages import EQUAL_REWARDS
+from jaxft.core.advantages import EQUAL_REWARDS, soft_overlong_punishment, weighted_sum
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence
-from jaxft.training.batch import Row
+from jaxft.training.batch import CollectedRewards, Row
+from jaxft.training.config import LossConfig
 
 
 class Sampled(NamedTuple):
@@ -212,6 +213,121 @@ def gather_examples(
         "trained_tokens": trained_tokens,
     }
     return Gathered(rows, [], metrics, NOTHING_SAMPLED)
+
+
+# --- Rewards.
+
+
+def with_usable_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
+) -> list[list[Trajectory]]:
+    """The groups, in which trajectories that lack a finite weighted reward are not scorable.
+
+    A trajectory with a reward and an empty `named_rewards` was priced by its builder, as its evaluator gave nothing.
+    Its reward is its weighted sum, so that it lacks nothing; only where each reward is normalised by itself
+    (`normalize_then_sum`) there is no sum that the price could stand for.
+
+    Args:
+        unusable: `finetuning.reward_function.unusable`: `zero` gives them 0 for what they lack.
+
+    Raises:
+        TrajectoryError: none of them has the name; or one lacks it, and `unusable` is `error`.
+    """
+    names = list(loss.reward_weights or {})
+    known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
+    has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
+    missing = [name for name in names if name not in known]
+    if missing and has_scores:
+        there = ", ".join(sorted(known)) or "no named rewards"
+        raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
+
+    def checked(trajectory: Trajectory) -> Trajectory:
+        given = trajectory.named_rewards or {}
+        lacking = [name for name in names if not math.isfinite(given.get(name, math.nan))]
+        if not lacking or not trajectory.scorable or _is_priced(trajectory, loss):
+            return trajectory
+        if unusable == "error":
+            raise TrajectoryError(
+                f"example '{trajectory.example_id}', generation {trajectory.generation}: reward_weights names "
+                f"{', '.join(lacking)}, for which its evaluator gave no finite number: mend the evaluator, or set "
+                "finetuning.reward_function.unusable to unscorable or zero"
+            )
+        if unusable == "zero":
+            return trajectory.model_copy(update={"named_rewards": given | dict.fromkeys(lacking, 0.0)})
+        return trajectory.model_copy(update={"scorable": False})
+
+    return [[checked(trajectory) for trajectory in group] for group in groups]
+
+
+def collect_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
+) -> CollectedRewards:
+    """The rewards of these groups as arrays, with weights and penalties of the configuration.
+
+    The penalty for length counts the answers of the language model `llm` alone (None: of any).
+
+    Raises:
+        TrajectoryError: shaped rewards have no turns to go to.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group]
+    group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
+    named, metrics, steps = None, {}, _step_table(trajectories)
+    if loss.reward_weights is not None:
+        table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
+        weights = list(loss.reward_weights.values())
+        if loss.multi_objective_aggregation == "normalize_then_sum":
+            named = table
+        is_priced = np.array([_is_priced(trajectory, loss) for trajectory in trajectories])
+        rewards = np.where(is_priced, rewards, weighted_sum(table, weights))
+    if loss.overlong_buffer_tokens is not None and loss.max_completion_tokens is not None:
+        lengths = [
+            sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
+            for trajectory in trajectories
+        ]
+        penalty = soft_overlong_punishment(np.array(lengths), loss.max_completion_tokens, loss.overlong_buffer_tokens)
+        rewards = rewards + penalty
+        if steps is not None:  # the whole answer is too long: that comes with its last step
+            last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
+            steps[np.arange(len(steps)), last] += penalty
+        metrics["overlong_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
+    return CollectedRewards(rewards, group_ids, named, steps, metrics)
+
+
+def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
+    """True if the reward of a trajectory, set by its builder, stands for the weighted sum of its named rewards."""
+    return (
+        trajectory.scorable
+        and trajectory.named_rewards == {}
+        and loss.multi_objective_aggregation == "sum_then_normalize"
+    )
+
+
+def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
+    given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
+    return [given.get(name, np.nan) for name in weights]
+
+
+def _step_table(trajectories: Sequence[Trajectory]) -> Any:
+    """Shaped rewards `[trajectory, turn]`, None without any; 0 for the turns of a trajectory that gave none."""
+    if not any(trajectory.shaped_rewards for trajectory in trajectories):
+        return None
+    for trajectory in trajectories:
+        if trajectory.scorable and any(len(s.turns) != len(s.tokens) for s in trajectory.sequences or ()):
+            raise TrajectoryError(
+                f"example '{trajectory.example_id}', generation {trajectory.generation}: with shaped_rewards in a job "
+                "every sequence has to say which turn each token belongs to (turns)"
+            )
+    rewards = [
+        trajectory.shaped_rewards
+        or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences or ()), default=-1))
+        for trajectory in trajectories
+    ]
+    table = np.full((len(trajectories), max(map(len, rewards))), np.nan)
+    for line, trajectory, steps in zip(table, trajectories, rewards, strict=True):
+        if trajectory.scorable:
+            line[: len(steps)] = steps
+    return table
 
 
 # --- Checks. Each raises a `TrajectoryError` that names the episode.

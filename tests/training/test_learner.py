@@ -1,7 +1,6 @@
 """Jobs of learning: several updates, minibatches, references, values, and what packing must not change."""
 
 import warnings
-from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,10 @@ from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
-from jaxft.training.advantages import collect_rewards, compute_advantages
-from jaxft.training.batch import Row, make_batch
+from jaxft.training.batch import Row, compute_advantages, make_batch, with_scores
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner, merge_metrics
+from jaxft.training.rows import collect_rewards
 
 MODEL = decoder(model_preset("qwen3-50k"))
 SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)
@@ -90,17 +89,7 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start):
     assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
 
 
-def test_minibatches_take_every_trajectory_once_a_pass(job, start):
-    loss = LossConfig()
-    learner = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
-    parts = [each.tolist() for each in learner._minibatches(np.arange(4))]
-    assert [len(part) for part in parts] == [2, 1, 1] * 2
-    assert sorted(chain(*parts[:3])) == sorted(chain(*parts[3:])) == [0, 1, 2, 3]
-    assert parts[:3] != parts[3:]
-    again = Learner(MODEL, loss, SGD, num_minibatches=3, num_iterations=2, seed=4)
-    assert [each.tolist() for each in again._minibatches(np.arange(4))] == parts
-    several = again._minibatches(np.array([0, 0, 1, 2, 2]))
-    assert sorted(map(len, several)) == [1, 1, 2, 2, 2, 2]  # whole trajectories
+def test_a_job_makes_an_update_for_each_minibatch(job, start):
     _, _, (metrics,) = learn(job, start, {}, num_minibatches=2)
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
 
@@ -170,7 +159,9 @@ def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, sta
         learner = Learner(MODEL, loss, SGD, packing=packing, microbatch_tokens=64)
         learner.arrays(start)  # makes what a first job starts from
         learner.value_head = HEAD
-        batch, _ = compute_advantages(learner._score(make_batch(rows, learner._planner()), start), credit, loss)
+        batch, _ = compute_advantages(
+            with_scores(make_batch(rows, learner._planner()), loss, *learner._scorers(start)), credit, loss
+        )
         returns = [numbers[-1] for numbers in unpack(batch.packing, batch.batch.returns)]
         return batch.bootstrap_values.tolist(), returns
 
@@ -192,7 +183,7 @@ def test_scores_are_the_same_in_any_microbatches(job, start):
     def scores(**options):
         learner = Learner(MODEL, LossConfig(beta=0.1), SGD, num_iterations=2, **options)
         learner.arrays(start)
-        batch = learner._score(make_batch(rows, learner._planner()), start)
+        batch = with_scores(make_batch(rows, learner._planner()), LossConfig(), *learner._scorers(start))
         is_token = pack(batch.packing, [True] * len(rows), np.bool_)
         assert not batch.batch.old_logprobs[~is_token].any()
         np.testing.assert_array_equal(batch.batch.old_logprobs, batch.batch.ref_logprobs)  # the start itself

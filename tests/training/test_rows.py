@@ -1,7 +1,13 @@
 """From trajectories to training rows."""
 
+import math
+
+import pytest
+
+from jaxft.errors import TrajectoryError
 from jaxft.harness.data_models import Trajectory, TrajectoryCollection
-from jaxft.training.rows import gather_rows
+from jaxft.training.config import LossConfig
+from jaxft.training.rows import collect_rewards, gather_rows, with_usable_rewards
 
 
 def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
@@ -15,3 +21,48 @@ def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
     assert order == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)]
     assert [row.trajectory for row in gathered.rows] == [0, 1, 2, 3, 4]
     assert [row.sequence.tokens[1] for row in gathered.rows] == [10, 11, 12, 10, 11]
+
+
+def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {"right": math.nan, "short": 1.0}, None]
+    loss = LossConfig(reward_weights={"right": 1.0})
+    (group,) = with_usable_rewards([make_group(1.0, 1.0, 1.0, 1.0, named_rewards=named)], loss)
+    assert [trajectory.scorable for trajectory in group] == [True, False, False, False]
+    with pytest.raises(TrajectoryError, match="reward_weights names rigth; the evaluator gave right, short"):
+        with_usable_rewards([group], LossConfig(reward_weights={"rigth": 1.0}))
+    (unchanged,) = with_usable_rewards([group], LossConfig())
+    assert unchanged == group
+
+
+def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
+    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {}]
+    group, loss = make_group(2.0, 1.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert all(trajectory.scorable for trajectory in zeros)
+    assert collect_rewards([zeros], loss).rewards.tolist() == [1.0, 0.0, 0.0]
+    with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right"):
+        with_usable_rewards([group], loss, "error")
+    # An epoch in which the evaluator gave nothing at all does not tell that a name is wrong.
+    (empty,) = with_usable_rewards([make_group(0.0, 0.0, named_rewards=[{}, {}])], loss, "zero")
+    assert collect_rewards([empty], loss).rewards.tolist() == [0.0, 0.0]
+
+
+def test_a_price_that_the_builder_set_is_the_weighted_sum(make_group):
+    named = [{"right": 1.0}, {}, {"right": math.nan}]
+    group, loss = make_group(1.0, -3.0, 1.0, named_rewards=named), LossConfig(reward_weights={"right": 2.0})
+    (usable,) = with_usable_rewards([group], loss)
+    assert collect_rewards([usable], loss).rewards.tolist() == pytest.approx([2.0, -3.0, math.nan], nan_ok=True)
+    (zeros,) = with_usable_rewards([group], loss, "zero")
+    assert collect_rewards([zeros], loss).rewards.tolist() == [2.0, -3.0, 0.0]
+    with_usable_rewards([group[:2]], loss, "error")
+    apart = LossConfig(reward_weights={"right": 2.0}, multi_objective_aggregation="normalize_then_sum")
+    (usable,) = with_usable_rewards([group], apart)
+    assert [trajectory.scorable for trajectory in usable] == [True, False, False]
+
+
+def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
+    group = make_group(1.0)
+    group[0].sequences.append(make_sequence(1, llm="opponent"))
+    loss = LossConfig(max_completion_tokens=8, overlong_buffer_tokens=4)
+    assert collect_rewards([group], loss, "policy").rewards.tolist() == [1.0]
+    assert collect_rewards([group], loss).rewards.tolist() == [0.0]
