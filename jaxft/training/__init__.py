@@ -1,1 +1,1 @@
-"""Training on trajectories, in arrays: rows, batches, advantages, and the job that learns from them."""
+"""Training on trajectories: token rows, batches with advantages, and the learner that runs a job's updates."""

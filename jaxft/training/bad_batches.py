@@ -1,7 +1,7 @@
-"""Keeps the batches of updates whose loss, gradient or new parameters were not finite, to find out why.
+"""Files with the batches of updates whose loss, gradient or new parameters were not finite, to find out why.
 
     bad_batches/epoch_00007-1.npz     the arrays of the batch, for `numpy.load`
-                epoch_00007-1.json    the metrics of the update, and which episodes lie where in the arrays
+                epoch_00007-1.json    the metrics of the update, and the position of each episode in the arrays
 
 Equal runs write equal files.
 """
@@ -20,16 +20,16 @@ from jaxft.training.batch import TrainingBatch
 
 FOLDER = "bad_batches"
 MAX_KEPT = 3
-"""Batches of one run: the first ones show what is wrong with the others, too."""
+"""Maximum number of batches per run: the later ones rarely show another cause than the first."""
 
 
 class BadUpdate(NamedTuple):
-    """An update of a job that was not finite.
+    """An update whose loss, gradient or new parameters were not finite.
 
     Attributes:
-        number: of the update in its job, from 1 on.
-        metrics: of the update.
-        batch: its arrays.
+        number: number of the update in its job, counted from 1.
+        metrics: metrics of the update.
+        batch: batch of the update.
     """
 
     number: int
@@ -38,7 +38,7 @@ class BadUpdate(NamedTuple):
 
 
 class BadBatches:
-    """Writes the first batches of a run that were not finite."""
+    """Writes the batches of the first non-finite updates of a run."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class BadBatches:
         """Write into `directory`.
 
         Args:
-            directory: of the run.
-            log: shows a sentence, once, when batches are left out.
-            decode: gives the text of token ids; ids that spell a secret are written as -1. None: all are written.
+            directory: the run directory.
+            log: shows a message, once, when batches are left out.
+            decode: decodes token ids, so that ids that spell a secret are written as -1; None writes all ids.
         """
         self._directory, self._log, self._decode = directory, log, decode
         self._has_logged = False
@@ -60,9 +60,9 @@ class BadBatches:
         """Write the batches of a job while the run has fewer than `MAX_KEPT`; return the names of their `.npz` files.
 
         Args:
-            run_id: of the job.
-            updates: those that were not finite.
-            groups: the trajectories that `Row.trajectory` counts; empty where they are not known.
+            run_id: name of the job.
+            updates: the non-finite updates of the job.
+            groups: the trajectories that `Row.trajectory` indexes; empty where they are not known.
 
         Raises:
             RunDirectoryError: the folder leads out of the run directory.
@@ -77,7 +77,9 @@ class BadBatches:
             if len(others) >= MAX_KEPT:
                 if not self._has_logged:
                     self._has_logged = True
-                    self._log(f"{FOLDER} holds {len(others)} batches; those of later updates are not kept")
+                    self._log(
+                        f"{FOLDER} holds {len(others)} batches, the maximum; batches of later updates are not written"
+                    )
                 break
             self._write(name, run_id, update, trajectories)
             names.append(f"{name}.npz")

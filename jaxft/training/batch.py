@@ -1,5 +1,6 @@
-"""The sequences of a job as `[B T]` tables: laid out once, filled in on the way to the loss, cut into microbatches.
+"""Batches of a training job: token sequences as `[B T]` tables, their scores and advantages, and microbatches.
 
+The tables are laid out once per job. Log-probabilities of policy and reference, then advantages, are added to them.
 Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
 """
 
@@ -34,32 +35,32 @@ RECORDED = {
     "sampler_logprobs": np.float32,
     "behavior_logprobs": np.float32,
 }
-"""Fields of a batch that are recorded with a sequence, and their types."""
+"""Batch fields copied from the recorded sequences, and their dtypes."""
 
 Shapes = tuple[tuple[int, int], ...]
-"""Rows and width of each microbatch."""
+"""Pairs (rows, width), one per microbatch."""
 
 
 Scorer = Callable[[Batch], Scored]
-"""Scores the tokens of a microbatch."""
+"""Function from a microbatch to the log-probabilities, and with a value head the values, of its tokens."""
 
 
 class Row(NamedTuple):
-    """A token sequence to train on, and the number of its trajectory in the job."""
+    """A token sequence to train on, and the index of its trajectory in the job."""
 
     sequence: TokenSequence
     trajectory: int
 
 
 class CollectedRewards(NamedTuple):
-    """Rewards of the trajectories of a job, one row of each array per trajectory; NaN where one is not scorable.
+    """Rewards of the trajectories of a job: arrays with one row per trajectory, NaN where it is not scorable.
 
     Attributes:
-        rewards: one per trajectory, the penalty for length taken off.
-        group_ids: the group of each trajectory.
-        named_rewards: a column per entry of `reward_weights`, when those are normalised one by one.
-        step_rewards: a column per turn, NaN behind the last one, when there are shaped rewards.
-        metrics: the mean penalty for length.
+        rewards: one reward per trajectory, after the length penalty.
+        group_ids: group of each trajectory.
+        named_rewards: one column per entry of `reward_weights`, where each is normalised separately; else None.
+        step_rewards: one column per turn, NaN after the last turn; None without shaped rewards.
+        metrics: mean length penalty.
     """
 
     rewards: np.ndarray
@@ -70,18 +71,19 @@ class CollectedRewards(NamedTuple):
 
 
 class TrainingBatch(NamedTuple):
-    """The sequences of a job, or of one of its minibatches, in tables.
+    """The batch of a job, or of one of its minibatches, and the position of every sequence in it.
 
     Attributes:
-        batch: `[B T]` numpy tables. Scores and advantages are filled in once they are known; padding holds 0.
-        packing: where each sequence lies in the tables.
-        microbatch_shapes: rows and width of each microbatch, first rows first.
-        trajectories: `[N]` the number of each sequence's trajectory in the job.
-        tokens: the index (row, column) of every token in the tables, sequence by sequence.
-        places: the index (sequence, position) of every token in a table of one sequence a row, in the same order.
-        turns: `[B T]` the turn that a token belongs to, -1 where none.
-        is_cut: `[N]` True where a length limit cut the episode off behind the sequence.
-        bootstrap_values: `[N]` the value behind each sequence, 0 where the episode ended by itself; None but for ppo.
+        batch: `[B T]` numpy tables, 0 in padding; scores and advantages are None until they are computed.
+        packing: row, start and length of each sequence in the tables.
+        microbatch_shapes: rows and width of each microbatch, in the order of the rows.
+        trajectories: `[N]` index of each sequence's trajectory in the job.
+        tokens: index (row, column) of every token in the tables, sequence by sequence.
+        places: index (sequence, position) of every token in a table with one sequence per row, in the same order.
+        turns: `[B T]` turn that a token belongs to, -1 for none.
+        is_cut: `[N]` True where a length limit ended the episode at the end of the sequence.
+        bootstrap_values: `[N]` value after the last token of each sequence, 0 where the episode ended by itself; None
+            unless the loss is ppo.
     """
 
     batch: Batch
@@ -95,7 +97,7 @@ class TrainingBatch(NamedTuple):
     bootstrap_values: np.ndarray | None = None
 
     def microbatches(self) -> list[Batch]:
-        """Slices of the tables, each as wide as its own rows need."""
+        """Return the microbatches: consecutive rows of the tables, each cut to the width of its longest row."""
         ends = list(itertools.accumulate(rows for rows, _ in self.microbatch_shapes))
         return [
             _cut(self.batch, slice(end - rows, end), width)
@@ -103,7 +105,7 @@ class TrainingBatch(NamedTuple):
         ]
 
     def counts(self) -> dict[str, int]:
-        """Numbers of trained tokens, of sequences and trajectories with some, of pairs, and of updates (1)."""
+        """Count trained tokens, the sequences and trajectories that have any, pairs, and updates (1)."""
         mask = np.asarray(self.batch.completion_mask)[self.tokens]
         tokens = np.bincount(self.places[0][mask], minlength=len(self.trajectories))
         return {
@@ -120,7 +122,7 @@ def _cut(batch: Batch, rows: slice, width: int) -> Batch:
 
 
 def padded_width(tokens: int) -> int:
-    """The width of a table whose longest sequence has so many tokens: 16, 32, 48, 64, 96, 128, 192, 256, ...
+    """Round a sequence length up to a table width: 16, 32, 48, 64, 96, 128, 192, 256, ...
 
     >>> [padded_width(n) for n in (5, 80, 97, 300, 513)]
     [16, 96, 128, 384, 768]
@@ -131,15 +133,15 @@ def padded_width(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """Decides where sequences lie and how rows are divided into microbatches.
+    """Assigns sequences to rows, and rows to microbatches.
 
-    Widths and heights of microbatches are a few round numbers, so that jobs of any size share compiled programs.
+    Microbatches have few distinct shapes, so that jobs of any size share compiled programs.
 
     Attributes:
-        microbatch_tokens: most tokens of a microbatch, padding included; a microbatch has at least one row.
-        packed: several short sequences may share a row.
-        pairs: sequences `2 i` and `2 i + 1` lie in neighbouring rows of one microbatch; not for packed rows.
-        row_shards: shards of a mesh that the rows of a microbatch divide over.
+        microbatch_tokens: maximum tokens per microbatch, padding included; a microbatch has at least one row.
+        packed: True if several short sequences may share a row.
+        pairs: True to put sequences `2 i` and `2 i + 1` into adjacent rows of one microbatch; excludes `packed`.
+        row_shards: number of mesh shards that the rows of a microbatch are divided over.
     """
 
     microbatch_tokens: int
@@ -148,9 +150,9 @@ class BatchPlanner:
     row_shards: int = 1
 
     def plan(self, lengths: Sequence[int]) -> tuple[Packing, Shapes]:
-        """Where sequences of these lengths lie, and the shapes of the microbatches.
+        """Return the rows of sequences of these lengths, and the shapes of the microbatches.
 
-        Without packing the longest come first, so that the microbatches of short ones are narrow.
+        Without packing, rows are sorted by descending length, so that microbatches of short sequences are narrow.
         """
         width = padded_width(max(lengths))
         if self.packed:
@@ -166,7 +168,7 @@ class BatchPlanner:
         return packing._replace(height=sum(rows for rows, _ in shapes)), shapes
 
     def shapes(self, row_lengths: Sequence[int]) -> Shapes:
-        """Rows and width of the microbatches of rows with these lengths, which descend; the last may hold filling rows.
+        """Return the microbatch shapes for rows of these descending lengths; the last may include empty rows.
 
         >>> [BatchPlanner(256).shapes([16] * n) for n in (3, 9, 17)]
         [((4, 16),), ((8, 16), (2, 16)), ((16, 16), (2, 16))]
@@ -185,7 +187,7 @@ class BatchPlanner:
         return tuple(shapes)
 
     def heights(self, width: int) -> list[int]:
-        """Rows that a microbatch of this width may have: as many as its tokens allow, a half, a quarter, an eighth.
+        """Return the allowed numbers of rows at this width: the maximum, a half, a quarter and an eighth of it.
 
         >>> [BatchPlanner(1000).heights(width) for width in (16, 96, 4096)]
         [[32, 16, 8, 4], [8, 4, 2, 1], [1]]
@@ -196,16 +198,16 @@ class BatchPlanner:
         return [unit * rows for rows in sorted({max(1, largest // part) for part in (1, 2, 4, 8)}, reverse=True)]
 
     def all_shapes(self, longest: int) -> Shapes:
-        """Every shape that a microbatch of sequences of up to `longest` tokens can have."""
+        """Return every microbatch shape that sequences of up to `longest` tokens can lead to."""
         widths = sorted({padded_width(tokens) for tokens in range(1, longest + 1)})
         return tuple((rows, width) for width in widths for rows in self.heights(width))
 
 
 def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
-    """The tables of these rows. Filling rows train nothing.
+    """Return the batch of these rows, without scores and advantages. Empty rows train nothing.
 
     Raises:
-        ValueError: no rows.
+        ValueError: `rows` is empty.
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
@@ -227,13 +229,13 @@ def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
 
 
 def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, reference: Scorer | None) -> TrainingBatch:
-    """The job with the tables `old_logprobs`, `old_values` and `ref_logprobs` that advantages and loss read.
+    """Add `old_logprobs`, `old_values` and `ref_logprobs` to a job's batch, as far as the loss reads them.
 
     Args:
-        job: as `make_batch` gives it.
-        loss: decides what stands behind an episode that was cut.
-        policy: scores a microbatch before the first update; None where nothing reads its scores.
-        reference: likewise, with the policy that the KL is measured from.
+        job: result of `make_batch`.
+        loss: its `bootstrap` sets the value after an episode that a length limit cut.
+        policy: scores with the policy before the first update; None to skip.
+        reference: scores with the reference policy of the KL; None to skip.
     """
     batch, behind = job.batch, None
     if policy is not None:
@@ -249,7 +251,7 @@ def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, ref
 
 
 def _scores(job: TrainingBatch, score: Scorer) -> Scored:
-    """Scores `[B T]` of all tokens of the job, 0 in padding."""
+    """Return the scores `[B T]` of all tokens of the job, 0 in padding."""
     scored = [score(microbatch) for microbatch in job.microbatches()]
 
     def joined(*tables: np.ndarray) -> np.ndarray:
@@ -264,7 +266,7 @@ def _scores(job: TrainingBatch, score: Scorer) -> Scored:
 def divide(
     job: TrainingBatch, planner: BatchPlanner, num_minibatches: int, num_iterations: int, seed: str
 ) -> list[TrainingBatch]:
-    """The minibatch of each update: whole trajectories, shuffled anew in each iteration."""
+    """Split a job into one minibatch per update: whole trajectories, reshuffled in each iteration."""
     if num_minibatches == 1:
         return [job] * num_iterations
     minibatches = []
@@ -277,12 +279,12 @@ def divide(
 
 
 def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlanner) -> TrainingBatch:
-    """The tables of some sequences of a job, laid out anew as they alone need; the job itself if they are all of it.
+    """Return a batch of some sequences of a job, in tables of their own; the job itself if all are chosen.
 
     Args:
-        job: with all its scores and advantages.
-        chosen: numbers of the sequences, ascending.
-        planner: that of the job.
+        job: the job, with scores and advantages.
+        chosen: indices of the sequences, ascending.
+        planner: planner of the job.
     """
     if len(chosen) == len(job.trajectories):
         return job
@@ -306,16 +308,16 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
 def compute_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """The job with the tables `advantages`, for ppo `returns`, and for losses that are averaged over trajectories
-    `trajectory_tokens`; and the metrics of the KL in the reward.
+    """Add `advantages` to a job's batch, and return it with the metrics of the KL in the reward.
 
-    It computes in float64, and sums over tokens in the order of the sequences, so that layouts do not change a bit.
+    Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
+    sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
 
     Args:
-        job: with `old_logprobs` and `ref_logprobs` for a KL in the reward; with `old_values` and `bootstrap_values` for
-            ppo.
-        credit: the rewards of the job's trajectories.
-        loss: decides the estimator and what else enters a reward.
+        job: the job, with `old_logprobs` and `ref_logprobs` for a KL in the reward, and with `old_values` and
+            `bootstrap_values` for ppo.
+        credit: rewards of the job's trajectories.
+        loss: sets the estimator, the discounts and the KL in the reward.
     """
     trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
     mask = np.asarray(job.batch.completion_mask)[job.tokens]
@@ -367,7 +369,7 @@ def _advantages_per_trajectory(
 def _advantages_per_token(
     job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
 ) -> dict[str, np.ndarray]:
-    """Whitened advantages, and the returns of GAE, of every token; computed in tables of one sequence a row."""
+    """Return the whitened advantage, and for GAE the return, of every token, sequence by sequence."""
 
     def rows(values: np.ndarray) -> np.ndarray:
         table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
@@ -393,12 +395,12 @@ def _advantages_per_token(
 
 
 def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:
-    """The values of each sequence."""
+    """Split values of all tokens into one array per sequence."""
     return np.split(values, np.cumsum(job.packing.lengths)[:-1])
 
 
 def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The reward of each turn on its last token; that of a turn in another row on the turn before it, which helped."""
+    """Put each turn's reward on its last token; a turn of another row rewards the latest earlier turn of this one."""
     own, rewards = np.unique(turns[turns >= 0]), np.zeros(len(turns))
     for turn in np.flatnonzero(~np.isnan(steps)):
         before = own[own <= turn]
@@ -408,14 +410,14 @@ def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:
-    """A microbatch of zeros with the fields that the update of `loss` is given.
+    """Return a microbatch of zeros with the fields that an update of `loss` takes, to compile it.
 
     Args:
-        loss: decides which fields there are.
-        rows: height of its tables.
-        width: width of its tables.
-        packed: it has segments and positions.
-        has_old: a job makes several updates, and so keeps the log-probabilities of before the first.
+        loss: the loss, which sets the fields.
+        rows: number of rows.
+        width: tokens per row.
+        packed: True to include `segment_ids` and `positions`.
+        has_old: True to include `old_logprobs`, as jobs of several updates do.
     """
     floats: Any = np.zeros((rows, width), np.float32)
     whole: Any = np.zeros((rows, width), np.int32)

@@ -13,13 +13,13 @@ CorrectionName = Literal[
 ]
 
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
-"""Fields that the two losses without a policy ratio read."""
+"""Fields that dpo and sft read."""
 
 NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
-"""Fields that a policy loss does not read; the fields of the value function are for ppo only."""
+"""Fields that single policy losses do not read, by loss; those of the value function are read by ppo only."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
-"""Advantage estimators that do not divide by a spread, which would rescale a KL in the reward."""
+"""Advantage estimators that do not divide by a standard deviation, which would rescale a KL in the reward."""
 
 
 class ReferenceConfig(ConfigModel):
@@ -45,8 +45,10 @@ class CorrectionConfig(ConfigModel):
         "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 "
         "elsewhere."
     )
-    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Least ratio that a mask keeps.")
-    high: float = Field(default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or cap of a truncated one.")
+    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Smallest ratio that a mask keeps.")
+    high: float = Field(
+        default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or the cap of a truncated ratio."
+    )
 
 
 class PreferenceConfig(ConfigModel):
@@ -56,10 +58,10 @@ class PreferenceConfig(ConfigModel):
         default="sigmoid", description="Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs assumed to be the wrong way round."
+        default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs assumed to have chosen and rejected answer swapped."
     )
     length_normalized: bool = Field(
-        default=False, description="Compare mean log-probabilities of answers, and not their sums."
+        default=False, description="Compare the mean log-probability per token of answers instead of the sum."
     )
     sft_coef: float = Field(
         default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which keeps them likely."
@@ -115,7 +117,8 @@ class LossConfig(ConfigModel):
     )
     reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
     correction: CorrectionConfig | None = Field(
-        default=None, description="Weights for a sampler whose probabilities differ from the trainer's; null: none."
+        default=None,
+        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(
@@ -139,7 +142,10 @@ class LossConfig(ConfigModel):
     )
     mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
     overlong_buffer_tokens: int | None = Field(
-        default=None, ge=1, description="Last tokens of the budget, over which the reward falls by up to 1; null: none."
+        default=None,
+        ge=1,
+        description="Length of DAPO's overlong buffer: the last tokens of the budget, over which a penalty grows to 1; "
+        "null: no penalty.",
     )
     reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
         default=None,
@@ -147,12 +153,14 @@ class LossConfig(ConfigModel):
         description="Weights of named rewards in the reward; null: the evaluator's own reward.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize", description="Add named rewards, or first normalise each in its group."
+        default="sum_then_normalize", description="Sum the named rewards, or first normalise each within its group."
     )
 
-    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="How dpo compares answers.")
+    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Settings of dpo.")
     min_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Least reward of trajectories that sft imitates; null: all."
+        default=None,
+        allow_inf_nan=False,
+        description="Minimum reward of trajectories that sft imitates; null: all are.",
     )
 
     @property
@@ -162,7 +170,7 @@ class LossConfig(ConfigModel):
 
     @property
     def kl_weight(self) -> float:
-        """Weight of the KL to the reference; 0 for dpo and sft, which have none."""
+        """Weight of the KL to the reference; 0 for dpo and sft, which have no KL term."""
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
 
     @property
@@ -172,12 +180,12 @@ class LossConfig(ConfigModel):
 
     @property
     def estimator(self) -> str:
-        """Advantage estimator in use: the configured one, or that of the published loss."""
+        """Advantage estimator: the configured one, else the default of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
     def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
-        """The unit that the loss is averaged over."""
+        """Unit that the loss is averaged over: a count of `TrainingBatch.counts`."""
         if self.name == "dpo":
             return "pairs"
         if (self.aggregation or self.name) not in ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo"):
@@ -205,7 +213,7 @@ class LossConfig(ConfigModel):
     @model_validator(mode="after")
     def _fits_together(self) -> "LossConfig":
         if (self.name == "ppo") != (self.estimator == "gae"):
-            raise config_error("ppo goes with advantages 'gae', and 'gae' with ppo: nothing else trains a value head")
+            raise config_error("ppo needs advantages 'gae', and 'gae' needs ppo: no other loss trains a value head")
         if self.kl_weight and self.kl == "k1_in_reward" and self.estimator not in UNSCALED:
             raise config_error(
                 f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread of the rewards; "
@@ -218,12 +226,15 @@ class LossConfig(ConfigModel):
         ):
             raise config_error("normalize_then_sum needs reward_weights, and advantages 'group'")
         if self.multi_objective_aggregation == "normalize_then_sum" and self.overlong_buffer_tokens is not None:
-            raise config_error("overlong_buffer_tokens has no reward to be taken off when each is normalised by itself")
+            raise config_error(
+                "overlong_buffer_tokens is a penalty on one reward, but normalize_then_sum normalises each reward by "
+                "itself: leave out one of the two"
+            )
         return self
 
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
-"""Fields that policy losses read."""
+"""Fields that policy losses read, and dpo and sft do not."""
 
 
 class OptimizerConfig(ConfigModel):
@@ -234,29 +245,27 @@ class OptimizerConfig(ConfigModel):
         default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the learning rate goes on after the warm-up."
+        default="constant", description="Shape of the learning-rate schedule after the warm-up."
     )
-    warmup_updates: int = Field(default=0, ge=0, description="Updates over which the learning rate first rises.")
+    warmup_updates: int = Field(default=0, ge=0, description="Updates of the linear warm-up.")
     decay_updates: int | None = Field(
         default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: for constant."
     )
     end_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Fraction of the learning rate that it falls to."
+        default=0.1, ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak."
     )
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay of the mean gradient, per update.")
-    b2: float = Field(
-        default=0.999, ge=0.0, lt=1.0, description="AdamW's decay of the mean squared gradient, per update."
-    )
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay rate of the first moment.")
+    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type "
         "of the parameters, as it would lose small changes. null: the type of the parameters.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay, of matrices only."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; norms and biases are left out."
     )
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0.0, description="Largest global norm of the gradient; null: any."
+        default=1.0, gt=0.0, description="Global norm that gradients are clipped to; null: no clipping."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A job of learning: scores, advantages, updates. The `Learner` keeps what lives on from job to job."""
+"""The learner: runs training jobs (scores, advantages, updates), and owns the state that passes from job to job."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,14 +40,14 @@ def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
 
 
 def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
-    """True to pack rows: `wanted`, or with None where attention is not fused; never if the model cannot pack."""
+    """Return whether to pack rows: `wanted`, or for None True without fused attention; False if the model cannot."""
     if wanted is None:
         wanted = not takes_fused_attention(model, params)
     return wanted and can_pack(model, params)
 
 
 def takes_fused_attention(model: Model, params: Params) -> bool:
-    """True if padded rows go through cuDNN's fused attention, which takes a row as one sequence."""
+    """True if padded rows use cuDNN's fused attention, which cannot separate packed sequences."""
     config = model.config
     if not isinstance(config, DecoderConfig):
         return False
@@ -65,7 +65,7 @@ def can_pack(model: Model, params: Params) -> bool:
 
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
-"""Metrics that add up over the updates of a job; the others are means, or maxima where the name ends in `_max`."""
+"""Metrics summed over the updates of a job; all others are averaged, or maximised if the name ends in `_max`."""
 
 AVERAGED_OVER = {
     "sampler_disagreement_fraction": "sequences",
@@ -74,27 +74,27 @@ AVERAGED_OVER = {
     ),
     **dict.fromkeys(("grad_norm", "batch_rows"), "updates"),
 }
-"""Metrics and what each is a mean of, by the names of `TrainingBatch.counts`; the loss follows `averaged_over` of
-`LossConfig`, all others are means of tokens."""
+"""The count of `TrainingBatch.counts` that weights a metric in the mean over updates; `LossConfig.averaged_over` for
+the loss, `tokens` for all other metrics."""
 
 GoesOn = Callable[[int, int], bool]
 
 
 def always(done: int, total: int) -> bool:
-    """True: nothing ends the job before its last update."""
+    """Return True: the default `goes_on` of `Learner.learn`, which runs every update."""
     return True
 
 
 class Learner:
-    """Optimizer state, reference and value head of one policy; `learn` runs a job.
+    """Trains one policy job by job; owns the optimizer state, the reference policy and the value head.
 
     Attributes:
-        opt_state: the optimizer's; None before the first job.
-        step: optimizer steps taken.
-        ref_params: the policy that the KL is measured from; None without one, or before the first job.
-        value_head: for ppo; None without one.
-        jobs: how many have been run.
-        bad_updates: updates that were not finite since the last one that was.
+        opt_state: optimizer state; None before the first job.
+        step: number of optimizer steps taken.
+        ref_params: parameters of the KL's reference policy; None without one, or before the first job.
+        value_head: value head of ppo; None for other losses.
+        jobs: number of jobs run.
+        bad_updates: number of non-finite updates since the last finite one.
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class Learner:
         seed: int = 0,
         ref_params: Params | None = None,
     ) -> None:
-        """`LocalTrainerAdapterConfig` explains the options that are not listed here.
+        """Make the update; options not listed here are described in `LocalTrainerAdapterConfig`.
 
         Args:
-            model: the contract's tuple.
-            loss: the loss to minimise.
-            optimizer: the optimizer to minimise it with.
-            seed: shuffles minibatches.
-            ref_params: a reference from another checkpoint; None for the parameters before the first job.
+            model: the model of the policy.
+            loss: settings of the loss.
+            optimizer: settings of the optimizer.
+            seed: seed that shuffles minibatches.
+            ref_params: reference policy from another checkpoint; None uses the parameters before the first job.
 
         Raises:
-            ValueError: the loss cannot be made of its knobs.
+            ValueError: settings of the loss exclude each other.
         """
         self._model = model
         self._loss_config = loss
@@ -152,14 +152,14 @@ class Learner:
         goes_on: GoesOn = always,
         keep_bad: Callable[[BadUpdate], object] = lambda update: None,
     ) -> tuple[Params, dict[str, float]]:
-        """The parameters after this job's updates, and its metrics; `params` are donated once there is an update.
+        """Run the updates of a job, and return the new parameters and the job's metrics.
 
         Args:
-            rows: for dpo the chosen and the rejected one by turns.
-            credit: the rewards of the trajectories; None for losses that are no policy losses.
-            params: the policy's.
-            goes_on: called before each update with the number of updates made and to make; False ends the job.
-            keep_bad: called afterwards with each update that was not finite.
+            rows: rows to train; for dpo, chosen and rejected rows alternate.
+            credit: rewards of the trajectories; None for dpo and sft.
+            params: parameters of the policy; the first update donates them.
+            goes_on: called before each update with the numbers of updates made and planned; False ends the job.
+            keep_bad: called with each non-finite update, after it.
         """
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
@@ -195,11 +195,11 @@ class Learner:
         return params, metrics
 
     def state(self) -> dict[str, int]:
-        """The counters that decide the next jobs, for JSON."""
+        """Return the counters that the next jobs depend on, for JSON."""
         return {"jobs": self.jobs, "applied_jobs": self._applied_jobs, "bad_updates": self.bad_updates}
 
     def arrays(self, params: Params, *, with_base: bool = False) -> dict[str, Any]:
-        """All arrays that decide the next jobs, the policy's among them; a frozen base only if asked for."""
+        """Return all arrays that the next jobs depend on, those of the policy included; `with_base` adds a frozen one."""
         self._prepare(params)
         return {
             "params": params if with_base else trainable(self._model, params),
@@ -210,17 +210,17 @@ class Learner:
         }
 
     def restore(self, state: dict[str, int], arrays: dict[str, Any], params: Params) -> Params:
-        """Continue from a `state` and its `arrays`; returns the policy's parameters on the frozen base of `params`."""
+        """Restore a `state` and its `arrays`, and return the policy's parameters, with the frozen base of `params`."""
         self.jobs, self._applied_jobs, self.bad_updates = state["jobs"], state["applied_jobs"], state["bad_updates"]
         self.opt_state, self.step = arrays["opt_state"], arrays["step"]
         self.ref_params, self.value_head = arrays["ref_params"], arrays["value_head"]
         return combine(arrays["params"], partition(self._model, params)[1])
 
     def memory(self, params: Params, longest: int) -> dict[str, float]:
-        """Memory of a job on rows of `longest` tokens, in MiB by purpose; on a mesh that of each device.
+        """Return the MiB per device, by purpose, that a job on rows of `longest` tokens needs.
 
-        It compiles the job's update and changes nothing. `update` is the memory of the compiled program beside the
-        gradients: activations, and logits chunk by chunk.
+        This compiles the job's update, and changes no state. `update` is the memory of the compiled program without
+        the gradients: activations, and one chunk of logits.
         """
         trained: Any = jax.eval_shape(lambda p: p, params)
         if self._loss_config.name == "ppo":
@@ -246,9 +246,9 @@ class Learner:
         }
 
     def warm_up(self, params: Params, longest: int) -> Params:
-        """Run scores and updates on empty microbatches of every shape that rows of up to `longest` tokens can have.
+        """Compile all scores and updates, by running them on empty microbatches for rows of up to `longest` tokens.
 
-        The parameters that are returned are those given, bit for bit; these have been donated.
+        The given parameters are donated; the returned ones hold the same bits.
         """
         self._prepare(params)
         state = self._train_state(params)
@@ -270,7 +270,7 @@ class Learner:
         return self._keep(state)
 
     def _planner(self) -> BatchPlanner:
-        """How rows are laid out, once `_packing` has been chosen."""
+        """Return the planner of a job's batch; `_packing` must have been chosen."""
         pairs, sharding = self._loss_config.name == "dpo", self._model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
         return BatchPlanner(self._microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards)
@@ -280,7 +280,7 @@ class Learner:
         return empty_batch(self._loss_config, rows, width, packed=packed, has_old=has_old)
 
     def _prepare(self, params: Params) -> None:
-        """Make, before the first job, all that is made from the starting parameters."""
+        """Before the first job, make optimizer state, value head and reference from the starting parameters."""
         if self.opt_state is not None:
             return
         self._packing = choose_packing(self._model, params, self._packing)
@@ -292,12 +292,12 @@ class Learner:
             self.ref_params = jax.tree.map(jnp.copy, trainable(self._model, params))
 
     def _train_state(self, params: Params) -> TrainState:
-        """The state that an update replaces: the policy's parameters, with those of a value head, and the optimizer."""
+        """Return the state that an update replaces: parameters, with those of a value head, and optimizer state."""
         trained = params if self.value_head is None else {"policy": params, "value_head": self.value_head}
         return TrainState(trained, self.opt_state, self.step)
 
     def _keep(self, state: TrainState) -> Params:
-        """Take over what an update replaced; returns the policy's parameters."""
+        """Store the state after an update, and return the policy's parameters."""
         self.opt_state, self.step = state.opt_state, state.step
         if self.value_head is None:
             return state.params
@@ -305,7 +305,7 @@ class Learner:
         return state.params["policy"]
 
     def _scorers(self, params: Params) -> tuple[Scorer | None, Scorer | None]:
-        """What scores a microbatch with the policy and with the reference; None where the loss does not read it."""
+        """Return functions that score a microbatch with policy and reference; None if the loss reads no such scores."""
         policy = partial(self._scored, params, value_head=self.value_head) if self._needs_old else None
         if not self._loss_config.needs_reference:
             return policy, None
@@ -314,7 +314,7 @@ class Learner:
         return policy, partial(self._scored, reference, value_head=None)
 
     def _follow(self, params: Params) -> None:
-        """Move the reference towards the policy when it is its time."""
+        """Move the reference towards the policy after every `update_every`-th job that made an update."""
         every, mixing = self._loss_config.reference.update_every, self._loss_config.reference.mixing
         if self.ref_params is not None and every is not None and self._applied_jobs % every == 0:
             moving = (trainable(self._model, each) for each in (params, self.ref_params))
@@ -323,19 +323,19 @@ class Learner:
 
 @jax.jit
 def mix(params: Params, ref_params: Params, share: Float[Array, ""] | float) -> Params:
-    """`share` of the parameters and the rest of the reference."""
+    """Return `share * params + (1 - share) * ref_params`, in the dtypes of the reference."""
     return jax.tree.map(lambda new, old: (share * new + (1 - share) * old).astype(old.dtype), params, ref_params)
 
 
 def merge_metrics(
     history: list[dict[str, Any]], counts: list[dict[str, int]], averaged_over: dict[str, str]
 ) -> dict[str, float]:
-    """The metrics of a job from those of its updates. Each mean is weighted by the number of items that it averages.
+    """Merge the metrics of a job's updates; each mean is weighted by the number of items that it averages.
 
     Args:
-        history: the metrics of each update.
-        counts: of each update, by `TrainingBatch.counts`.
-        averaged_over: which of the counts a metric is a mean of; `tokens` where it is not named.
+        history: metrics of each update.
+        counts: `TrainingBatch.counts` of each update.
+        averaged_over: name of the count that weights a metric, by metric; `tokens` for metrics that it lacks.
 
     >>> first = {"kl": 1.0, "kl_max": 2.0, "applied_updates": 1.0}
     >>> second = {"kl": 4.0, "kl_max": 1.0, "applied_updates": 1.0}
@@ -351,7 +351,7 @@ def merge_metrics(
             merged[name] = max(values)
         else:
             weights = [count[averaged_over.get(name, "tokens")] for count in counts]
-            # Not numpy's average, which warns of an update that was not finite.
+            # numpy's average would warn of a non-finite update.
             total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
             merged[name] = total / max(sum(weights), 1)
     return merged

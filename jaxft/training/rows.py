@@ -1,4 +1,4 @@
-"""The training rows of a job: trajectories become token rows, and what is left out of them is counted.
+"""Training rows and rewards of a job, made from its trajectories; everything left out is counted in the metrics.
 
 `gather_rows` serves the policy losses, `gather_pairs` dpo and `gather_examples` sft. Rows that a loss cannot use raise
 an error that names the episode.
@@ -21,12 +21,12 @@ from jaxft.training.config import LossConfig
 
 
 class Sampled(NamedTuple):
-    """What was recorded with the trained tokens of a job, one after the other.
+    """Sampling records of the trained tokens of a job, one entry per token.
 
     Attributes:
         log_kept_mass: log of the probability mass that top-k, top-p and min-p left to sample from.
-        versions: version of the policy that sampled each token.
-        trajectories: number of each token's trajectory.
+        versions: policy version that sampled the token.
+        trajectories: index of the token's trajectory.
     """
 
     log_kept_mass: np.ndarray
@@ -49,13 +49,13 @@ NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
 
 
 class Gathered(NamedTuple):
-    """The rows of a job.
+    """The rows of a job, with their groups and metrics.
 
     Attributes:
-        rows: of pairs the chosen and the rejected one by turns.
-        groups: the trajectories that `Row.trajectory` counts, in their final order; empty for dpo and sft.
-        metrics: what was trained and what was left out.
-        sampled: what was recorded with the trained tokens; empty for dpo and sft.
+        rows: rows to train; for dpo, chosen and rejected rows alternate.
+        groups: trajectories that `Row.trajectory` indexes, in their final order; empty for dpo and sft.
+        metrics: counts of what is trained and what was left out.
+        sampled: sampling records of the trained tokens; empty for dpo and sft.
     """
 
     rows: list[Row]
@@ -70,11 +70,11 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
     Args:
         collection: groups of trajectories.
         llm: the language model whose sequences are trained; those of others are counted.
-        mask_truncated: leaves out sequences that a length limit cut.
+        mask_truncated: True to leave out sequences that a length limit cut.
 
     Raises:
         NothingToTrain: no row has a token to train.
-        TrajectoryError: greedy or malformed rows are among them, or rewards that do not fit float32.
+        TrajectoryError: a row is greedy or malformed, or a reward does not fit float32.
     """
     groups = [sort_trajectories(group) for group in collection.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -124,7 +124,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
 
 
 def sort_trajectories(group: Iterable[Trajectory]) -> list[Trajectory]:
-    """Return a group by generation, so that the order in which episodes happened to end decides nothing."""
+    """Return a group sorted by generation, so that nothing depends on the order in which episodes ended."""
     return sorted(group, key=lambda trajectory: trajectory.generation or 0)
 
 
@@ -133,8 +133,8 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
 
     Args:
         collection: trajectories whose episodes are lists of `DPOItem`.
-        template: makes tokens of the texts where a trajectory has no sequences.
-        llm: the language model whose pairs are trained, those of others are counted; None: any.
+        template: tokenises the texts of trajectories without sequences.
+        llm: the language model whose pairs are trained, while those of others are counted; None trains all.
 
     Raises:
         NothingToTrain: there are no pairs.
@@ -179,9 +179,9 @@ def gather_examples(
 
     Args:
         collection: trajectories.
-        template: makes tokens of the messages where a trajectory has no sequences.
-        min_reward: the least reward of a trajectory that is imitated; None: all are.
-        llm: the language model whose sequences are trained, those of others are counted; None: any.
+        template: tokenises the messages of trajectories without sequences.
+        min_reward: minimum reward of a trajectory that is imitated; None imitates all.
+        llm: the language model whose sequences are trained, while those of others are counted; None trains all.
 
     Raises:
         NothingToTrain: no row has a token to train.
@@ -221,17 +221,16 @@ def gather_examples(
 def with_usable_rewards(
     groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
 ) -> list[list[Trajectory]]:
-    """The groups, in which trajectories that lack a finite weighted reward are not scorable.
+    """Return the groups with `scorable=False` for trajectories that lack a finite value of a weighted reward.
 
-    A trajectory with a reward and an empty `named_rewards` was priced by its builder, as its evaluator gave nothing.
-    Its reward is its weighted sum, so that it lacks nothing; only where each reward is normalised by itself
-    (`normalize_then_sum`) there is no sum that the price could stand for.
+    If a trajectory has a reward but empty `named_rewards`, its builder set that reward in place of the evaluator. It
+    then stands for the weighted sum, and nothing is missing, except with `normalize_then_sum`, which needs each reward.
 
     Args:
-        unusable: `finetuning.reward_function.unusable`: `zero` gives them 0 for what they lack.
+        unusable: `finetuning.reward_function.unusable`; `zero` replaces missing rewards by 0.
 
     Raises:
-        TrajectoryError: none of them has the name; or one lacks it, and `unusable` is `error`.
+        TrajectoryError: no trajectory has a reward of some name; or one lacks it, and `unusable` is `error`.
     """
     names = list(loss.reward_weights or {})
     known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
@@ -262,12 +261,12 @@ def with_usable_rewards(
 def collect_rewards(
     groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
 ) -> CollectedRewards:
-    """The rewards of these groups as arrays, with weights and penalties of the configuration.
+    """Return the rewards of these groups as arrays, with the weights and the length penalty of the configuration.
 
-    The penalty for length counts the answers of the language model `llm` alone (None: of any).
+    The length penalty counts answers of the language model `llm` only; None counts those of all.
 
     Raises:
-        TrajectoryError: shaped rewards have no turns to go to.
+        TrajectoryError: a job with shaped rewards has sequences without `turns`.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -295,7 +294,7 @@ def collect_rewards(
 
 
 def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
-    """True if the reward of a trajectory, set by its builder, stands for the weighted sum of its named rewards."""
+    """True if the builder set the reward of a trajectory, which then stands for the weighted sum of named rewards."""
     return (
         trajectory.scorable
         and trajectory.named_rewards == {}
@@ -309,7 +308,7 @@ def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
 
 
 def _step_table(trajectories: Sequence[Trajectory]) -> Any:
-    """Shaped rewards `[trajectory, turn]`, None without any; 0 for the turns of a trajectory that gave none."""
+    """Return the shaped rewards `[trajectory, turn]`, 0 for trajectories without any; None if no trajectory has any."""
     if not any(trajectory.shaped_rewards for trajectory in trajectories):
         return None
     for trajectory in trajectories:
@@ -330,7 +329,7 @@ def _step_table(trajectories: Sequence[Trajectory]) -> Any:
     return table
 
 
-# --- Checks. Each raises a `TrajectoryError` that names the episode.
+# --- Checks; each raises a `TrajectoryError` that names the episode.
 
 
 def name_of(trajectory: Trajectory) -> str:
@@ -359,7 +358,7 @@ def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
 
 
 def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Raise if a row suits no loss: its lists differ in length, or its first token is trained."""
+    """Raise if the lists of a row differ in length, or its first token is trained."""
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
     if len(set(lengths.values())) > 1:
@@ -371,7 +370,7 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
 
 
 def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
-    """Raise if a row suits no policy gradient: greedy, not finite, or with turns that have no shaped reward."""
+    """Raise if a row is greedy, has non-finite log-probabilities, or has turns without a shaped reward."""
     check_lists(trajectory, sequence)
     trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
     if 0 in trained:
@@ -393,7 +392,7 @@ def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
 
 
 def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSequence) -> None:
-    """Raise if two rows are no pair: an answer has no trained token, or they answer different prompts."""
+    """Raise if an answer of a pair has no trained token, or the two answer different prompts."""
     prompts = []
     for sequence in (chosen, rejected):
         check_lists(trajectory, sequence)
@@ -405,14 +404,14 @@ def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSeq
 
 
 def has_signal(group: list[Trajectory]) -> bool:
-    """True if the scorable rewards of a group differ, by the rule of `jaxft.core.advantages`."""
+    """True if the scorable rewards of a group differ by more than rounding, as `jaxft.core.advantages` defines it."""
     rewards = [trajectory.reward for trajectory in group if trajectory.scorable]
     scale = max([1.0, *(abs(reward) for reward in rewards)])
     return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_REWARDS * scale
 
 
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:
-    """Return why a collection has no calls of a language model to train on; None if it has some, or nobody counted.
+    """Explain why a collection has no calls of a language model to train on; None if it has some, or has no counts.
 
     >>> why_no_calls({"calls": 0, "outside_calls": 0})
     'no episode called its language model: the workflow has to ask what builder.get_llm(...) gives it'
@@ -448,7 +447,7 @@ def _is_own(sequence: TokenSequence, llm: str | None) -> bool:
 
 
 def _tokenise_pair(item: DPOItem, template: ChatTemplate) -> list[TokenSequence]:
-    """Return the chosen and the rejected answer as rows, of which only the answer is trained."""
+    """Return the chosen and the rejected conversation as rows, in which only the answer is trained."""
     asked = [("user", item.prompt)] if isinstance(item.prompt, str) else [(m.role, m.content) for m in item.prompt]
     return [
         _tokenise([*asked, ("assistant", answer)], template, only_last=True)
@@ -457,7 +456,7 @@ def _tokenise_pair(item: DPOItem, template: ChatTemplate) -> list[TokenSequence]
 
 
 def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSequence:
-    """Return the messages of an episode as a row, of which all answers are trained."""
+    """Return the messages of an episode as a row, in which all of the assistant's answers are trained."""
     said = [(item.role.value, item.content) for item in trajectory.episode if isinstance(item, EpisodeItem)]
     try:
         return _tokenise(said, template, only_last=False)

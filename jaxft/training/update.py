@@ -1,4 +1,4 @@
-"""From a configuration to an update: the loss, the optimizer and the learning-rate schedule, jitted once."""
+"""Loss, optimizer, learning-rate schedule and jitted update, made from their configurations."""
 
 from functools import cache, partial
 from typing import Any
@@ -17,15 +17,15 @@ from jaxft.training.config import LossConfig, OptimizerConfig
 
 
 def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> LossFn:
-    """The loss function of `make_update`.
+    """Return the loss function, for `make_update`, that a configuration describes.
 
     Args:
-        config: the name of the loss and its options.
-        max_sampler_diff: a policy loss counts the rows whose recorded log-probabilities are, on average, further than
-            this from the trainer's, in nats; None for no count.
+        config: name and options of the loss.
+        max_sampler_diff: policy losses count the rows whose recorded log-probabilities differ from the trainer's by
+            more than this many nats on average; None for no count.
 
     Raises:
-        ValueError: options that exclude each other, or a missing one.
+        ValueError: options exclude each other, or one is missing.
     """
     if config.name == "sft":
         return sft_loss
@@ -67,7 +67,7 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> Loss
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optax transformation, without clipping: the update itself clips, as it must judge the norm first."""
+    """Return the optax transformation, without clipping: the update clips, after it has checked the gradient norm."""
     learning_rate = make_schedule(config)
     if config.name == "sgd":
         return optax.sgd(learning_rate)
@@ -85,7 +85,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of each update, counted from 0: linear warm-up, then constant, or linear or cosine decay."""
+    """Return the schedule, updates counted from 0: linear warm-up, then constant, or linear or cosine decay."""
     rate, warmup = config.learning_rate, config.warmup_updates
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
@@ -103,13 +103,13 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 def update_of(
     model: Model, loss: LossConfig, optimizer: OptimizerConfig, limits: tuple[float, float] | None
 ) -> tuple[optax.GradientTransformation, Update]:
-    """Optimizer and update; the same objects for equal settings, so that a second learner compiles nothing.
+    """Return optimizer and update: the same objects for equal settings, so that a second learner compiles nothing.
 
     Args:
-        model: the contract's tuple.
-        loss: hashable, so without `reward_weights`, which no update reads.
-        optimizer: its settings.
-        limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter, for policy losses.
+        model: the model of the policy.
+        loss: settings of the loss without `reward_weights`, which no update reads and which cannot be hashed.
+        optimizer: settings of the optimizer.
+        limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter for policy losses, else None.
     """
     made = make_optimizer(optimizer)
     loss_fn = make_loss(loss, None if limits is None else limits[0])
@@ -118,7 +118,7 @@ def update_of(
 
 
 scored = jax.jit(score_batch, static_argnums=0)
-"""Log-probabilities of a batch, jitted once."""
+"""`score_batch`, jitted; shared by all learners."""
 
 
 def _is_own(metrics: Metrics, max_fraction: float) -> Bool[Array, ""]:

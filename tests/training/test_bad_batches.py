@@ -111,7 +111,7 @@ def test_so_many_are_kept_and_no_more_which_is_said_once(make_bad_update, direct
         [],
     ]
     assert files(directory) == [f"{stem}.{kind}" for stem in stems for kind in ("json", "npz")]
-    assert said == ["bad_batches holds 3 batches; those of later updates are not kept"]
+    assert len(said) == 1 and "bad_batches holds 3 batches" in said[0]
     # A run that is resumed repeats the epoch that was cut off, and counts what is there.
     update, groups = make_bad_update()
     resumed = BadBatches(directory, said.append)
