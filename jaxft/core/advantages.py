@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Num
 from jaxft.core.checks import as_floats, check_shapes, namespace
 
 EQUAL_REWARDS = 1e-6
-"""Rewards of a group whose spread is below this share of the larger of 1 and the largest |reward| count as equal."""
+"""Rewards of a group count as equal if their range is below this fraction of `max(1, largest |reward|)`."""
 
 Rewards = Num[jax.Array, "B"] | Num[np.ndarray, "B"] | list[float]
 NamedRewards = Num[jax.Array, "B R"] | Num[np.ndarray, "B R"] | list[list[float]]
@@ -28,7 +28,7 @@ class _Groups(NamedTuple):
     centred: Any  # [B] reward minus the mean of its group; 0 where there is no signal
     count: Any  # [B] scorable members of the group
     has_signal: Any  # [B]
-    index: Any  # [B] which group, counted from 0
+    index: Any  # [B] index of the group
     scorable: Any  # [B]
 
 
@@ -57,7 +57,7 @@ def _groups(rewards: Rewards, group_ids: GroupIds) -> _Groups:
 
 
 def _of_group(xp: ModuleType, x: Any, index: Any, reduction: Literal["sum", "max"]) -> Any:
-    """The sum or the maximum over the group of each trajectory."""
+    """Reduce `x` over the group of each trajectory, by sum or maximum."""
     size = len(x)
     if xp is jnp:
         reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
@@ -71,7 +71,7 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     """`(R - mean_g) / (std_g + eps)`, std with ddof 1 (GRPO, arXiv 2402.03300, eq. 3 with the usual eps).
 
     Raises:
-        ValueError: as many rewards as group ids were not given, or a group id is negative (checked for NumPy input).
+        ValueError: the numbers of rewards and group ids differ, or a group id is negative (checked for NumPy input).
 
     >>> print(group_advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7]).round(4))  # (1 - 1/4) / (1/2 + 1e-4)
     [ 1.4997 -0.4999 -0.4999 -0.4999]
@@ -86,7 +86,7 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
 
 
 def group_mean_advantages(rewards: Rewards, group_ids: GroupIds) -> Advantages:
-    """`R - mean_g` (Dr. GRPO, arXiv 2503.20783): dividing by the spread would favour too easy and too hard prompts.
+    """`R - mean_g` (Dr. GRPO, arXiv 2503.20783): dividing by the std would favour too easy and too hard prompts.
 
     >>> print(group_mean_advantages([1.0, 0.0, 0.0, 0.0], [7, 7, 7, 7]))
     [ 0.75 -0.25 -0.25 -0.25]
@@ -121,7 +121,7 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
 def estimate_advantages(
     rewards: Rewards, group_ids: GroupIds, estimator: str = "group", *, eps: float = 1e-4
 ) -> Advantages:
-    """One of the four estimators of this file by its name; `eps` is for the two that divide by a spread.
+    """Apply one of the four estimators of this file by its name; `eps` is for the two that divide by a std.
 
     Raises:
         ValueError: an unknown name.
@@ -141,7 +141,7 @@ def estimate_advantages(
 
 
 def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> Rewards:
-    """The weighted sum of each trajectory's rewards; NaN, and so unscorable, where one of them is not finite.
+    """Return the weighted sum of each trajectory's rewards; NaN (unscorable) where one of them is not finite.
 
     >>> print(weighted_sum([[1.0, 0.5], [0.0, float("nan")]], [1.0, 2.0]))
     [ 2. nan]
@@ -155,8 +155,8 @@ def normalize_then_sum(
 ) -> Advantages:
     """`sum_k w_k (R_k - mean_g R_k) / (std_g R_k + eps)`: each reward counts by its weight, whatever its scale.
 
-    A trajectory with a reward that is not finite is unscorable in all of them. Not whitened again (as GDPO without its
-    last step, arXiv 2601.05242).
+    A trajectory with a non-finite reward is unscorable in all columns. This is GDPO (arXiv 2601.05242) without its
+    last step, the whitening of the sum.
 
     >>> print(normalize_then_sum([[1.0, 0.0], [0.0, 100.0]], [0, 0], [1.0, 1.0], eps=0.0))
     [0. 0.]
@@ -180,13 +180,13 @@ def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> t
 def step_advantages(
     step_rewards: StepRewards, group_ids: GroupIds, estimator: str = "group", *, gamma: float = 1.0
 ) -> StepAdvantages:
-    """An advantage per step (an assistant's turn): discounted rewards to go, against the group at the same step.
+    """Return an advantage per step (an assistant's turn): discounted reward to go, compared within the group.
 
-    `R_k = sum_{j >= k} gamma^(j - k) s_j`; the baseline and the spread of step `k` are taken over the trajectories of
-    the group that have a step `k`.
+    `R_k = sum_{j >= k} gamma^(j - k) s_j`; baseline and std of step `k` are taken over the trajectories of the group
+    that have a step `k`.
 
     Args:
-        step_rewards: `[B S]`; NaN behind a trajectory's last step. A NaN before it makes all of it unscorable.
+        step_rewards: `[B S]`; NaN after a trajectory's last step. A NaN before it makes the trajectory unscorable.
 
     Returns:
         `[B S]`; 0 where there is no step.
@@ -218,21 +218,21 @@ PerToken = Float[jax.Array, "B T"] | Float[np.ndarray, "B T"]
 Mask = Bool[jax.Array, "B T"] | Bool[np.ndarray, "B T"]
 
 EQUAL_VALUES = 1e-6
-"""A spread below this share of the larger of 1 and the largest |value| is rounding: whitened to 0."""
+"""Values whose range is below this fraction of `max(1, largest |value|)` count as equal, and are whitened to 0."""
 
 
 class Estimate(NamedTuple):
-    """Advantages before whitening, and the returns that a value function is to learn; 0 on untrained tokens."""
+    """Advantages before whitening, and returns, the targets of a value function; 0 on untrained tokens."""
 
     advantages: PerToken
     returns: PerToken
 
 
 def outcome_rewards(rewards: PerRow, completion_mask: Mask) -> PerToken:
-    """Each row's outcome as the reward of its last trained token.
+    """Put each row's reward on its last trained token, `[B T]`; 0 elsewhere.
 
     Raises:
-        ValueError: not one reward per row of the mask.
+        ValueError: there is not one reward per row of the mask.
 
     >>> print(outcome_rewards(np.array([5.0]), np.array([[False, True, True, False]])))
     [[0. 0. 5. 0.]]
@@ -247,7 +247,7 @@ def outcome_rewards(rewards: PerRow, completion_mask: Mask) -> PerToken:
 
 
 def reward_to_go(token_rewards: GivenPerToken, completion_mask: Mask, *, gamma: float = 1.0) -> PerToken:
-    """`G_t = r_t + gamma G_{t+1}`: the discounted rewards from a token on (REINFORCE++, arXiv 2501.03262).
+    """`G_t = r_t + gamma G_{t+1}`: the discounted sum of rewards from token t on (REINFORCE++, arXiv 2501.03262).
 
     A reward on an untrained token belongs to the last trained token before it.
 
@@ -283,13 +283,13 @@ def gae(
 ) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) and its returns `A + V`.
 
-    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`; behind the last trained token `A` is
-    0 and `V` is that of `bootstrap_values`.
+    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`; after the last trained token `A` is
+    0 and `V` is `bootstrap_values`.
 
     Args:
-        values: `values[b, t]` is the value of the context that token t was chosen in, `tokens[b, :t]`.
-        bootstrap_values: the value behind the last trained token of each row: that of the whole row if a length limit
-            cut it, 0 if it ended by itself. None: 0 for all rows.
+        values: `values[b, t]` is the value of `tokens[b, :t]`, the context in which token t was chosen.
+        bootstrap_values: value after the last trained token of each row: the value of the whole row if a length limit
+            cut it, 0 if it ended by itself. None stands for 0 in all rows.
 
     Raises:
         ValueError: shapes that differ.
@@ -329,9 +329,9 @@ def gae(
 
 
 def whiten(x: GivenPerToken, completion_mask: Mask) -> PerToken:
-    """`(x - mean) / sqrt(var + 1e-8)` over all trained tokens, ddof 1; 0 where they are all equal, or only one.
+    """`(x - mean) / sqrt(var + 1e-8)` over all trained tokens, ddof 1; 0 if they are all equal, or there is only one.
 
-    A number on a trained token that is not finite makes all of them NaN: as zeros it would look like nothing to learn.
+    One non-finite value on a trained token makes every result NaN: zeros would look like nothing to learn.
 
     Raises:
         ValueError: shapes that differ.
@@ -354,7 +354,7 @@ def whiten(x: GivenPerToken, completion_mask: Mask) -> PerToken:
 
 
 def _backwards(xp: ModuleType, step: Callable[[Any, Any], tuple[Any, Any]], start: Any, arrays: tuple[Any, ...]) -> Any:
-    """`step(carried, column) -> (carried, result)` from the last column of `[B T]` arrays to the first; `[B T]`."""
+    """Scan `step(carried, column) -> (carried, result)` from the last column of `[B T]` arrays to the first."""
     if xp is jnp:
         columns = jax.tree.map(jnp.transpose, arrays)
         return jax.lax.scan(step, start, columns, reverse=True)[1].T
@@ -370,12 +370,12 @@ Lengths = Num[jax.Array, "B"] | Num[np.ndarray, "B"]
 def soft_overlong_punishment(
     completion_tokens: Lengths, max_completion_tokens: int, penalty_tokens: int
 ) -> Float[jax.Array, "B"] | Float[np.ndarray, "B"]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13): 0, then falling to -1 over the last tokens.
+    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13): 0, then falling to -1 over the overlong buffer.
 
     Args:
-        completion_tokens: trained tokens of each trajectory.
-        max_completion_tokens: where the penalty reaches -1.
-        penalty_tokens: over how many tokens before that it falls.
+        completion_tokens: number of trained tokens of each trajectory.
+        max_completion_tokens: number of tokens at which the penalty reaches -1.
+        penalty_tokens: length of the overlong buffer: the tokens before that over which the penalty falls.
 
     Raises:
         ValueError: `penalty_tokens` is not between 1 and `max_completion_tokens`.

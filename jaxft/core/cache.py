@@ -1,8 +1,8 @@
 """The key-value cache of a decoder, in blocks of doubling size, so that short rows do not pay for long ones.
 
-A cache is a tuple of blocks, each made by `Model.init_cache`, that hold consecutive positions. `Model.apply` takes the
-first blocks of it, as many as are needed. More of them change no bit: a token attends to nothing in them, and they add
-exact zeros.
+A cache is a tuple of blocks, each made by `Model.init_cache`, that hold consecutive positions. `Model.apply` takes as
+many of the first blocks as are needed. Additional blocks change no bit: no token attends to them, and they add exact
+zeros.
 """
 
 from functools import partial
@@ -18,12 +18,12 @@ FIRST_BLOCK = 64
 """Positions in the first block. The second block has as many; then each is as long as all before it."""
 
 FEWEST_BLOCKS = 2
-"""Blocks that are read at least, where there are as many: XLA compiles the softmax over a single block in another way
-than over several, and its last bits differ."""
+"""Minimum number of blocks that a program reads, if the cache has as many: XLA compiles the softmax over a single block
+differently from one over several, and the last bits differ."""
 
 
 def block_lengths(length: int) -> tuple[int, ...]:
-    """The number of positions in each block of a cache for `length` tokens a row.
+    """Return the number of positions in each block of a cache for `length` tokens per row.
 
     >>> block_lengths(600), block_lengths(50)
     ((64, 64, 128, 256, 88), (50,))
@@ -35,7 +35,7 @@ def block_lengths(length: int) -> tuple[int, ...]:
 
 
 def block_capacities(length: int) -> dict[int, int]:
-    """The tokens that a row may have, by the number of blocks that a program reads, ascending.
+    """Map each number of blocks that a program may read to the tokens per row that these blocks hold, ascending.
 
     >>> block_capacities(600), block_capacities(50)
     ({2: 128, 3: 256, 4: 512, 5: 600}, {1: 50})
@@ -46,7 +46,7 @@ def block_capacities(length: int) -> dict[int, int]:
 
 
 def num_blocks_for(tokens: int, length: int) -> int:
-    """The fewest blocks of a cache for `length` tokens that hold `tokens` tokens of a row; all blocks if none do.
+    """Return the fewest blocks of a cache for `length` tokens that hold `tokens` tokens per row, or else all blocks.
 
     >>> num_blocks_for(128, 600), num_blocks_for(129, 600), num_blocks_for(9999, 600)
     (2, 3, 5)
@@ -56,7 +56,7 @@ def num_blocks_for(tokens: int, length: int) -> int:
 
 
 def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
-    """An empty cache with room for `length` tokens in each of `rows` rows.
+    """Make an empty cache with room for `length` tokens in each of `rows` rows.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
@@ -67,10 +67,10 @@ def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
 
 
 def keep_positions(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
-    """The cache with the first `counts` positions of each row as they are, and zeros in all later ones.
+    """Return the cache with zeros in all but the first `counts` positions of each row.
 
     Raises:
-        ValueError: the cache has an array without an axis of positions.
+        ValueError: an array of the cache has no position axis.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
@@ -89,24 +89,24 @@ def keep_positions(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache
 
 
 def _zero_from(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
-    """The leaf with zeros from entry `counts` of each row on, along `axis`."""
+    """Return the leaf with zeros from entry `counts` of each row on, along `axis`."""
     is_kept = jnp.arange(leaf.shape[axis]) < counts[:, None]  # [B S]
     return jnp.where(jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis]), leaf, 0)
 
 
 def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
-    """The axis of positions: its length is their number. The other axes are the model's own affair."""
+    """Find the position axis of a cache array, by its shapes at one and at two positions."""
     for axis in range(1, one.ndim):
         if (one.shape[axis], two.shape[axis]) == (1, 2):
             return axis
     raise ValueError(
         f"init_cache makes an array {list(one.shape)} for one position per row and {list(two.shape)} for two; wanted "
-        "rows on axis 0 and, on another axis of each array of a cache, exactly as many entries as positions"
+        "arrays with rows on axis 0 and another axis whose length is the number of positions"
     )
 
 
 def compute_dtype(params: Params) -> Any:
-    """The dtype of activations, and of the cache, with these parameters.
+    """Return the dtype of activations and cache with these parameters.
 
     >>> print(compute_dtype({"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}))
     bfloat16

@@ -13,7 +13,7 @@ from jaxft.core.types import Batch, Model, Params
 
 
 def namespace(*arrays: Any) -> ModuleType:
-    """`jax.numpy` if one of the arrays is JAX's, traced ones included; otherwise `numpy`.
+    """Return `jax.numpy` if one of the arrays is a JAX array (traced or not), otherwise `numpy`.
 
     >>> namespace([1.0], np.ones(2)).__name__, namespace([1.0], jnp.ones(2)).__name__
     ('numpy', 'jax.numpy')
@@ -22,7 +22,7 @@ def namespace(*arrays: Any) -> ModuleType:
 
 
 def as_floats(xp: ModuleType, *arrays: Any) -> list[Any]:
-    """The arrays in one floating type: float64 for `numpy`; for `jax.numpy` float32, or float64 where one has it.
+    """Convert arrays to one floating type: float64 for `numpy`; for `jax.numpy` float32, or float64 if one has it.
 
     >>> [x.dtype.name for x in as_floats(np, [1, 2], np.float32(3))]
     ['float64', 'float64']
@@ -54,17 +54,17 @@ def check_shapes(axes: str, **arrays: Any) -> None:
 
 
 def as_array(name: str, x: Any) -> Any:
-    """Nested lists of numbers as a JAX array; anything else as it is.
+    """Convert nested lists of numbers to a JAX array; return anything else as it is.
 
     Raises:
-        ValueError: the lists hold something else than numbers and bools (the message names the first and its place),
-            or have different lengths.
+        ValueError: an entry is neither a number nor a bool (the message names the first one and its index), or the
+            lists have different lengths.
 
     >>> as_array("tokens", [[1, 2], [3, 4]]).shape
     (2, 2)
     >>> as_array("tokens", [[1, 2], [3]])
     Traceback (most recent call last):
-    ValueError: tokens has rows of different lengths; wanted equal ones: pad them on the right
+    ValueError: tokens has rows of different lengths; wanted equal lengths: pad them on the right
     """
     if not isinstance(x, list | tuple):
         return x
@@ -76,7 +76,9 @@ def as_array(name: str, x: Any) -> Any:
     try:
         return jnp.asarray(namespace(*(leaf for _, leaf in leaves)).asarray(x))
     except ValueError as error:
-        raise ValueError(f"{name} has rows of different lengths; wanted equal ones: pad them on the right") from error
+        raise ValueError(
+            f"{name} has rows of different lengths; wanted equal lengths: pad them on the right"
+        ) from error
 
 
 def _is_numeric(leaf: Any) -> bool:
@@ -90,10 +92,10 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def check_mask(name: str, mask: Any) -> None:
-    """Raise unless a mask holds bools.
+    """Raise unless the dtype of a mask is bool.
 
     Raises:
-        ValueError: names the mask and the type that it holds.
+        ValueError: the dtype is another one; the message names mask and dtype.
 
     >>> check_mask("completion_mask", np.array([[0, 1]]))
     Traceback (most recent call last):
@@ -104,10 +106,10 @@ def check_mask(name: str, mask: Any) -> None:
 
 
 def as_batch(batch: Batch) -> Batch:
-    """The batch with arrays in the place of nested lists.
+    """Convert the nested lists of a batch to arrays.
 
     Raises:
-        ValueError: a field has another shape than the tokens, tokens are no whole numbers, or the mask holds no bools.
+        ValueError: a field has another shape than the tokens, tokens are not integers, or the mask is not bool.
 
     >>> as_batch(Batch([[5, 6]], [[False, True]])).tokens.shape
     (1, 2)
@@ -116,7 +118,7 @@ def as_batch(batch: Batch) -> Batch:
     check_batch_shapes(batch)
     check_mask("batch.completion_mask", batch.completion_mask)
     if not jnp.issubdtype(batch.tokens.dtype, jnp.integer):
-        raise ValueError(f"batch.tokens holds {batch.tokens.dtype}; wanted whole numbers, the ids of tokens")
+        raise ValueError(f"batch.tokens holds {batch.tokens.dtype}; wanted integers, the token ids")
     return batch
 
 
@@ -124,7 +126,7 @@ def check_batch_shapes(batch: Batch) -> None:
     """Raise unless every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
 
     Raises:
-        ValueError: names the field.
+        ValueError: a shape differs; the message names the field.
 
     >>> check_batch_shapes(Batch(np.ones((2, 3), int), np.ones((2, 3), bool), advantages=np.ones(3)))
     Traceback (most recent call last):
@@ -140,7 +142,7 @@ def check_batch_shapes(batch: Batch) -> None:
 
 
 def vocabulary_size(model: Model, params: Params) -> int:
-    """The number of tokens that the model gives logits for. Nothing is computed.
+    """Return the size of the model's vocabulary, from the shape of its logits; nothing is computed.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4) * params["scale"])
@@ -153,15 +155,15 @@ def vocabulary_size(model: Model, params: Params) -> int:
 
 @partial(jax.jit, static_argnums=0)
 def _logits(model: Model, params: Params, start: Int[Array, "1 1"]) -> Float[Array, "1 1 V"]:
-    """Logits after a token. It is traced once per model, for its shape, and never run."""
+    """Return the logits after a token; traced once per model, for the shape, and never run."""
     return model.unembed(params, model.apply(params, start, start)[0])
 
 
 def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
-    """Raise unless all ids are integers below `vocabulary`, and not negative. Bools are none.
+    """Raise unless all ids are integers (not bools) from 0 to `vocabulary - 1`.
 
     Raises:
-        ValueError: names the first id that is not, its place, and the size of the vocabulary.
+        ValueError: an id is invalid; the message names the first one, its index, and the size of the vocabulary.
 
     >>> check_token_ids("tokens", [[3, 0], [4, 1]], vocabulary=4)
     Traceback (most recent call last):
@@ -175,7 +177,7 @@ def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
         are_integers = False
     if are_integers and table.dtype.kind in "iu":
         is_id = (table >= 0) & (table < vocabulary)
-    else:  # floats, bools, or integers that no array can hold: each is asked by itself
+    else:  # floats, bools, or integers too large for an array: check one by one
         table = np.asarray(ids, object)
         known = [
             isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < vocabulary for x in table.flat
@@ -190,20 +192,20 @@ def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
 
 
 NEAR_WHOLE = 1e-3
-"""How far a number of trajectories, a sum of rounded shares, may lie from a whole one."""
+"""Tolerance for the number of trajectories, a sum of rounded fractions, to count as an integer."""
 
 
 def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     """Raise unless the batch can be trained on.
 
     Args:
-        vocabulary: tokens must be below it; None to leave them unchecked.
+        vocabulary: size of the vocabulary; None skips the check of token ids.
 
     Raises:
-        ValueError: shapes that differ; no trained token; a trained first token, which nothing predicts; tokens outside
-            the vocabulary; and, on trained tokens, a temperature that is not above 0 (greedy rows have nothing to learn
-            from), a trajectory of no trained tokens, or numbers that are not finite: the message names the field, the
-            row and the token. Also `trajectory_tokens` that count other tokens than the trained ones of the batch.
+        ValueError: shapes differ; no token is trained; the first token of a sequence is trained, which nothing
+            predicts; a token is outside the vocabulary; a trained token has a temperature that is not above 0 (greedy
+            rows have nothing to learn from), a `trajectory_tokens` below 1, or a non-finite value; or
+            `trajectory_tokens` does not count the trained tokens of the batch. The message names field, row and token.
 
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, True]]), np.array([1.0])))
     >>> check_batch(Batch(np.array([[5, 6]]), np.array([[False, False]])))
@@ -227,7 +229,7 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
         _refuse(mask & ~(given["temperatures"] > 0), "temperatures", "is not above 0: greedy rows cannot be trained on")
     if "trajectory_tokens" in given:
         few = ~(given["trajectory_tokens"] >= 1)
-        _refuse(mask & few, "trajectory_tokens", "is not at least 1: the token itself is one of its trajectory")
+        _refuse(mask & few, "trajectory_tokens", "is below 1, but the trajectory has at least this trained token")
     for name, x in given.items():
         if np.issubdtype(x.dtype, np.floating):
             per_token = x if x.ndim == 2 else x[:, None]
@@ -237,7 +239,7 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
         if abs(trajectories - round(trajectories)) > NEAR_WHOLE:
             raise ValueError(
                 f"batch.trajectory_tokens makes {trajectories:.6g} trajectories of {int(mask.sum())} trained tokens; "
-                "wanted a whole number: of each token, how many trained tokens of this batch its trajectory has"
+                "wanted a whole number: each entry counts the trained tokens that its trajectory has in this batch"
             )
 
 

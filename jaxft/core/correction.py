@@ -1,9 +1,9 @@
-"""Importance weights for a sampler whose probabilities are not the trainer's, and metrics of how far they differ.
+"""Importance weights for a sampler whose probabilities differ from the trainer's, and metrics of the difference.
 
-Off by default: in jaxft the sampler is the trainer's own forward function and the difference is rounding. Another
-sampler, a lower precision or a filter (top-k, top-p, min-p) makes `d = old_logprobs - behavior_logprobs` count. The
-weight is a constant, stands outside the clip, and changes no denominator. It cannot make up for tokens that a filter
-kept from being sampled at all. Letters: `B` rows, `T` tokens.
+The correction is off by default: in jaxft the sampler is the trainer's own forward function, and the difference
+`d = old_logprobs - behavior_logprobs` is rounding. It matters with another sampler, a lower precision or a filter
+(top-k, top-p, min-p). Weights are detached, stand outside the clip, and change no denominator. They cannot correct for
+tokens that a filter never lets be sampled. Letters: `B` rows, `T` tokens.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -21,7 +21,7 @@ Kind = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 
 class Correction(NamedTuple):
-    """Weights of the policy term, detached, and the fraction of trained tokens whose ratio was out of bounds."""
+    """Detached weights of the policy term, and the fraction of trained tokens whose ratio was out of bounds."""
 
     weights: Float[Array, "B T"]
     out_of_bounds_fraction: Float[Array, ""]
@@ -38,7 +38,7 @@ def sampler_correction(
     high: float = 2.0,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Correction:
-    """Weights `[B T]` of the policy term: truncated importance sampling (arXiv 1802.01561) and its relatives.
+    """Return weights `[B T]` of the policy term: truncated importance sampling (arXiv 1802.01561) and variants.
 
     With `w = e^d` per token, `e^(sum d)` per row, or `e^(mean d)` per row:
 
@@ -47,17 +47,17 @@ def sampler_correction(
     * `sequence_geometric_mask`: 1 where `low <= e^(mean d) <= high`, else 0.
 
     Args:
-        old_logprobs: of the trainer.
-        behavior_logprobs: of the distribution that the tokens were drawn from.
+        old_logprobs: log-probabilities under the trainer.
+        behavior_logprobs: log-probabilities under the distribution that the tokens were drawn from.
         completion_mask: True where the policy chose the token.
-        denominators: of the whole batch, when these rows are a part of it.
+        denominators: counts of the whole batch, when these rows are a microbatch of it.
         kind: one of the names above.
         low: smallest ratio that a mask keeps, at most 1.
         high: largest weight, or largest ratio that a mask keeps, at least 1.
-        segment_ids: which of several packed sequences a token belongs to.
+        segment_ids: packed sequence that a token belongs to.
 
     Raises:
-        ValueError: an unknown kind, bounds that are not `0 < low <= 1 <= high`, or shapes that differ.
+        ValueError: the kind is unknown, the bounds are not `0 < low <= 1 <= high`, or shapes differ.
 
     >>> old, drawn = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.1]]))  # ratios 3 and 1
     >>> mask = jnp.array([[True, True]])
@@ -83,7 +83,7 @@ def sampler_correction(
         log_weight = row_sums(log_weight, segment_ids)
         if kind == "sequence_geometric_mask":
             log_weight = log_weight / jnp.maximum(row_sums(completion_mask.astype(log_weight.dtype), segment_ids), 1)
-    # Compared as logarithms: a long row's sum would overflow.
+    # Compared as logarithms, because `exp` of a long row's sum overflows.
     is_high, is_low = log_weight > jnp.log(high), log_weight < jnp.log(low)
     if kind.endswith("truncate"):
         weights = jnp.exp(jnp.clip(log_weight, -MAX_LOG_RATIO, jnp.log(high)))
@@ -106,14 +106,14 @@ def sampler_agreement(
     max_mean_diff: float | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """Metrics of how far the trainer's log-probabilities are from those recorded while sampling, in nats.
+    """Return metrics, in nats, of the difference between the trainer's log-probabilities and the recorded ones.
 
     With `d = old - sampler`, `sampler_kl` is the mean of `e^d - 1 - d`, `sampler_kl_reverse` of `d e^d - e^d + 1`.
-    With `max_mean_diff`, `sampler_disagreement_fraction` counts the rows whose mean `|d|` is larger, which another
-    policy sampled or which were recorded wrongly, and rows with numbers that are not finite.
+    With `max_mean_diff`, `sampler_disagreement_fraction` is the fraction of rows whose mean `|d|` is larger or not
+    finite: another policy sampled them, or they were recorded wrongly.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes differ.
 
     >>> lp, mask = jnp.log(jnp.array([[0.5, 0.5]])), jnp.array([[True, False]])
     >>> metrics = sampler_agreement(lp, lp - 0.1, mask, Denominators(1.0, 1.0))

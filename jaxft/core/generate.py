@@ -1,4 +1,4 @@
-"""Sampling completions: each prompt is prefilled once for all its generations, and rows decode until all have ended.
+"""Batched generation: each prompt is prefilled once for all its generations, and rows decode until all have ended.
 
 `decode` is the one loop that samples; `generate` and the engine of a live policy both call it.
 Letters: `P` prompts, `G` generations of each, `R = P G` rows, `L` padded prompt length, `N` new tokens, `S` stop ids.
@@ -19,7 +19,7 @@ from jaxft.core.sampling import SamplingParams, sample, sampling_params
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
 
 PROMPT_BUCKET = 32
-"""Prompts are padded to a multiple of this many tokens, so that a batch a little longer reuses the compiled program."""
+"""Prompts are padded to a multiple of this many tokens, so that batches of similar length share a compiled program."""
 
 
 class DecodeState(NamedTuple):
@@ -44,8 +44,8 @@ class RowParams(NamedTuple):
     Attributes:
         sampling: how tokens are drawn.
         keys: a PRNG key per row; the key of a token is this folded with the token's position.
-        stop_ids: ids that end the row, padded with -1.
-        limits: the number of tokens, prompt included, at which the row ends in any case.
+        stop_ids: token ids that end the row, padded with -1.
+        limits: maximum number of tokens of the row, prompt included.
     """
 
     sampling: SamplingParams
@@ -55,7 +55,7 @@ class RowParams(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """The tokens that one `decode` sampled, left-aligned; `counts` is how many of each row are real."""
+    """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real."""
 
     tokens: Int[Array, "R N"]
     sampler_logprobs: Float[Array, "R N"]
@@ -66,9 +66,9 @@ class Emitted(NamedTuple):
 def decode(
     model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int
 ) -> tuple[DecodeState, Emitted]:
-    """Samples up to `max_steps` tokens for every active row, and stops early when no row is active.
+    """Sample up to `max_steps` tokens for every active row; stop early when no row is active.
 
-    A row depends on its own tokens, parameters and key alone: at equal shapes its tokens and log-probabilities are the
+    A row depends on its own tokens, parameters and key only: at equal shapes its tokens and log-probabilities have the
     same bits whatever the other rows are.
 
     >>> import jaxft
@@ -91,9 +91,9 @@ def decode(
 def decode_blocks(
     model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, num_blocks: int
 ) -> tuple[DecodeState, Emitted]:
-    """`decode` that reads and writes only the first `num_blocks` of the cache; no active row may outgrow them.
+    """Run `decode` on the first `num_blocks` blocks of the cache only; no active row may outgrow them.
 
-    It samples what `decode` samples, bit for bit, in the time that a shorter cache takes.
+    The result is that of `decode`, bit for bit, in the time of a shorter cache.
 
     >>> import jaxft
     >>> model, params = jaxft.from_function(lambda p, t, x: p["scale"] * jax.nn.one_hot(t, 6)), {"scale": jnp.ones(())}
@@ -109,7 +109,7 @@ def decode_blocks(
 
 
 def nothing_emitted(rows: int, width: int) -> Emitted:
-    """An `Emitted` without a token yet, with room for `width` tokens of each row.
+    """Make an empty `Emitted` with room for `width` tokens per row.
 
     >>> nothing_emitted(2, 8).tokens.shape
     (2, 8)
@@ -127,7 +127,7 @@ def _decode_until(
     emitted: Emitted,
     until: Int[Array, ""] | int,
 ) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Decodes from `step` to `until`, or until no row is active."""
+    """Decode from `step` to `until`, or until no row is active."""
 
     def is_unfinished(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> Bool[Array, ""]:
         step, state, _ = carry
@@ -162,9 +162,9 @@ def _decode_until(
 def _prefill(
     model: Model, params: Params, prompts: Int[Array, "P L"], lengths: Int[Array, "P"], cache_length: int
 ) -> tuple[Cache, Int[Array, "P"], Int[Array, "P"]]:
-    """The cache of right-padded prompts, their last tokens, and the positions of these.
+    """Return the cache of right-padded prompts, their last tokens, and the positions of these.
 
-    The first decoding step takes the last prompt token, and writes its keys and values over those made here.
+    The first decoding step takes the last prompt token, and overwrites its keys and values.
     """
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
     cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
@@ -188,25 +188,25 @@ def generate(
     min_p: float = 0.0,
     stop_ids: Sequence[int] = (),
 ) -> Rollout:
-    """Samples `num_generations` completions of each prompt: `[P G]` rows, prompt-major.
+    """Sample `num_generations` completions of each prompt: `[P G]` rows, prompt-major.
 
-    A prompt's keys and values are computed once and shared. The key of a token is `key` folded with the index of the
-    prompt, the generation and the position, so that more prompts or generations leave the others as they were.
+    A prompt's keys and values are computed once and shared. The key of a token is `key` folded with the indices of
+    prompt and generation and the position, so that additional prompts or generations do not change the others.
 
     Args:
-        prompts: lists or arrays of token ids, each of at least one; an array `[P T]`, whose rows are whole prompts
-            without padding; or a single prompt.
+        prompts: lists or arrays of at least one token id each; or an array `[P T]` whose rows are prompts without
+            padding; or a single prompt.
         key: one PRNG key, such as `jax.random.key(0)`.
-        max_new_tokens: the most tokens sampled per row; decoding stops early when every row has sampled a stop id.
+        max_new_tokens: maximum number of tokens sampled per row; decoding stops early when every row has a stop id.
         temperature, top_k, top_p, min_p: see `SamplingParams`.
-        stop_ids: token ids that end a row; the sampled one belongs to the completion.
+        stop_ids: token ids that end a row; the completion includes the sampled one.
 
     Returns:
         A `Rollout` of width `L + max_new_tokens`, where `L` is the longest prompt rounded up to a multiple of 32.
 
     Raises:
-        ValueError: there are no prompts; a prompt is empty, is text, or holds an id outside the vocabulary; `key` is no
-            PRNG key; or a parameter is outside its range.
+        ValueError: there are no prompts; a prompt is empty, is text, or has an id outside the vocabulary; `key` is not
+            a PRNG key; or a parameter is out of range.
 
     >>> import jaxft
     >>> def count(params, tokens, positions):  # gives the next number a probability of almost 1
@@ -236,18 +236,18 @@ def generate(
     step, emitted = jnp.int32(0), nothing_emitted(rows, max_new_tokens)
     for num_blocks, capacity in block_capacities(total).items():
         if capacity >= lengths.max():
-            # The row with the longest prompt is the first that needs the next block.
+            # The row with the longest prompt is the first to need the next block.
             until = jnp.int32(min(capacity - lengths.max() + 1, max_new_tokens))
             step, state, emitted = _continue(model, num_blocks, params, step, state, row_params, emitted, until)
     return _join(padded, lengths, num_generations, emitted, stops)
 
 
 def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
-    """The token ids of each prompt, as arrays on the host.
+    """Convert prompts to arrays of token ids on the host, one per prompt.
 
     Raises:
-        ValueError: there are no prompts; or a prompt is empty, is text, is not one-dimensional, or holds something that
-            is no id of the vocabulary.
+        ValueError: there are no prompts; or a prompt is empty, is text, is not one-dimensional, or has an entry that is
+            not a token id of the vocabulary.
 
     >>> [prompt.tolist() for prompt in prompt_ids([[1, 2], np.array([3])], vocabulary=4)]
     [[1, 2], [3]]
@@ -280,10 +280,10 @@ def _is_row(x: Any) -> bool:
 
 
 def one_key(key: Any) -> Any:
-    """The PRNG key as a typed key, also where it is given in the older form, as two uint32 numbers.
+    """Return a PRNG key as a typed key; raw uint32 keys are converted.
 
     Raises:
-        ValueError: `key` is no PRNG key, or holds several.
+        ValueError: `key` is not a PRNG key, or holds several.
 
     >>> one_key(jax.random.PRNGKey(3)) == jax.random.key(3)
     Array(True, dtype=bool)
@@ -317,7 +317,7 @@ def _start(
     sampling: SamplingParams,
     stop_ids: Int[Array, "S"],
 ) -> tuple[DecodeState, RowParams]:
-    """Prefills each prompt once and gives a row to each of its generations."""
+    """Prefill each prompt once, and copy it into a row for each of its generations."""
     cache, tokens, positions = _prefill(model, params, prompts, lengths, cache_length)
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
@@ -341,7 +341,7 @@ def _continue(
     emitted: Emitted,
     until: Int[Array, ""],
 ) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Decodes from `step` to `until` in the first `num_blocks` of the cache."""
+    """Decode from `step` to `until` in the first `num_blocks` of the cache."""
     shortened = state._replace(cache=state.cache[:num_blocks])
     step, shortened, emitted = _decode_until(model, params, step, shortened, rows, emitted, until)
     return step, shortened._replace(cache=(*shortened.cache, *state.cache[num_blocks:])), emitted
@@ -355,7 +355,7 @@ def _join(
     emitted: Emitted,
     stop_ids: Int[Array, "S"],
 ) -> Rollout:
-    """The rollout, with each completion right after its own prompt."""
+    """Make the rollout, with each completion directly after its own prompt."""
     prompts, lengths = (jnp.repeat(x, num_generations, axis=0) for x in (prompts, lengths))
     width = prompts.shape[1] + emitted.tokens.shape[1]
     column = jnp.arange(width)[None, :]  # [1 T]

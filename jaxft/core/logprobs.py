@@ -1,4 +1,4 @@
-"""Log-probability and entropy of given tokens; the logits of all of them are never held at once.
+"""Log-probability and entropy of given tokens, computed in chunks, so that all logits never exist at once.
 
 The one-step shift between logits and tokens happens here, in `token_logprobs`, and nowhere else.
 Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary.
@@ -16,23 +16,22 @@ from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
-"""The number of logits held at once when no chunk size is given: 512 MiB of float32."""
+"""Default number of logits per chunk: 512 MiB of float32."""
 
 SUM_BLOCK = 512
-"""Sums over the vocabulary add up sums over this many tokens: adding 150,000 terms one by one, float32 loses three
-digits."""
+"""Block size of sums over the vocabulary, in tokens: adding 150,000 terms one by one loses three digits of float32."""
 
 MIN_LOGPROB = -1e30
-"""Stands for a log-probability of -inf: times its probability, which is 0, it gives 0 and not NaN."""
+"""Replacement for a log-probability of -inf: its product with probability 0 is 0, not NaN."""
 
 SAVED_NAMES = "statistics of the softmax"
-"""The name of the arrays that the backward pass does not compute again."""
+"""Checkpoint name of the arrays that the backward pass does not recompute."""
 
 
 def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The divisor of the logits: the temperature, but 1 for greedy rows (temperature 0), which are scored unscaled.
+    """Return the divisor of the logits: the temperature, or 1 for greedy rows (temperature 0), scored unscaled.
 
-    It is 1 also where the temperature is negative or not finite: dividing by that would spoil every gradient.
+    Temperatures that are negative or not finite also give 1: dividing by them would make every gradient NaN.
 
     >>> print(scaling_temperature(jnp.array([0.5, 0.0, jnp.nan])))
     [0.5 1.  1. ]
@@ -43,9 +42,9 @@ def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]
 def logits_logprobs(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probability of each token and entropy of its distribution, in nats, under `softmax(logits / temperature)`.
+    """Return each token's log-probability and its distribution's entropy, in nats, by `softmax(logits / temperature)`.
 
-    Computed in float32 or wider, whatever the logits are: in bfloat16 the result would be off by up to 0.02 nats.
+    Arithmetic is float32 or wider, also for bfloat16 logits, whose own precision is off by up to 0.02 nats.
     A temperature that is negative or not finite gives NaN, and no gradient. No gradient flows into temperatures.
 
     >>> lp, entropy = logits_logprobs(jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([1]), jnp.array([1.0]))
@@ -62,7 +61,7 @@ def logits_logprobs(
 def _softmax_scores(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probability and entropy of each token; the derivative keeps three numbers per token from the forward pass."""
+    """Return log-probability and entropy of each token; the derivative saves three numbers per token."""
     return _softmax_statistics(logits, tokens, temperature)[:2]
 
 
@@ -83,7 +82,7 @@ def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
 def _softmax_statistics(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probability, entropy, the largest logit, and the log of the sum of exponentials relative to it."""
+    """Return log-probability, entropy, the largest logit, and the log-sum-exp relative to it."""
     shift = logits.max(axis=-1)
     mass, moment = _exp_sums((logits - shift[:, None]) / temperature[:, None])
     log_mass = jnp.log(mass)
@@ -95,7 +94,7 @@ def _softmax_statistics(
 
 
 def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """`sum(e^x)` and `sum(x e^x)` over the last axis, in one pass that writes no table as wide as the vocabulary."""
+    """Return `sum(e^x)` and `sum(x e^x)` over the last axis, in one pass without an intermediate of `x`'s size."""
 
     def terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
         weights = jnp.exp(x)
@@ -126,20 +125,20 @@ def token_logprobs(
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
 ) -> Scored:
-    """Log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the entropy of that distribution, `[B T]` each.
+    """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
-    The logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; chunking changes the
+    Logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; chunking changes the
     result by rounding only. The first token of a row, and of each packed segment, gets 0 and no gradient.
 
     Args:
         tokens: right-padded rows; padding changes nothing before it.
-        temperature: the sampling temperature: a scalar, one per row, or one per token. A token whose temperature is
+        temperature: sampling temperature: a scalar, one per row, or one per token. A token whose temperature is
             negative or not finite gets NaN and no gradient.
         positions: position of each token; `0 .. T-1` when None.
-        segment_ids: which packed sequence each token belongs to; tokens attend to their own sequence only.
-        value_head: `{"kernel": [D], "bias": []}` (`init_value_head`); when given, values are computed too.
-        entropy_gradient: lets gradients flow into the entropy, as an entropy bonus needs; costs nothing when off.
-        chunk_tokens: the most tokens per chunk; by default as many as make 2**27 logits.
+        segment_ids: packed sequence that a token belongs to; tokens attend to their own sequence only.
+        value_head: `{"kernel": [D], "bias": []}` (`init_value_head`), to compute values as well; None for no values.
+        entropy_gradient: True to let gradients flow into the entropy, as an entropy bonus needs.
+        chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -178,7 +177,7 @@ def token_logprobs(
         continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
 
     def shifted(x: Array) -> Array:
-        """Values from the second token of each row and segment on; the first, which nothing predicts, has 0."""
+        """Shift scores to the tokens that they describe; the first token of a row or segment gets 0."""
         aligned = jnp.pad(x.reshape(rows, -1), ((0, 0), (1, 0)))  # [B T]
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
@@ -187,7 +186,7 @@ def token_logprobs(
 
 
 def init_value_head(hidden_size: int) -> Params:
-    """A linear value function of the hidden state that is 0 everywhere: `{"kernel": [hidden_size], "bias": []}`.
+    """Make a linear value function of the hidden state that is 0 everywhere: `{"kernel": [hidden_size], "bias": []}`.
 
     >>> jax.tree.map(jnp.shape, init_value_head(4))
     {'bias': (), 'kernel': (4,)}
@@ -200,16 +199,15 @@ def _is_narrow(leaf: Array) -> bool:
 
 
 def _gradient_sum(leaf: Array) -> Array:
-    """An array that collects a parameter's gradient chunk by chunk, in float32 where the parameter's own dtype would
-    lose small terms.
+    """Return an array to accumulate a parameter's gradient in: float32 zeros for a narrower dtype, else the parameter.
 
-    A float32 copy of the parameter would do the same, but compilers for GPUs keep it and round it in every chunk.
+    A float32 copy of the parameter would do the same, but XLA for GPUs keeps that copy and rounds it in every chunk.
     """
     return _zeros_for_gradient(leaf) if _is_narrow(leaf) else leaf
 
 
 def _add_gradient_to(total: Array, leaf: Array) -> Array:
-    """The parameter; its gradient is added to `total`, the array of `_gradient_sum`."""
+    """Return the parameter unchanged; its gradient is added to `total`, the array of `_gradient_sum`."""
     return _with_gradient(total, jax.lax.stop_gradient(leaf)) if _is_narrow(leaf) else total
 
 
@@ -241,11 +239,10 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int | None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probabilities and entropies of the `N = B S` tokens. On a mesh, a chunk has as many tokens of each device's
-    rows as of any other's.
+    """Return log-probabilities and entropies of the `N = B S` tokens, chunk by chunk.
 
-    It is jitted for calls outside of `jit`, where the sums of gradients would be real arrays of the size of a float32
-    model even without a gradient.
+    On a mesh, a chunk takes equally many tokens from the rows of each device. The function is jitted because outside of
+    `jit` the gradient accumulators would be allocated, as large as a float32 model, even without a gradient.
     """
     sums = jax.tree.map(_gradient_sum, params)
 

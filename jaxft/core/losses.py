@@ -1,7 +1,7 @@
-"""Policy losses of the GRPO family: ratio, surrogate, KL, aggregation, each a small pure function.
+"""Policy losses of the GRPO family: ratio, surrogate, KL and aggregation, each a small pure function.
 
-`policy_loss` composes them; a published algorithm is a row of `PRESETS`. Everything is to be minimised. Masks come
-before every `exp` and `log`, so padding may hold anything. Letters: `B` rows, `T` tokens.
+`policy_loss` composes them; a published algorithm is a row of `PRESETS`. All losses are to be minimised. Masks are
+applied before every `exp` and `log`, so padding may hold any values. Letters: `B` rows, `T` tokens.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class Preset(NamedTuple):
-    """A published algorithm: the values that `policy_loss` takes for options that are left at None."""
+    """A published algorithm: the defaults of `policy_loss` for options that are None."""
 
     surrogate: Surrogate
     aggregation: Aggregation
@@ -63,38 +63,39 @@ def policy_loss(
     trajectory_tokens: Float[Array, "B T"] | None = None,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of a batch and its metrics; `loss` names a row of `PRESETS`, the other options override that row.
+    """Return the policy loss of a batch and its metrics.
 
-    Averaged over: the trajectories' token means (grpo, gspo), all trained tokens (dapo, cispo, ppo, reinforce), or
-    trajectories times `max_completion_tokens` (dr_grpo); those without a trained token are in no denominator.
+    The loss is averaged over the trajectories' token means (grpo, gspo), over all trained tokens (dapo, cispo, ppo,
+    reinforce), or over trajectories times `max_completion_tokens` (dr_grpo); trajectories without a trained token are
+    in no denominator.
 
     Args:
-        logprobs: of the tokens under the present policy; gradients flow into these.
-        old_logprobs: under the policy at the start of the batch's first update; None when this is that update.
+        logprobs: log-probabilities under the present policy; gradients flow into these.
+        old_logprobs: log-probabilities under the policy before the batch's first update; None in that update.
         advantages: one per row, or one per token.
         completion_mask: True where the policy chose the token.
+        loss: name of a row of `PRESETS`; options that are not None override that row.
         importance_level: `sequence` takes one ratio per row, `s = exp(mean of the log-ratio)` (GSPO), always in its
             GSPO-token form, `stop_gradient(s) e^(lp - stop_gradient(lp))` (arXiv 2507.18071 eq. 14). Value and gradient
             are those of `s` itself where a row has one advantage and one weight; where they vary along the row, a
-            token keeps its own credit, packed or padded.
+            token keeps its own advantage and weight, packed or padded.
         clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo `clip_high` is the cap.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
-        kl: its estimator, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
-        max_completion_tokens: the budget of one trajectory; the constant that dr_grpo divides by.
-        policy_weights: factors of the policy term, constants outside the clip (`sampler_correction`); free on
-            untrained tokens, like everything else there.
-        segment_ids: which of several packed sequences a token belongs to; `advantages` are then per token.
-        trajectory_tokens: trained tokens of the whole trajectory that a token belongs to, where trajectories are
-            several rows: cut into any number of them, a trajectory counts once. Its ratios stay those of rows. None:
-            every row is a trajectory.
-        denominators: of the whole batch, when these rows are a part of it.
+        kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
+        max_completion_tokens: token budget of one trajectory, the constant that dr_grpo divides by.
+        policy_weights: detached factors of the policy term, outside the clip (`sampler_correction`); ignored on
+            untrained tokens.
+        segment_ids: packed sequence that a token belongs to; `advantages` are then per token.
+        trajectory_tokens: number of trained tokens of the token's whole trajectory, so that a trajectory of several
+            rows counts once. Ratios stay those of rows. None: every row is a trajectory.
+        denominators: counts of the whole batch, when these rows are a microbatch of it.
 
     Returns:
-        The scalar loss, and scalars that are means over all trained tokens, or maxima where the name ends in `_max`.
+        The scalar loss, and metrics: means over all trained tokens, or maxima where the name ends in `_max`.
 
     Raises:
-        ValueError: an unknown name, shapes that disagree, an option the loss cannot take, or a missing input.
+        ValueError: a name is unknown, shapes differ, an option does not suit the loss, or an input is missing.
 
     >>> lp = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.5]]))
     >>> old = jnp.log(jnp.array([[0.4, 0.5], [0.5, 0.5]]))  # ratios 1.25, 1 / 1, 1
@@ -138,8 +139,8 @@ def policy_loss(
     importance = of_whole_row = log_ratio
     if importance_level == "sequence":
         of_whole_row = _row_mean(log_ratio, mask, segment_ids)  # [B 1], or [B T] with segments
-        # The value of the row's ratio, the gradient of the token's. The difference is exactly 0: summed from the left,
-        # a large log-ratio would round the row's away.
+        # The value is the row's log-ratio, the gradient the token's. `own` is exactly 0 because it is computed first:
+        # summed from the left, a large token log-ratio would round the row's away.
         own = log_ratio - jax.lax.stop_gradient(log_ratio)
         importance = jax.lax.stop_gradient(of_whole_row) + own  # [B T]
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
@@ -230,7 +231,7 @@ def value_loss(
     if value_clip is not None:
         held = jnp.where(mask, old_values + jnp.clip(values - old_values, -value_clip, value_clip) - returns, 0.0) ** 2
         worse = jnp.maximum(error, held)
-        # Within the clip both errors are the same number but for rounding, which must not be counted.
+        # Within the clip both errors are equal up to rounding, which must not be counted.
         is_outside = jnp.abs(values - old_values) > value_clip
         metrics["value_clip_fraction"] = token_mean(is_outside & (held > error), mask, denominators)
     value = 0.5 * token_mean(worse, mask, denominators)
@@ -251,7 +252,7 @@ def _clip_bites(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Bool[Array, "B #S"], Bool[Array, "B #S"]]:
-    """True where the clip changed the gradient, below and above."""
+    """Return masks, for the lower and the upper clip, that are True where the clip changed the gradient."""
     if surrogate == "clip":
         return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
     return jnp.zeros_like(ratio, bool), (ratio > clip_high if surrogate == "cap" else jnp.zeros_like(ratio, bool))
@@ -276,7 +277,7 @@ def _check_knobs(
     if beta < 0:
         raise ValueError(f"beta is {beta}; wanted at least 0")
     zero = jnp.zeros((1, 1))
-    kl_penalty(kl, zero, zero, zero)  # an unknown kind is refused before it matters
+    kl_penalty(kl, zero, zero, zero)  # raises for an unknown kind, even if beta is 0
     if surrogate == "reinforce" and importance_level == "sequence":
         raise ValueError("importance_level is 'sequence', but 'reinforce' has no ratio; leave it None")
     if surrogate == "reinforce" and has_old:
@@ -322,10 +323,10 @@ KL_IN_LOSS = ("k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl")
 
 
 def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`e^x - 1 - x`, never negative: the low-variance KL estimate for `x = log q - log p`, tokens drawn from p.
+    """`e^x - 1 - x`, never negative: low-variance estimate of KL(p || q), with `x = log q - log p` and tokens from p.
 
-    (J. Schulman, "Approximating KL divergence", 2020.) Above the clamp it is constant: `e^20 - 1 - x` would fall with x
-    and its gradient push away from the reference.
+    Source: J. Schulman, "Approximating KL divergence", 2020. Above the clamp of x the estimate is constant:
+    `e^20 - 1 - x` would fall with x, and its gradient push away from the reference.
 
     >>> print(f"{k3(jnp.log(2.0)):.4f}")  # 2 - 1 - log 2
     0.3069
@@ -337,16 +338,16 @@ def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
 def kl_penalty(
     kind: str, rho: Float[Array, "B T"], log_ratio: Float[Array, "B T"], importance_ratio: Float[Array, "B #T"]
 ) -> Float[Array, "B T"]:
-    """A term per token that pulls the policy to the reference; `rho = ref_logprobs - logprobs`, 0 where masked.
+    """Return the KL estimate of each token, with `rho = ref_logprobs - logprobs`; 0 where masked.
 
     * `k3_ratio` (default): `exp(logprobs - old) k3`, differentiated through both: the gradient of KL(policy || ref).
     * `k2`: `rho^2 / 2`, weighted by the detached ratio: the same gradient.
     * `k3`: weighted by the detached ratio: the gradient of KL(ref || policy), the other direction.
     * `k3_unweighted`: weight 1, as GRPO is often written; biased after a batch's first update.
-    * `k3_trl`: `k3_ratio` with the loss's own ratio, a row's at sequence level: TRL's number.
+    * `k3_trl`: `k3_ratio` with the ratio of the loss, which is a row's at sequence level, as in TRL.
 
     Raises:
-        ValueError: an unknown kind, `k1`, whose expectation has no gradient, or shapes that differ.
+        ValueError: the kind is unknown or `k1`, whose gradient is 0 in expectation; or shapes differ.
 
     >>> rho = jnp.log(jnp.array([[2.0]]))
     >>> print(kl_penalty("k2", rho, jnp.zeros((1, 1)), jnp.ones((1, 1))).round(4))  # (log 2)^2 / 2
@@ -354,7 +355,7 @@ def kl_penalty(
     """
     if kind == "k1":
         raise ValueError(
-            "kl='k1' in the loss has gradient 0 in expectation: it would hold nothing; "
+            "kl='k1' in the loss has gradient 0 in expectation, so it has no effect; "
             "use 'k3_ratio', or k1 in the reward"
         )
     if kind not in KL_IN_LOSS:
@@ -377,13 +378,13 @@ def kl_penalty(
 def k1_penalty(
     logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"], completion_mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """`logprobs - ref_logprobs` on trained tokens, detached; `beta` times this is taken off their rewards.
+    """`logprobs - ref_logprobs` on trained tokens, detached: the k1 estimate, to be subtracted from rewards.
 
-    Its mean is KL(policy || ref) of the whole sequence, and as a part of the reward it has that gradient: subtract it
-    per token from `token_rewards`, or summed over a trajectory from its reward, before any baseline.
+    The expected sum over a sequence is KL(policy || ref), and in the reward it has that gradient. Subtract `beta` times
+    this per token from `token_rewards`, or its sum over a trajectory from that reward, before any baseline.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes differ.
 
     >>> lp, ref = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
     >>> print(k1_penalty(lp, ref, jnp.array([[True, True]])).round(4))  # log 2, 0
@@ -394,7 +395,7 @@ def k1_penalty(
 
 
 class PreferenceLoss(NamedTuple):
-    """Loss of each pair, and by how much more than the reference the policy prefers the chosen answer."""
+    """Loss of each pair, and its margin: how much more than the reference the policy prefers the chosen answer."""
 
     losses: Float[Array, "P"]
     margins: Float[Array, "P"]
@@ -410,17 +411,17 @@ def preference_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> PreferenceLoss:
-    """The loss of each pair, from the summed log-probabilities of its answers, in nats.
+    """Return the preference loss of each pair, from the summed log-probabilities of its answers, in nats.
 
     With the margin `h = (chosen - ref_chosen) - (rejected - ref_rejected)`:
 
-    * `sigmoid`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)` (DPO, arXiv 2305.18290 eq. 7; with
-      `e = label_smoothing` the conservative form of labels that are wrong that often).
+    * `sigmoid`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)` (DPO, arXiv 2305.18290 eq. 7, and conservative
+      DPO with `e = label_smoothing`, the fraction of wrong labels).
     * `ipo`: `(h - 1 / (2 beta))^2` (arXiv 2310.12036 eq. 17).
 
     Raises:
-        ValueError: an unknown kind, `beta` not above 0, `label_smoothing` outside [0, 0.5) or given with ipo, or shapes
-            that differ.
+        ValueError: the kind is unknown, `beta` is not above 0, `label_smoothing` is outside [0, 0.5) or given with ipo,
+            or shapes differ.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.array([1.0])

@@ -1,9 +1,9 @@
-"""Losses of a model on a batch: what `make_update` differentiates.
+"""Losses of a model on a batch, the functions that `make_update` differentiates.
 
-Each is `(model, params, batch, denominators=None, *, ...) -> (loss, metrics)`; `functools.partial` binds its options,
-and those of the functions that it is given: `partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))`. The
-denominators are those of the whole batch when `batch` is a microbatch of it; None counts them in `batch`. Metrics add
-up over microbatches, or combine by maximum where their name ends in `_max`.
+Each is `(model, params, batch, denominators=None, *, ...) -> (loss, metrics)`. `functools.partial` binds the options,
+also of nested functions: `partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))`. If `batch` is a microbatch,
+`denominators` are the counts of the whole batch; None counts them in `batch`. Losses and metrics of microbatches are
+summed, or combined by maximum where a metric's name ends in `_max`.
 """
 
 from collections.abc import Callable
@@ -40,24 +40,23 @@ def grpo_loss(
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`policy_loss` of the batch under `params`, with entropy and sampler-to-trainer agreement among the metrics.
+    """Return the policy loss of a batch under `params`, and its metrics, with entropy and sampler agreement among them.
 
     Args:
-        model: the contract's tuple.
-        params: the policy's; gradients flow into these.
-        batch: with `advantages`.
-        denominators: of the whole batch, when `batch` is a part of it.
+        model: the model.
+        params: parameters of the policy; gradients flow into these.
+        batch: a batch with `advantages`.
+        denominators: counts of the whole batch, when `batch` is a microbatch of it.
         loss: `policy_loss` with its options bound, such as `partial(policy_loss, loss="dapo", clip_high=0.3)`.
-        entropy_coef: this times the mean entropy of all trained tokens, in nats, is taken off the loss
-            (arXiv 1602.01783).
-        correction: weights of the policy term, such as `partial(sampler_correction, kind="token_truncate")`; needs
-            `batch.behavior_logprobs`. None: every weight is 1.
-        max_sampler_diff: counts the sequences that the policy did not sample (`sampler_agreement`); needs
+        entropy_coef: weight of the entropy bonus, the mean entropy of all trained tokens in nats (arXiv 1602.01783).
+        correction: function that weights the policy term, such as `partial(sampler_correction, kind="token_truncate")`;
+            needs `batch.behavior_logprobs`. None: every weight is 1.
+        max_sampler_diff: limit above which a sequence counts as sampled by another policy (`sampler_agreement`); needs
             `batch.sampler_logprobs`. None: no count.
 
     Raises:
-        ValueError: the batch lacks what the loss needs or has fields of other shapes than its tokens, or what `loss` or
-            `correction` refuses.
+        ValueError: the batch lacks a field that the loss reads, a field has another shape than the tokens, or `loss` or
+            `correction` raises.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -90,19 +89,19 @@ def ppo_loss(
     """PPO (arXiv 1707.06347, eq. 9): clipped surrogate plus `value_coef` times `value_loss`, over all trained tokens.
 
     Args:
-        model: the contract's tuple.
+        model: the model.
         params: `{"policy": params, "value_head": init_value_head(hidden_size)}`: one body, two heads.
-        batch: with `advantages`, `old_values` and `returns` per token (`gae`).
-        denominators: of the whole batch, when `batch` is a part of it.
+        batch: a batch with `advantages`, `old_values` and `returns` per token (`gae`).
+        denominators: counts of the whole batch, when `batch` is a microbatch of it.
         loss: the surrogate, such as `partial(policy_loss, loss="ppo", clip_high=0.3)`.
-        value_coef: weight of the value term.
-        value_clip: how far a value may move from `old_values` before its error is clipped; None: any way.
+        value_coef: weight of the value loss.
+        value_clip: maximum change of a value from `old_values` before its error is clipped; None: no clipping.
         entropy_coef: as in `grpo_loss`.
         correction: as in `grpo_loss`.
         max_sampler_diff: as in `grpo_loss`.
 
     Raises:
-        ValueError: what `grpo_loss` refuses, or the batch lacks values.
+        ValueError: as `grpo_loss`, or the batch lacks `old_values` or `returns`.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):
@@ -146,28 +145,28 @@ def dpo_loss(
     length_normalized: bool = False,
     sft_coef: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`preference_loss`, mean over pairs; rows `2 i` and `2 i + 1` are the chosen and the rejected answer of pair i.
+    """Return the mean preference loss over pairs; pair i has its chosen answer in row `2 i`, the rejected in `2 i + 1`.
 
-    A pair counts when both of its rows have a trained token; one that lacks an answer is in no sum and no denominator
-    (`denominators.pairs`), but the metric `entropy` is over all trained tokens.
+    A pair in which a row has no trained token is in no sum and no denominator (`denominators.pairs`); only the metric
+    `entropy` is over all trained tokens.
 
-    A preference loss is content when both answers become less likely, the rejected one faster. `sft_coef` times the
-    mean negative log-probability per token of the chosen answers holds them up (arXiv 2404.19733, eq. 1).
+    A preference loss can fall while both answers become less likely, the rejected one faster. `sft_coef` adds the mean
+    negative log-probability per token of the chosen answers, which keeps them likely (arXiv 2404.19733, eq. 1).
 
     Args:
-        model: the contract's tuple.
-        params: the policy's.
-        batch: with `ref_logprobs`, computed once with the reference (`score_batch`).
-        denominators: of the whole batch by `count_tokens`, when `batch` is a part of it.
-        beta: how closely the policy is held to the reference, above 0.
+        model: the model.
+        params: parameters of the policy; gradients flow into these.
+        batch: a batch with `ref_logprobs`, computed once with the reference (`score_batch`).
+        denominators: `count_tokens` of the whole batch, when `batch` is a microbatch of it.
+        beta: strength of the pull to the reference, above 0.
         kind: `sigmoid` or `ipo`, see `preference_loss`.
-        label_smoothing: share of pairs that may be the wrong way round, for `sigmoid`.
-        length_normalized: an answer's log-probability is the mean over its tokens and not their sum.
+        label_smoothing: fraction of pairs assumed to be labelled the wrong way round, for `sigmoid`.
+        length_normalized: True to take the mean log-probability over an answer's tokens instead of the sum.
         sft_coef: weight of the supervised term.
 
     Raises:
-        ValueError: an odd number of rows, no `ref_logprobs`, packed rows, denominators without pairs, fields of other
-            shapes than the tokens, or what `preference_loss` refuses.
+        ValueError: the number of rows is odd, `ref_logprobs` is None, rows are packed, denominators have no pairs, a
+            field has another shape than the tokens, or `preference_loss` raises.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -257,7 +256,7 @@ def _policy_terms(
     correction: CorrectionFn | None,
     max_sampler_diff: float | None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The policy loss with its entropy bonus, and all that is logged of both."""
+    """Return the policy loss with its entropy bonus, and the metrics of both."""
     if batch.advantages is None:
         raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
     mask, weights, corrected = batch.completion_mask, None, {}
@@ -303,7 +302,7 @@ def score_batch(
     value_head: Params | None = None,
     entropy_gradient: bool = False,
 ) -> Scored:
-    """Log-probabilities and entropies of a batch's tokens at the temperatures they were sampled with.
+    """Return log-probabilities and entropies of a batch's tokens, at the temperatures they were sampled with.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens.

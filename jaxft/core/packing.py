@@ -1,8 +1,9 @@
-"""Tables of token sequences: one sequence to a row, or several.
+"""Packing and padding of token sequences into tables: several sequences per row, or one.
 
-A `Packing` is planned on the host from lengths alone; `pack` writes numbers per token into a `[B T]` table and `unpack`
+A `Packing` is planned on the host from lengths alone; `pack` writes values per token into a `[B T]` table and `unpack`
 reads them back. With the `segment_ids` and `positions` of a packed table the model sees the same sequences as in a
-padded one, and losses and gradients are the same. Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
+padded one, and losses and gradients are equal up to rounding.
+Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
 """
 
 import bisect
@@ -14,9 +15,9 @@ from jaxtyping import Int
 
 
 class Packing(NamedTuple):
-    """Sequence i lies in row `rows[i]` from column `starts[i]` on and has `lengths[i]` tokens.
+    """Position of each sequence in a table: `lengths[i]` tokens in row `rows[i]`, from column `starts[i]` on.
 
-    `height` and `width` are those of the table. Rows that hold no sequence are padding.
+    `height` and `width` are the numbers of rows and columns. Rows without a sequence are padding.
     """
 
     rows: Int[np.ndarray, "N"]
@@ -27,7 +28,7 @@ class Packing(NamedTuple):
 
 
 def plan_padding(lengths: Sequence[int], width: int) -> Packing:
-    """Every sequence in a row of its own.
+    """Plan a table with one sequence per row, in order.
 
     Raises:
         ValueError: a sequence is longer than the rows.
@@ -41,7 +42,7 @@ def plan_padding(lengths: Sequence[int], width: int) -> Packing:
 
 
 def plan_packing(lengths: Sequence[int], width: int) -> Packing:
-    """Few rows: longest first, each into the fullest row that still has room (best fit decreasing).
+    """Plan a table of few rows by best fit decreasing: longest first, each into the fullest row with room for it.
 
     Raises:
         ValueError: a sequence is longer than the rows.
@@ -66,7 +67,7 @@ def plan_packing(lengths: Sequence[int], width: int) -> Packing:
 
 
 def pack(packing: Packing, values: Sequence[Any] | np.ndarray, dtype: Any, fill: float = 0) -> np.ndarray:
-    """The `[B T]` table of each sequence's numbers (or of one number for all its tokens); `fill` elsewhere.
+    """Write each sequence's values (or one value for all its tokens) into a `[B T]` table; `fill` elsewhere.
 
     >>> pack(plan_packing([2, 1], width=4), [[7, 8], [9]], int)
     array([[7, 8, 9, 0]])
@@ -78,7 +79,7 @@ def pack(packing: Packing, values: Sequence[Any] | np.ndarray, dtype: Any, fill:
 
 
 def unpack(packing: Packing, table: Any) -> list[np.ndarray]:
-    """The numbers of each sequence in a `[B T]` table, one array per sequence.
+    """Read the values of each sequence from a `[B T]` table, one array per sequence.
 
     >>> unpack(plan_packing([2, 1], width=4), np.array([[7, 8, 9, 0]]))
     [array([7, 8]), array([9])]
@@ -88,11 +89,11 @@ def unpack(packing: Packing, table: Any) -> list[np.ndarray]:
 
 
 class TokenIndex(NamedTuple):
-    """Indices of every token of the sequences, one sequence after the other.
+    """Indices of all tokens, sequence by sequence.
 
     Attributes:
         tokens: row and column in the packed table.
-        places: row and column in a table of one sequence a row: number of the sequence, and position in it.
+        places: row and column in a table with one sequence per row: index of the sequence, and position in it.
     """
 
     tokens: tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]
@@ -100,7 +101,7 @@ class TokenIndex(NamedTuple):
 
 
 def token_index(packing: Packing) -> TokenIndex:
-    """The indices that read and write tables in the order of the sequences.
+    """Return the indices that read and write tables in the order of the sequences.
 
     >>> index = token_index(plan_packing([2, 1, 3], width=4))  # 3 + 1 and 2
     >>> np.array([[30, 31, 32, 20], [10, 11, 0, 0]])[index.tokens]
@@ -109,14 +110,14 @@ def token_index(packing: Packing) -> TokenIndex:
     [0 0 1 2 2 2] [0 1 0 0 1 2]
     """
     lengths = packing.lengths
-    first = np.cumsum(lengths) - lengths  # the place of each sequence's first token among all tokens
+    first = np.cumsum(lengths) - lengths  # index of each sequence's first token among all tokens
     positions = np.arange(lengths.sum()) - np.repeat(first, lengths)
     rows, columns = np.repeat(packing.rows, lengths), np.repeat(packing.starts, lengths) + positions
     return TokenIndex((rows, columns), (np.repeat(np.arange(len(lengths)), lengths), positions))
 
 
 def segments(packing: Packing) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
-    """`segment_ids`, counted from 1 in each row with 0 for padding, and `positions`, from 0 in each segment.
+    """Return `segment_ids`, counted from 1 in each row with 0 for padding, and `positions`, from 0 in each segment.
 
     >>> ids, positions = segments(plan_packing([2, 1], width=4))
     >>> print(ids, positions)

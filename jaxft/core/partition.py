@@ -1,4 +1,4 @@
-"""The split of parameters into trained and frozen ones.
+"""Partition of parameters into trained and frozen ones.
 
 A model with adapters (`Model.lora`) has parameters `{"base": ..., "adapter": ...}`. The base gets no gradient and no
 optimiser state; an update passes it on unchanged. Every parameter of another model is trained.
@@ -15,7 +15,7 @@ BASE, ADAPTER = "base", "adapter"
 
 
 def partition(model: Model, params: Params) -> tuple[Params, Params]:
-    """The trained and the frozen parameters: two trees of the same keys, each with None in place of the other's arrays.
+    """Split parameters into a trained and a frozen tree of the same keys, each with None for the arrays of the other.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: tokens)._replace(lora="rank 8")
@@ -33,12 +33,12 @@ def partition(model: Model, params: Params) -> tuple[Params, Params]:
 
 
 def trainable(model: Model, params: Params) -> Params:
-    """The tree of trained parameters, with None in place of frozen ones."""
+    """Return the tree of trained parameters, with None in place of frozen ones."""
     return partition(model, params)[0]
 
 
 def combine(first: Params, second: Params) -> Params:
-    """The inverse of `partition`: the leaves of `first`, and those of `second` where `first` has None.
+    """Invert `partition`: return the leaves of `first`, and those of `second` where `first` has None.
 
     >>> combine({"base": None, "adapter": 2}, {"base": 1, "adapter": 7})
     {'adapter': 2, 'base': 1}

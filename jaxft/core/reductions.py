@@ -1,8 +1,8 @@
-"""Sums and means over rows, trajectories and batches; every one is 0 on an empty mask.
+"""Sums and means over rows, trajectories and batches; all are 0 on an empty mask.
 
-A *row* is one sequence. Packed batches hold several in one physical row: neighbours with the same `segment_ids` are
-then one sequence, whatever the ids are, and every reduction "of a row" is one of a segment. A *trajectory* is one row
-or several; `trajectory_tokens` holds, at each token, the trained tokens of its whole trajectory.
+A *row* is one sequence. A packed batch has several in one physical row: adjacent tokens with equal `segment_ids` are
+one sequence, and reductions over rows are reductions over these segments. A *trajectory* is one row or several;
+`trajectory_tokens` holds, at each token, the number of trained tokens of its whole trajectory.
 Letters: `B` physical rows, `T` tokens.
 """
 
@@ -16,7 +16,7 @@ from jaxft.core.types import Denominators
 
 
 def row_sums(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B #T"]:
-    """The sum over each token's row, `[B 1]`, or with segments the sum over each token's segment, `[B T]`.
+    """Return the sum over each row, `[B 1]`, or with `segment_ids` the sum over each token's segment, `[B T]`.
 
     >>> print(row_sums(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[0, 0, 1]])))
     [[3. 3. 4.]]
@@ -32,10 +32,10 @@ def count_tokens(
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
 ) -> Denominators:
-    """Rows (segments) with a trained token, trained tokens, pairs of rows that both have one, and trajectories.
+    """Count rows (segments) with a trained token, trained tokens, pairs of rows that both have one, and trajectories.
 
-    Counts of parts of a batch add up to those of the whole. A part that holds some rows of a trajectory counts their
-    share of its tokens; without `trajectory_tokens` every row is a trajectory.
+    Counts of microbatches add up to those of the batch. A microbatch with some rows of a trajectory counts the
+    fraction of its trained tokens in them; without `trajectory_tokens` every row is a trajectory.
 
     >>> print(*count_tokens(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
     3.0 4.0 1.0 3.0
@@ -57,7 +57,7 @@ def count_tokens(
 def _reduced_rows(
     x: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, reduction: Literal["sum", "max"]
 ) -> Float[Array, "B *T"]:
-    """The sum or the maximum of each row, `[B]`, or of each segment, `[B T]`; 0 or less where there is no segment."""
+    """Reduce rows to `[B]`, or segments to `[B T]`, by sum or maximum; entries without a segment are at most 0."""
     if segment_ids is None:
         return x.sum(axis=1) if reduction == "sum" else x.max(axis=1, initial=0.0)
     reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
@@ -65,7 +65,7 @@ def _reduced_rows(
 
 
 def _segment_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The segments of each row counted from 0; the ids may be any numbers, also larger than `T`."""
+    """Renumber the segments of each row from 0; the ids may be any integers, also larger than `T`."""
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
@@ -79,15 +79,15 @@ def aggregate(
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """One number from a loss per token; 0 when nothing is trained. Microbatches add up to the whole batch.
+    """Reduce a loss per token to a scalar, 0 when nothing is trained; results of microbatches add up to the batch's.
 
     `seq_mean_token_mean`: mean over trajectories of the trajectory's mean over trained tokens; `token_mean`: mean over
-    all trained tokens; `constant`: sum over `trajectories x max_completion_tokens`. A row is a trajectory where
+    all trained tokens; `constant`: sum divided by `trajectories x max_completion_tokens`. Every row is a trajectory if
     `trajectory_tokens` is None.
 
     Raises:
-        ValueError: `constant` without a `max_completion_tokens` of at least 1, an unknown name, or trajectories that
-            were not counted.
+        ValueError: the name is unknown, `constant` lacks a `max_completion_tokens` of at least 1, or `denominators`
+            lack a count of trajectories.
 
     >>> x, mask = jnp.array([[4.0, 2.0], [6.0, 9.0]]), jnp.array([[True, True], [True, False]])
     >>> print(*[aggregate(x, mask, count_tokens(mask), name) for name in ("seq_mean_token_mean", "token_mean")])
@@ -97,7 +97,7 @@ def aggregate(
         return token_mean(per_token, completion_mask, denominators)
     if trajectory_tokens is not None and denominators.trajectories is None:
         raise ValueError("denominators.trajectories is None; count the whole batch with count_tokens")
-    # Parts of a batch count fractions of trajectories, which add up to a whole number but for rounding.
+    # Microbatches count fractions of trajectories, which add up to a whole number up to rounding.
     trajectories = denominators.rows if denominators.trajectories is None else jnp.round(denominators.trajectories)
     masked = jnp.where(completion_mask, per_token, 0.0)
     if aggregation == "seq_mean_token_mean":
@@ -121,7 +121,7 @@ def aggregate(
 def token_mean(
     x: Float[Array, "B #T"] | Bool[Array, "B #T"], completion_mask: Bool[Array, "B T"], denominators: Denominators
 ) -> Float[Array, ""]:
-    """Sum over these rows' trained tokens, divided by the trained tokens of the whole batch; 0 when there is none.
+    """Return the sum over trained tokens, divided by the trained tokens of the whole batch; 0 when there is none.
 
     >>> mask = jnp.array([[True, True, False]])
     >>> print(token_mean(jnp.array([[1.0, 2.0, 9.0]]), mask, count_tokens(mask)))

@@ -1,7 +1,7 @@
-"""Drawing one token per row, with the two log-probabilities of it that training needs.
+"""Sampling of one token per row, with its log-probability under the full and under the filtered distribution.
 
-All parameters are arrays with one entry per row, so that new values compile nothing. Each row has a key of its own, so
-that its token depends on its own logits, parameters and key alone. Letters: `R` rows, `V` vocabulary, `N` biased
+All parameters are arrays with one entry per row, so that new values compile nothing. Each row has its own key, so
+that its token depends on its own logits, parameters and key only. Letters: `R` rows, `V` vocabulary, `N` biased
 tokens.
 """
 
@@ -17,10 +17,10 @@ from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.logprobs import scaling_temperature
 
 COLDEST = 1e-6
-"""The lowest temperature but 0. Divided by a lower one, logits are too large for float32 to tell apart."""
+"""The lowest temperature above 0; divided by a lower one, logits are too large for float32 to distinguish."""
 
 SMALLEST_FRACTION = 1e-30
-"""The smallest `top_p`; a smaller one rounds to 0 on the device and keeps no token."""
+"""The smallest `top_p`; smaller values round to 0 on the device and keep no token."""
 
 
 class LogitBias(NamedTuple):
@@ -38,7 +38,7 @@ class SamplingParams(NamedTuple):
         top_k: keeps the k most likely tokens; 0 keeps all.
         top_p: keeps the smallest set of most likely tokens with at least this total probability; 1 keeps all.
         min_p: keeps tokens with at least this fraction of the most likely token's probability; 0 keeps all.
-        logit_bias: favours or forbids single tokens; None when no row does.
+        logit_bias: values added to the logits of single tokens; None when no row has any.
     """
 
     temperature: Float[Array, "R"]
@@ -51,8 +51,8 @@ class SamplingParams(NamedTuple):
 class Sampled(NamedTuple):
     """One token per row, with its log-probability under two distributions.
 
-    `sampler_logprobs` are under the whole vocabulary at the row's temperature (at 1 when greedy). `behavior_logprobs`
-    are under the distribution that the token was drawn from: top-k, top-p, min-p and logit bias make them differ.
+    `sampler_logprobs` are over the whole vocabulary at the row's temperature (at 1 when greedy). `behavior_logprobs`
+    are under the distribution that the token was drawn from, which top-k, top-p, min-p and logit bias change.
     """
 
     tokens: Int[Array, "R"]
@@ -63,7 +63,7 @@ class Sampled(NamedTuple):
 def sampling_params(
     rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> SamplingParams:
-    """The same parameters for every row.
+    """Make sampling parameters that are the same for every row.
 
     Raises:
         ValueError: a value is outside its range (see `check_sampling`).
@@ -91,7 +91,7 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
 
     >>> check_sampling(temperature=1.0, top_k=0, top_p=1.5, min_p=0.0)
     Traceback (most recent call last):
-    ValueError: top_p is 1.5; wanted a share of the mass in (0, 1], at least 1e-30
+    ValueError: top_p is 1.5; wanted a probability mass in (0, 1], at least 1e-30
     """
     if not (temperature == 0.0 or COLDEST <= temperature <= LARGEST_FLOAT32):
         raise ValueError(
@@ -101,13 +101,13 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
     if not isinstance(top_k, SupportsIndex) or not 0 <= top_k < 2**31:
         raise ValueError(f"top_k is {top_k}; wanted 0 (off) or the number of tokens to keep, an integer below 2^31")
     if not SMALLEST_FRACTION <= top_p <= 1.0:
-        raise ValueError(f"top_p is {top_p}; wanted a share of the mass in (0, 1], at least {SMALLEST_FRACTION}")
+        raise ValueError(f"top_p is {top_p}; wanted a probability mass in (0, 1], at least {SMALLEST_FRACTION}")
     if not 0.0 <= min_p < 1.0:
-        raise ValueError(f"min_p is {min_p}; wanted a share of the largest probability in [0, 1)")
+        raise ValueError(f"min_p is {min_p}; wanted a fraction of the largest probability in [0, 1)")
 
 
 def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
-    """`key` with each of `ids` (uint32) folded in, in order.
+    """Fold each of `ids` (uint32) into `key`, in order.
 
     >>> key = jax.random.key(0)
     >>> bool(fold_ids(key, jnp.array([3, 5], jnp.uint32)) == jax.random.fold_in(jax.random.fold_in(key, 3), 5))
@@ -117,7 +117,7 @@ def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
 
 
 def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sampled:
-    """Draws a token for each row from its filtered distribution with its own key (`[R]` PRNG keys).
+    """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = sample(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
@@ -138,7 +138,7 @@ def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sa
         kept = jnp.where(kept_tokens(weights, params), weights, 0.0)
         return shifted, jnp.where(filtered[:, None], kept, probs)
 
-    # Most runs filter nothing; then this costs nothing.
+    # Most runs filter nothing, and skip this.
     shifted, weights = jax.lax.cond((filtered | (greedy & biased)).any(), filter_rows, lambda: (scaled, probs))
     tokens = jnp.where(greedy, first_largest(shifted), _draw_index(weights, keys)).astype(jnp.int32)
 
@@ -151,7 +151,7 @@ def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sa
 
 
 def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array, "R V"]:
-    """The logits with each row's bias added; a token that is named twice gets both values.
+    """Add each row's bias to its logits; a token that is listed twice gets both values.
 
     >>> print(add_bias(jnp.zeros((1, 3)), LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 9.0]]))))
     [[0.  0.  1.5]]
@@ -164,7 +164,7 @@ def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array
 
 
 def first_largest(x: Float[Array, "R V"]) -> Int[Array, "R"]:
-    """`argmax` over the last axis, as two plain reductions, which cost a tenth of `jnp.argmax` on a CPU.
+    """Return the `argmax` over the last axis, by two reductions that cost a tenth of `jnp.argmax` on a CPU.
 
     >>> print(first_largest(jnp.array([[1.0, 3.0, 3.0]])))
     [1]
@@ -176,10 +176,10 @@ def first_largest(x: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
-    """An index per row, drawn in proportion to its weight; an index of weight 0 is never drawn.
+    """Draw an index per row in proportion to its weight; an index of weight 0 is never drawn.
 
-    Inverts the cumulative distribution in two levels, blocks and then entries of a block, with an independent uniform
-    number for each: two short cumulative sums cost less than one as long as the vocabulary, or a Gumbel variate per
+    The cumulative distribution is inverted on two levels, blocks and then entries of a block, with an independent
+    uniform number for each: two short cumulative sums cost less than one over the vocabulary, or a Gumbel variate per
     token.
     """
     rows, size = weights.shape
@@ -193,7 +193,7 @@ def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
 
 
 def _block_width(size: int) -> int:
-    """About the square root of `size`; the next smaller divisor if it is not far away, which needs no padding."""
+    """Return about the square root of `size`; preferably a divisor of `size` close to it, which needs no padding."""
     root = max(1, math.isqrt(size))
     divisor = next(width for width in range(root, 0, -1) if size % width == 0)
     return divisor if 4 * divisor >= root else root
@@ -209,10 +209,10 @@ def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> In
 
 
 def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Array, "R V"]:
-    """True for tokens that top-k, top-p and min-p keep: exact, without sorting, low ids first among equal ones.
+    """Return True for tokens that top-k, top-p and min-p keep: exact, without sorting; ties keep the lowest ids.
 
-    Probabilities are not negative, so their bit patterns have the order of the numbers, and 30 halvings of the range of
-    bit patterns find the very number at which the kept set is cut.
+    Bit patterns of non-negative floats are ordered like the floats, so 30 steps of bisection over bit patterns find
+    the exact threshold probability.
 
     >>> params = sampling_params(1, top_p=0.7)
     >>> print(kept_tokens(jnp.array([[0.2, 0.5, 0.3]]), params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
@@ -232,7 +232,7 @@ def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Arra
 def _most_likely(
     probs: Float[Array, "R V"], weights: Float[Array, "R V"], wanted: Float[Array, "R"]
 ) -> Bool[Array, "R V"]:
-    """True for the fewest tokens of each row, the most likely first, whose weights sum to at least `wanted`."""
+    """Return True for the fewest most likely tokens of each row whose weights sum to at least `wanted`."""
     bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
 
     def is_enough(threshold: Int[Array, "R"]) -> Bool[Array, "R"]:
@@ -247,7 +247,7 @@ def _most_likely(
 
 
 def _largest_true(predicate: Callable[[Int[Array, "R"]], Bool[Array, "R"]], rows: int) -> Int[Array, "R"]:
-    """The largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) per row for which a monotone predicate holds, or 0."""
+    """Bisect, per row, for the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) with a monotone predicate; else 0."""
 
     def halve(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
         candidate = found | (1 << (29 - i))

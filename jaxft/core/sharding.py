@@ -1,9 +1,9 @@
-"""A mesh of devices, and the axes of it that each dimension of an array is divided over.
+"""Device meshes, and sharding rules that map the dimensions of each parameter to mesh axes.
 
-A mesh has three axes. Along `data` each device has its own rows and all parameters. Along `fsdp` each device has its
-own rows and a share of the parameters, which are gathered where they are used (arXiv 1910.02054). Along `tensor` each
-device has a share of the heads and of the feed-forward's width, for all rows (arXiv 1909.08053). A `Sharding` maps
-paths of parameters to mesh axes by a short table; the compiler adds the communication.
+A mesh has three axes. `data` shards rows and replicates parameters. `fsdp` shards rows and parameters, which are
+gathered where they are used (arXiv 1910.02054). `tensor` shards heads and the feed-forward's width, and replicates
+rows (arXiv 1909.08053). A `Sharding` maps paths of parameters to mesh axes by a short table; the compiler adds the
+communication.
 """
 
 import math
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-"""The mesh axes that the rows of a batch and of a cache are divided over."""
+"""Mesh axes that the rows of a batch and of a cache are sharded over."""
 
 Axes = tuple[str | None, ...]
 Rules = tuple[tuple[str, Axes], ...]
@@ -27,7 +27,7 @@ Rules = tuple[tuple[str, Axes], ...]
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of these devices, by default all; one size may be -1, which takes the devices that are left.
+    """Make a mesh of these devices, by default all; one size may be -1, which takes the remaining devices.
 
     Raises:
         ValueError: a size is neither positive nor -1, two are -1, the sizes do not multiply to the number of devices,
@@ -41,13 +41,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-        raise ValueError(f"mesh is {given}; wanted sizes of at least 1, one of which may be -1: the rest")
+        raise ValueError(f"mesh is {given}; wanted sizes of at least 1, or -1 once, for all remaining devices")
     known = math.prod(size for size in sizes.values() if size != -1)
     full = {name: len(devices) // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(full.values()) != len(devices):
         raise ValueError(
-            f"mesh is {given}, which does not multiply to {len(devices)} devices: change a size, or give -1 to one for "
-            "what is left"
+            f"mesh is {given}, which does not multiply to {len(devices)} devices: change a size, or set one to -1 "
+            "for all remaining devices"
         )
     return Mesh(np.array(devices).reshape(*full.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -56,7 +56,7 @@ def check_one_process() -> None:
     """Raise if jax runs in several processes.
 
     Raises:
-        ValueError: there are; the message has their number.
+        ValueError: there are several processes; the message has their number.
     """
     if jax.process_count() > 1:
         raise ValueError(
@@ -67,11 +67,11 @@ def check_one_process() -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The partition of parameters, and of trees made like them, over a mesh. Hashable: a static part of a model.
+    """The sharding of parameters, and of trees with the same paths, over a mesh; hashable, so a model can hold it.
 
     Attributes:
-        mesh: the devices; an abstract mesh serves to plan.
-        rules: mesh axes by path; an array that no rule names is whole on every device.
+        mesh: the devices; an abstract mesh suffices to plan.
+        rules: mesh axes by path; an array that matches no rule is replicated.
     """
 
     mesh: Mesh | AbstractMesh
@@ -84,11 +84,11 @@ class Sharding:
 
     @property
     def row_shards(self) -> int:
-        """Number of parts that rows are divided into."""
+        """Number of shards of the rows."""
         return math.prod(self.mesh.shape[name] for name in ROW_AXES)
 
     def gathered(self) -> "Sharding":
-        """The sharding in which parameters are used: whole along `fsdp`.
+        """Return the sharding that parameters have where they are used: gathered along `fsdp`.
 
         >>> Sharding(make_mesh(devices=jax.devices()[:1]), (("kernel", ("fsdp", "tensor")),)).gathered().rules
         (('kernel', (None, 'tensor')),)
@@ -97,11 +97,11 @@ class Sharding:
         return replace(self, rules=rules)
 
     def whole(self) -> "Sharding":
-        """The sharding in which every device has every array whole."""
+        """Return the sharding that replicates every array on every device."""
         return replace(self, rules=())
 
     def axes(self, path: str) -> Axes:
-        """The mesh axes of the last dimensions of the array at a path; rules match the end of the path.
+        """Return the mesh axes of the last dimensions of the array at a path; rules match the end of the path.
 
         >>> sharding = Sharding(make_mesh(devices=jax.devices()[:1]), (("mlp/*/kernel", ("fsdp", "tensor")),))
         >>> sharding.axes("0/mu/layers/mlp/up/kernel"), sharding.axes("layers/mlp/up/bias")
@@ -110,7 +110,7 @@ class Sharding:
         return next((axes for pattern, axes in self.rules if fnmatchcase(f"/{path}", f"*/{pattern}")), ())
 
     def spec(self, path: str, shape: Sequence[int]) -> PartitionSpec:
-        """The partition of an array; a dimension that does not divide over its axis stays whole."""
+        """Return the partition spec of an array; a dimension that does not divide over its axis is replicated."""
         axes = self.axes(path)
         if len(axes) > len(shape):
             return PartitionSpec()
@@ -123,11 +123,11 @@ class Sharding:
         )
 
     def leaf_sharding(self, path: str, shape: Sequence[int]) -> NamedSharding:
-        """JAX's sharding of the array at a path."""
+        """Return JAX's sharding of the array at a path."""
         return NamedSharding(self.mesh, self.spec(path, shape))
 
     def shardings(self, tree: Any) -> Any:
-        """JAX's sharding of each array (or shape) of a tree, by its path."""
+        """Return JAX's sharding of each array (or shape) of a tree, by its path."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.leaf_sharding(path_text(path), leaf.shape), tree
         )
@@ -137,11 +137,11 @@ class Sharding:
         return _placed(tree, self.shardings(tree))
 
     def constrain(self, tree: Any) -> Any:
-        """Inside a jitted function: constrain the arrays of a tree to the partition of their paths."""
+        """Constrain the arrays of a tree to the sharding of their paths, inside a jitted function."""
         return jax.lax.with_sharding_constraint(tree, self.shardings(tree))
 
     def cut(self, shape: Sequence[int], *axes: str | tuple[str, ...] | None) -> NamedSharding:
-        """JAX's sharding that cuts the first dimensions along these mesh axes, as far as they divide."""
+        """Return JAX's sharding of the first dimensions over these mesh axes, as far as they divide."""
         spec = []
         for size, names in zip(shape, axes, strict=False):
             parts = 1 if names is None else math.prod(self.mesh.shape[name] for name in np.atleast_1d(names))
@@ -149,7 +149,7 @@ class Sharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def constrain_axes(self, tree: Any, *axes: str | tuple[str, ...] | None) -> Any:
-        """Inside a jitted function: constrain each array of a tree to `cut` along these axes."""
+        """Constrain each array of a tree to `cut` along these axes, inside a jitted function."""
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.cut(x.shape, *axes)), tree)
 
     def constrain_rows(self, tree: Any) -> Any:
@@ -165,24 +165,24 @@ class Sharding:
         return self.constrain_axes(tree, ROW_AXES, "tensor")
 
     def constrain_spread(self, x: Any) -> Any:
-        """Constrain the first axis to all devices if it divides over them, else to those that share rows."""
+        """Shard the first axis over all devices if it divides over them, else over the row axes of the mesh."""
         return self.constrain_axes(x, AXES if x.shape[0] % self.devices == 0 else ROW_AXES)
 
     def place_rows(self, tree: Any) -> Any:
         """Copy arrays with rows on axis 0 to the devices of their rows.
 
         Raises:
-            ValueError: the rows do not divide.
+            ValueError: the rows do not divide over the row shards.
         """
         for leaf in jax.tree.leaves(tree):
             self.check_rows(leaf.shape[0], "rows")
         return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
 
     def check_rows(self, count: int, what: str) -> None:
-        """Raise unless this many rows divide over the devices that share them.
+        """Raise unless this many rows divide over the row shards.
 
         Raises:
-            ValueError: they do not; `what` names them in the message.
+            ValueError: they do not; `what` is the word for rows in the message.
         """
         if count % self.row_shards:
             sizes = " x ".join(f"{name} {self.mesh.shape[name]}" for name in ROW_AXES)
@@ -192,7 +192,7 @@ class Sharding:
             )
 
     def uneven(self, tree: Any) -> list[str]:
-        """A line for each dimension that stays whole because it does not divide over the axis of its rule."""
+        """Return a line for each dimension that is replicated because it does not divide over the axis of its rule."""
         lines = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             axes = self.axes(path_text(path))
@@ -206,7 +206,7 @@ class Sharding:
 
 
 def devices_of(sharding: Sharding | None) -> list[Any]:
-    """The devices that compute: those of the mesh, or jax's default device without a mesh or with an abstract one.
+    """Return the devices that compute: those of the mesh, or jax's default device if there is none or it is abstract.
 
     >>> devices_of(None) == jax.devices()[:1]
     True
@@ -219,7 +219,7 @@ def devices_of(sharding: Sharding | None) -> list[Any]:
 
 
 def constrain(sharding: Sharding | None, tree: Any) -> Any:
-    """`sharding.constrain(tree)`, or the tree itself without a sharding."""
+    """Return `sharding.constrain(tree)`, or the tree itself without a sharding."""
     return tree if sharding is None else sharding.constrain(tree)
 
 
@@ -230,7 +230,7 @@ def _placed(tree: Any, shardings: Any) -> Any:
 
 
 def path_text(path: Any) -> str:
-    """The path of a leaf as text, its keys joined by `/`.
+    """Return the path of a leaf as text, its keys joined by `/`.
 
     >>> [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
@@ -240,7 +240,7 @@ def path_text(path: Any) -> str:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_params(stored: Sharding, used: Sharding, params: Any) -> Any:
-    """Parameters laid out as `used`; their gradients are laid out as `stored`, a share on each device."""
+    """Constrain parameters to the sharding `used`, and their gradients to the sharding `stored`."""
     return used.constrain(params)
 
 
@@ -249,7 +249,7 @@ def _gather_forward(stored: Sharding, used: Sharding, params: Any) -> tuple[Any,
 
 
 def _gather_backward(stored: Sharding, used: Sharding, saved: None, cotangent: Any) -> tuple[Any]:
-    # Both constraints: the compiler joins the sum over devices and the cut into one reduce-scatter.
+    # With both constraints the compiler fuses the sum over devices and the slicing into one reduce-scatter.
     return (stored.constrain(used.constrain(cotangent)),)
 
 
@@ -257,7 +257,7 @@ gather_params.defvjp(_gather_forward, _gather_backward)
 
 
 def device_bytes(sharding: Sharding | None, tree: Any) -> int:
-    """Bytes of a tree of arrays (or shapes) that each device holds; all bytes without a sharding.
+    """Return the bytes of a tree of arrays (or shapes) on each device; all bytes without a sharding.
 
     >>> device_bytes(None, {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")})
     128

@@ -1,4 +1,4 @@
-"""The types that the pure functions share: the model contract, a batch, and the results of scoring and sampling.
+"""Types shared by the pure functions: the model contract, a batch, and the results of scoring and sampling.
 
 Letters: `B` rows, `T` tokens, `V` vocabulary, `D` width of the hidden state.
 """
@@ -15,12 +15,12 @@ Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
 
 Cache = tuple[Any, ...]
-"""Keys and values of the tokens so far: consecutive blocks of positions (`jaxft.core.cache`). Every leaf of a block has
-rows on axis 0 and positions on an axis that the model chooses; the rest of its form is up to the model."""
+"""Keys and values of earlier tokens, in consecutive blocks of positions (`jaxft.core.cache`). Every leaf of a block has
+rows on axis 0, and positions on an axis that the model chooses, like all other axes."""
 
 
 def same_params(params: Params) -> Params:
-    """The default `decode_layout`: decode with the parameters as they are trained.
+    """Return the parameters unchanged: the default `decode_layout`.
 
     >>> same_params({"w": 1})
     {'w': 1}
@@ -29,7 +29,7 @@ def same_params(params: Params) -> Params:
 
 
 class Model(NamedTuple):
-    """A language model as a tuple of pure functions, as an optax optimiser is one.
+    """A language model as a tuple of pure functions, like an optax optimizer.
 
     Equal configs must give the same function objects (`functools.cache` from config to Model), or every call retraces.
 
@@ -39,7 +39,7 @@ class Model(NamedTuple):
         apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`.
             With a cache, the positions of a row are consecutive and index the cache that is written; tokens past its
             end are dropped. A token sees the positions up to its own.
-        unembed: `(params, hidden [... D]) -> logits [... V]` in float32, apart from `apply` so that it can be chunked.
+        unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
         init_cache: `(rows, length, dtype) -> block` of an empty cache with room for `length` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
         sharding: the partition over a mesh of devices; None on a single device.
@@ -61,7 +61,7 @@ class Scored(NamedTuple):
     """Log-probability and entropy of each token of a batch, aligned to the token that they describe.
 
     With a value head, `values[b, t]` is the value of `tokens[b, :t]`, before token t was chosen, and
-    `next_values[b, t]` that of `tokens[b, :t + 1]`, which exists behind the last token of a row or segment, too.
+    `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
     """
 
     logprobs: Float[Array, "B T"]
@@ -71,7 +71,7 @@ class Scored(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """Counts that losses and metrics divide by: those of the *whole* batch, however it is split.
+    """Counts of the *whole* batch that losses and metrics divide by, however the batch is split.
 
     Attributes:
         rows: rows with at least one trained token.
@@ -90,10 +90,10 @@ class Batch(NamedTuple):
     """Padded arrays, or nested lists, for one update. `completion_mask` is True where the policy chose the token.
 
     A field is None when the loss does not need it; `advantages` may be one per row or one per token.
-    With `segment_ids` (and positions that restart) a row packs several sequences: the tokens of a sequence stand next
-    to each other and share an id, which no other sequence of the row has.
-    `trajectory_tokens` holds, for each token, the number of trained tokens of its trajectory in all its sequences of
-    the update, so that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
+    With `segment_ids` (and positions that restart) a row packs several sequences: the tokens of a sequence are adjacent
+    and have one id, which no other sequence of the row has.
+    `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
+    that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
     """
 
     tokens: Int[Array, "B T"]
@@ -124,7 +124,7 @@ class Rollout(NamedTuple):
     Attributes:
         tokens: prompt and completion, right-padded with 0.
         completion_mask: True on sampled tokens, the stop token included.
-        sampler_logprobs: log-probabilities under the temperature-scaled full vocabulary, which a trainer recomputes.
+        sampler_logprobs: log-probabilities over the full vocabulary at the temperature, as a trainer recomputes them.
         behavior_logprobs: log-probabilities under the distribution that the token was drawn from, after top-k, top-p
             and min-p.
         lengths: number of tokens of each row, prompt included.

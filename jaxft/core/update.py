@@ -1,4 +1,4 @@
-"""One update: gradients summed over microbatches, and one optimizer step if they are finite."""
+"""One training update: gradients summed over microbatches, then one optimizer step if they are finite."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], 
 
 
 class TrainState(NamedTuple):
-    """Parameters, optimizer state, and the number of optimizer steps taken: all that an update replaces."""
+    """Parameters, optimizer state and number of optimizer steps: the state that an update replaces."""
 
     params: Params
     opt_state: optax.OptState
@@ -37,14 +37,14 @@ class Sums(NamedTuple):
 
 
 def init_train_state(params: Params, optimizer: optax.GradientTransformation, model: Model | None = None) -> TrainState:
-    """The state before the first update, which holds `params` themselves and not a copy.
+    """Make the state before the first update; it holds `params` themselves, not a copy.
 
-    An update donates its state: afterwards `params` are deleted, and the new ones are in `state.params`. To keep those
-    of before (a reference policy), copy them first: `jax.tree.map(jnp.copy, params)`.
+    An update donates its state: afterwards `params` are deleted, and the new ones are in `state.params`. To keep the
+    old ones, as a reference policy, copy them first: `jax.tree.map(jnp.copy, params)`.
 
     Args:
-        model: needed where it has adapters, which alone are trained, or lies on a mesh: what the optimizer keeps of a
-            parameter lies where the parameter does.
+        model: required for a model with adapters, of which only these get optimizer state, and for a model on a mesh,
+            so that the optimizer state is sharded like the parameters.
 
     >>> print(init_train_state({"kernel": jnp.ones(2)}, optax.sgd(0.1)).step)
     0
@@ -63,27 +63,27 @@ def make_update(
     max_grad_norm: float | None = None,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> "Update":
-    """The `update(state, batch) -> (state, metrics)`; the state that goes in is donated, its parameters included.
+    """Return `update(state, batch) -> (state, metrics)`, which donates the given state, its parameters included.
 
-    Loss and gradients are those of the whole batch however it is divided: denominators are counted first. What is
-    compiled depends on the shape of a microbatch and not on how many there are.
+    Loss and gradients are those of the whole batch however it is split into microbatches, as denominators are counted
+    first. Compiled programs depend on the shape of a microbatch, not on the number of them.
 
-    The step is taken unless the loss, the gradient norm or a new parameter is not finite, or the gradient is exactly
-    zero (nothing to learn: momentum and weight decay would still move the parameters). Then parameters and optimizer
-    state keep their bits, `step` stays, and the metrics say so: `nonfinite_updates`, `nothing_to_learn`,
-    `applied_updates`, 0 or 1 each; so does an update whose metrics `accept` turns down: `refused_updates`.
+    The step is skipped if the loss, the gradient norm or a new parameter is not finite (`nonfinite_updates`), if the
+    gradient is exactly zero (`nothing_to_learn`: momentum and weight decay would still move the parameters), or if
+    `accept` returns False (`refused_updates`). Then parameters and optimizer state keep their bits, and `step` stays.
+    These metrics and `applied_updates` are 0 or 1.
 
     Args:
-        model: the contract's tuple; static.
+        model: the model; static under `jit`.
         loss_fn: `(model, params, batch, denominators) -> (loss, metrics)`, such as `grpo_loss` or `sft_loss`.
         optimizer: any optax transformation.
-        microbatch_rows: rows per forward and backward pass; None for all at once. Rows that do not divide are filled
-            up with some that train nothing.
-        max_grad_norm: clips the gradient to this global norm.
-        accept: whether to make an update, given the metrics of the loss; part of the jitted function. None: always.
+        microbatch_rows: rows per forward and backward pass; None for all at once. The last microbatch is padded with
+            rows that train nothing.
+        max_grad_norm: global norm that the gradient is clipped to; None: no clipping.
+        accept: jittable function from the metrics of the loss to a bool, False to skip the step; None: always True.
 
     Raises:
-        ValueError: `microbatch_rows` below 1; from the update what `loss_and_gradients` refuses.
+        ValueError: `microbatch_rows` is below 1. The update raises like `loss_and_gradients`.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -104,7 +104,7 @@ def make_update(
         loss, metrics, grads = sums
         norm = optax.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Asked of the gradients and not of their norm: squares of very small ones underflow.
+        # Tested on the gradients, not on their norm, where the squares of very small ones underflow.
         has_signal = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(grads)]))
         is_refused = jnp.zeros((), bool) if accept is None else ~accept(metrics)
 
@@ -117,8 +117,8 @@ def make_update(
             updates, opt_state = optimizer.update(grads, state.opt_state, params)
             return TrainState(combine(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
 
-        # The step is computed twice, to be judged and then to be taken: the old parameters are needed until all new
-        # ones are judged, so that new ones that were kept would take the memory of the parameters once more.
+        # The step is computed twice, first to check that it is finite, then to apply it: the old parameters are needed
+        # until the check ends, so storing the new ones would take the memory of the parameters once more.
         judged = jax.tree.leaves(trainable(model, step(state, grads).params))
         is_finite &= jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in judged]))
         is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
@@ -140,10 +140,10 @@ def make_update(
 
 
 class Update:
-    """Called as `update(state, batch) -> (state, metrics)`; see `make_update`. Not to be traced: its parts are jitted.
+    """The function `update(state, batch) -> (state, metrics)` of `make_update`; do not jit it, its stages are jitted.
 
-    A batch may also be a sequence of batches of different shapes, a microbatch each: so short rows are not padded to
-    the longest, and what is left over needs no filling up. A batch of one microbatch is one program with its step.
+    A batch may also be a sequence of microbatches of different shapes, so that short rows are not padded to the
+    longest. For a single microbatch, gradients and step are one program.
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
@@ -163,7 +163,7 @@ class Update:
         self._reports: dict[Any, Reports] = {}
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """The state after one optimizer step, or the same state, and the metrics."""
+        """Return the state after one optimizer step, or the same state if it is skipped, and the metrics."""
         parts = self._placed(self.microbatches(batch))
         if len(parts) == 1:
             return self._whole(state, parts[0])
@@ -175,11 +175,11 @@ class Update:
         return self._finish(state, sums)
 
     def microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """The microbatches of a batch, in the order they are computed in.
+        """Return the microbatches of a batch, in the order of computation.
 
         Raises:
-            ValueError: a sequence without a batch, a field of a batch that has another shape than its tokens, or rows
-                that do not divide over a mesh.
+            ValueError: the sequence is empty, a field has another shape than the tokens, or the rows do not divide over
+                the mesh.
         """
         given = [as_batch(each) for each in ([batch] if isinstance(batch, Batch) else batch)]
         if not given:
@@ -194,8 +194,10 @@ class Update:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
-        """Memory of the largest compiled microbatch, sums and temporaries, beside the state; on a mesh that of each
-        device. Takes shapes in the place of arrays."""
+        """Return the bytes per device that the largest compiled microbatch needs beside the state: sums, temporaries.
+
+        Shapes may be given instead of arrays.
+        """
         parts, largest = self._placed(self.microbatches(batch)), 0
         state = state if self._sharding is None else self._sharding.place(state)
         if len(parts) == 1:
@@ -218,7 +220,7 @@ class Update:
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
-    """Microbatches of so many rows; the last is filled up with rows that train nothing.
+    """Split a batch into microbatches of `rows` rows; the last is padded with rows that train nothing.
 
     >>> parts = split_rows(Batch(np.array([[1], [2], [3]]), np.ones((3, 1), bool)), 2)
     >>> [(part.tokens.tolist(), part.completion_mask.tolist()) for part in parts]
@@ -232,7 +234,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     def cut(x: Any) -> list[Any]:
         if isinstance(x, jax.ShapeDtypeStruct):
             return [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)] * (-(-height // rows))
-        # On the host, where no number of rows is compiled. Zeros: the mask of a filling row is False everywhere.
+        # On the host, so that no program is compiled per number of rows. The mask of a zero row is False everywhere.
         padded = np.pad(np.asarray(x), ((0, missing),) + ((0, 0),) * (x.ndim - 1))
         return [padded[first : first + rows] for first in range(0, height, rows)]
 
@@ -241,17 +243,17 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
 
 
 Reports = tuple[tuple[str, Any], ...]
-"""The dtype of the loss, under the name `loss`, and of each metric, by name."""
+"""Pairs of a name and a dtype, for `loss` and for each metric."""
 
 
 def reported(model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators) -> Reports:
-    """The dtypes of what `loss_fn` returns for such a batch."""
+    """Return the dtypes of loss and metrics of `loss_fn` for a batch of this shape."""
     loss, metrics = jax.eval_shape(partial(loss_fn, model), params, part, denominators)
     return (("loss", loss.dtype), *((name, x.dtype) for name, x in sorted(metrics.items())))
 
 
 def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
-    """Zero sums, which the first microbatch is added to. Gradients are summed in float32 or wider."""
+    """Make zero sums, to add the first microbatch to; gradients are summed in float32 or wider."""
     (_, loss_dtype), *metrics = reports
     zeros = Sums(
         jnp.zeros((), loss_dtype),
@@ -266,10 +268,10 @@ def no_sums(model: Model, params: Params, reports: Reports) -> Sums:
 def loss_and_gradients(
     model: Model, loss_fn: LossFn, params: Params, batch: Batch, denominators: Denominators | None = None
 ) -> Sums:
-    """Loss, metrics and gradients of a batch, or of a microbatch when `denominators` are those of the whole batch.
+    """Return loss, metrics and gradients of a batch, or of a microbatch, given the whole batch's `denominators`.
 
     Raises:
-        ValueError: a field of the batch has another shape than its tokens, or what `loss_fn` refuses.
+        ValueError: a field of the batch has another shape than its tokens, or `loss_fn` raises.
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens, of the same logits everywhere
@@ -296,7 +298,7 @@ def loss_and_gradients(
 def add_microbatch(
     model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
 ) -> Sums:
-    """The sums with one microbatch more; metrics whose name ends in `_max` are combined by maximum."""
+    """Add a microbatch to the sums; metrics whose name ends in `_max` are combined by maximum."""
     loss, metrics, grads = loss_and_gradients(model, loss_fn, params, part, denominators)
     joined = {
         name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x

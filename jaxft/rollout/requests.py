@@ -62,7 +62,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
     >>> request = Request(prompt_ids=(1, 2, 3), key_ids=(0,), max_tokens=1, top_p=0.0)
     >>> check_request(request, max_context_tokens=8, vocabulary=4)
     Traceback (most recent call last):
-    jaxft.errors.RequestError: top_p is 0.0; wanted a share of the mass in (0, 1], at least 1e-30
+    jaxft.errors.RequestError: top_p is 0.0; wanted a probability mass in (0, 1], at least 1e-30
     """
     length = len(request.prompt_ids)
     if length == 0:

@@ -258,8 +258,8 @@ class OptimizerConfig(ConfigModel):
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
     mean_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Type of AdamW's mean gradient, which bfloat16 halves; the mean squared gradient keeps the type "
-        "of the parameters, as it would lose small changes. null: the type of the parameters.",
+        description="Type of AdamW's first moment; bfloat16 halves its memory. The second moment always has the type "
+        "of the parameters, as bfloat16 would lose small changes. null: the type of the parameters.",
     )
     weight_decay: float = Field(
         default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; norms and biases are left out."

@@ -199,7 +199,7 @@ class Learner:
         return {"jobs": self.jobs, "applied_jobs": self._applied_jobs, "bad_updates": self.bad_updates}
 
     def arrays(self, params: Params, *, with_base: bool = False) -> dict[str, Any]:
-        """Return all arrays that the next jobs depend on, those of the policy included; `with_base` adds a frozen one."""
+        """Return all arrays that the next jobs depend on, the policy's included; `with_base` adds a frozen base."""
         self._prepare(params)
         return {
             "params": params if with_base else trainable(self._model, params),

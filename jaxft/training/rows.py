@@ -286,7 +286,7 @@ def collect_rewards(
         ]
         penalty = soft_overlong_punishment(np.array(lengths), loss.max_completion_tokens, loss.overlong_buffer_tokens)
         rewards = rewards + penalty
-        if steps is not None:  # the whole answer is too long: that comes with its last step
+        if steps is not None:  # the last step determines the length, so it takes the penalty
             last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
             steps[np.arange(len(steps)), last] += penalty
         metrics["overlong_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
