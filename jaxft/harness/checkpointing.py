@@ -1,8 +1,8 @@
-"""Saving a run between its epochs, restoring it, and checking that a resumed run is the one that was begun.
+"""Checkpoints of a run between its epochs, their restoration, and the check that a resumed run is the same run.
 
-A checkpoint holds everything that decides the future of a run: the adapter's arrays and counters, the state of trainer,
+A checkpoint holds all state that the rest of a run depends on: the adapter's arrays and counters, the state of trainer,
 builder and curriculum, the number of validations, the notes of a script, and the length of each log. Checkpoints are
-taken between epochs only; an epoch that was cut off is repeated with the same random numbers.
+taken between epochs only; an interrupted epoch is repeated with the same random numbers.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
 
 TRAINED = ("result.json", "model")
-"""Files that exist only after training."""
+"""Files that only a run that has trained has."""
 
 
 class Checkpointing:
     """Saves and restores the components of one run.
 
     Attributes:
-        notes: values of a script that a resumed run gets back; for JSON, saved with every checkpoint.
+        notes: JSON values of a script, saved with every checkpoint and restored with a resumed run.
         found: the checkpoint that the run continues from; None for a new run.
         when_restored: called once, after the run was restored.
-        log: shows a line of text.
+        log: shows a message.
     """
 
     def __init__(self, directory: RunDirectory, config: CheckpointConfig, log: Callable[[str], None]) -> None:
@@ -55,14 +55,14 @@ class Checkpointing:
 
     @property
     def seconds(self) -> float:
-        """Seconds of this session and of the earlier ones, each up to the checkpoint that the next continued from."""
+        """Seconds of this session and the earlier ones, each up to the checkpoint that the next one resumed."""
         return self._seconds_before + time.perf_counter() - self._started
 
     async def find(self) -> None:
-        """Find the newest good checkpoint. If the run never finished one, empty its logs: it starts from the beginning.
+        """Find the newest checkpoint that verifies. If the run has none yet, empty its logs, as it starts again.
 
         Raises:
-            RestoreError: checkpoints are there but none verifies, or the run was trained but has no checkpoint.
+            RestoreError: checkpoints exist but none verifies, or the run was trained but has no checkpoint.
         """
         self.found = await asyncio.to_thread(self._open().newest, self.log)
         if self.found is not None:
@@ -70,7 +70,7 @@ class Checkpointing:
             self._seconds_before = self.found.seconds
             self.log(f"continuing from checkpoint {self.found.step}")
             return
-        # The first checkpoint is finished before the second epoch ends: without one there is at most one row.
+        # The first checkpoint is finished before the second epoch ends, so a run without one has at most one row.
         if any(map(self._directory.holds, TRAINED)) or self._directory.log_sizes(lines=True).get(METRICS_FILE, 0) > 1:
             raise RestoreError(
                 f"'{self._directory.path}' holds trained files, but no finished checkpoint to continue from: put "
@@ -81,10 +81,10 @@ class Checkpointing:
         self._directory.cut_logs({})
 
     async def check_dataset(self, items: Sequence[EvalInputItem]) -> None:
-        """Record the digest of the examples for the checkpoints of the run.
+        """Record the digest of the examples, and compare it to that of the checkpoint.
 
         Raises:
-            RestoreError: the checkpoint that was found had other examples, or another order of them.
+            RestoreError: the checkpoint was made with other examples, or another order of them.
         """
         self._dataset_sha256 = await asyncio.to_thread(digest_of, items)
         # Checkpoints of earlier versions do not have it.
@@ -97,10 +97,10 @@ class Checkpointing:
             )
 
     async def restore(self, trainer: Trainer) -> None:
-        """Restore trainer, builder and adapter from the checkpoint that was found; do nothing without one, or again.
+        """Restore trainer, builder and adapter from the checkpoint; do nothing without one, or in a second call.
 
         Raises:
-            RestoreError: the checkpoint does not fit the run, which stays as it was.
+            RestoreError: the checkpoint does not fit the run, which stays unchanged.
         """
         if self.found is None or self._is_restored:
             return
@@ -108,7 +108,7 @@ class Checkpointing:
         builder, adapter = _bound(trainer)
         if state["trainer_type"] != type(trainer).__name__:
             raise RestoreError(
-                f"checkpoint {found.step} is of a {state['trainer_type']}; this run has a {type(trainer).__name__}"
+                f"checkpoint {found.step} is that of a {state['trainer_type']}; this run has a {type(trainer).__name__}"
             )
         await adapter.restore_state(state["adapter"], lambda like: checkpoints.arrays(found, like))
         for warning in self._directory.cut_logs(state["logs"]):
@@ -120,7 +120,7 @@ class Checkpointing:
         trainer.restore_state(state["trainer"])
         for component, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
             if not saved:
-                self.log(f"warning: {type(component).__name__} saved no state: it continues as if newly made")
+                self.log(f"warning: {type(component).__name__} saved no state: it continues in its initial state")
         checkpoints.set_aside(after=found.step)
         self._begun_step, self._is_restored = found.step, True
         self.when_restored()
@@ -129,7 +129,7 @@ class Checkpointing:
         """Capture the state between two epochs, and save it if a checkpoint is due.
 
         Raises:
-            CheckpointError, DiskFull: this checkpoint, or the one before, could not be written.
+            CheckpointError, DiskFull: this checkpoint, or the previous one, could not be written.
         """
         if self._config.every is None:
             return
@@ -154,7 +154,7 @@ class Checkpointing:
             await self.wait()
 
     async def save_boundary(self, trainer: Trainer) -> int | None:
-        """Save the latest boundary unless it is saved, and return its step; None if the adapter has changed since."""
+        """Save the latest captured state if needed, and return its step; None if the adapter has changed since."""
         if self._boundary is None:
             return None
         state, checkpoints = self._boundary, self._open()
@@ -177,7 +177,7 @@ class Checkpointing:
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """Raise the error of a checkpoint that cannot be written, or log it, as `when_unwritable` says."""
+        """Raise or log the error of a checkpoint that cannot be written, according to `when_unwritable`."""
         try:
             yield
         except (CheckpointError, DiskFull) as error:
@@ -187,14 +187,14 @@ class Checkpointing:
 
     @property
     def saved_step(self) -> int | None:
-        """The newest finished checkpoint of this run; None before the first."""
+        """Step of the newest finished checkpoint of this run; None before the first."""
         saved = None if self._checkpoints is None else self._checkpoints.saved_step
         if saved is None and self._is_restored and self.found is not None:
             return self.found.step
         return saved
 
     async def wait(self) -> None:
-        """Wait until the last save is on the disk, without blocking the event loop.
+        """Wait for the last save to finish, without blocking the event loop.
 
         Raises:
             CheckpointError, DiskFull: it could not be written, and `when_unwritable` is `stop`.
@@ -204,7 +204,7 @@ class Checkpointing:
                 await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
-        """Wait for the save in the background; `wait` alone raises its errors."""
+        """Wait for the background save; its errors are raised by `wait` only."""
         if self._checkpoints is not None:
             self._checkpoints.close()
 
@@ -224,7 +224,7 @@ def _bound(trainer: Trainer) -> tuple[TrajectoryBuilder, TrainerAdapter]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy as JSON returns it: keys become strings, tuples lists."""
+    """Return a copy as JSON would read it back: keys become strings, tuples become lists."""
     try:
         return json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -251,14 +251,14 @@ IMMUTABLE = (
     "trainer_adapters.*.llm",
     "trainer_adapters.*.optimizer.name",
 )
-"""Paths that a resume must not change: with another model, optimiser or seed it would be another run."""
+"""Configuration paths that a resume must not change: another model, optimizer or seed makes another run."""
 
 Changes = dict[str, tuple[Any, Any]]
 """`(old, new)` values by dotted path."""
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Differences between two trees of plain values; None stands for a missing value.
+    """Return the differences between two trees of plain values, `(old, new)` by path; None is a missing value.
 
     >>> changes_of({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": [1]})
     {'a.y': (2, 3), 'b': (None, [1])}
@@ -274,21 +274,23 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def check_changes(directory: RunDirectory, config: Config, config_file: str) -> Changes:
-    """Differences between `config` and the configuration that the run was begun with.
+    """Return the differences between the recorded configuration of a run and `config`.
 
     Raises:
-        ConfigError: one of them is in `IMMUTABLE`, or the recorded configuration cannot be read.
+        ConfigError: a path of `IMMUTABLE` differs, or the recorded configuration cannot be read.
     """
     recorded = directory.path / config_file
     try:
         before = parse_yaml(recorded.read_text("utf-8"), str(recorded))
     except OSError as error:
-        raise ConfigError([f"{recorded}: cannot be read ({error.strerror}): no run continues without it"]) from None
+        raise ConfigError(
+            [f"{recorded}: cannot be read ({error.strerror}), and no run can be resumed without it"]
+        ) from None
     now = parse_yaml(resolved_yaml(config), "the configuration")
     changes = changes_of(before, now)
     changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
     faults = [
-        f"{path}: was {_shown(old)} and is {_shown(new)}: a run continues with what it was begun with"
+        f"{path}: was {_shown(old)} and is {_shown(new)}: a resumed run must keep the value it was started with"
         for path, (old, new) in changes.items()
         if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
     ]
@@ -298,7 +300,7 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
 
 
 def masked_paths(config: Config) -> list[str]:
-    """Paths of the fields that hold a secret, alone or inside a longer text: a run directory does not keep these."""
+    """Return the paths of fields with a secret, alone or inside a longer text, which a run directory never stores."""
 
     def search(value: Any, path: str) -> list[str]:
         if isinstance(value, Mapping):
@@ -315,9 +317,9 @@ def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, no
     """Append a line about this resume to `resumes.jsonl`, and return a warning per package whose version has changed.
 
     Args:
-        directory: the run.
-        checkpoint: the step that it continues from; None for a start from the beginning.
-        changes: in the configuration.
+        directory: the run directory.
+        checkpoint: the step that the run continues from; None for a start from the beginning.
+        changes: changes of the configuration.
         now: the `environment` of this process.
     """
     try:

@@ -54,7 +54,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     """Continue the run in a folder with the configuration recorded there and the overrides given.
 
     Raises:
-        ConfigError: the folder holds no run, a script made it, or a secret that it did not keep is missing.
+        ConfigError: the folder holds no run, a script made it, or a secret that it does not store is missing.
     """
     if bring_back_earlier_run(folder):
         Console().message(CAME_BACK.format(folder))
@@ -74,7 +74,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     given = [path for path, _ in overrides]
     missing = [path for path in about.get(MASKED, []) if path not in given]
     if missing:
-        hint = "holds a secret, which the run directory does not keep: give it again, as in --set"
+        hint = "is a secret, which the run directory does not store: give it again, as in --set"
         raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
     where = json.dumps(literal(str(folder.absolute())))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
@@ -107,7 +107,7 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
                 show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
-                show("memory       per device, for the policy in training; other models need theirs on top")
+                show("memory       per device, for the policy in training; other models need memory in addition")
                 advice = adapter.memory_advice(memory)
                 if advice is not None:
                     raise CheckFailed(advice)

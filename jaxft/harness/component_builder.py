@@ -1,4 +1,4 @@
-"""Components made from their configuration: each one once, when it is first asked for, and closed in reverse order.
+"""The component builder: makes each component of a configuration once, on first use, and closes them in reverse order.
 
 Factories receive the `ComponentBuilder` and ask it for other components by their names in the configuration.
 """
@@ -40,8 +40,8 @@ from jaxft.harness.registry import (
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
-# Paths of the components whose factories are running, outermost first. Every component is made in a task of its own,
-# and so in a context of its own: a task sees its own ancestors only.
+# Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
+# in its own context, which holds the component's ancestors only.
 _being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
 
 
@@ -58,7 +58,7 @@ class ComponentBuilder:
     def __init__(
         self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
     ) -> None:
-        """Language models whose names `lender` has in its configuration come from it."""
+        """Make a builder; language models that are also in the configuration of `lender` are taken from `lender`."""
         self.config = config
         self._lender = lender
         self.directory = directory
@@ -87,35 +87,35 @@ class ComponentBuilder:
             self._lender.add_devices(devices)
 
     async def get_llm(self, name: str) -> Any:
-        """The language model `llms.<name>`."""
+        """Return the language model `llms.<name>`."""
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name)
         return await self._get("llms", name, LLMConfig, object)
 
     async def get_workflow(self) -> Workflow:
-        """The agent."""
+        """Return the workflow: the agent."""
         workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
         return _callable("workflow", workflow)
 
     async def get_evaluator(self, name: str) -> Evaluator:
-        """The evaluator `eval.evaluators.<name>`."""
+        """Return the evaluator `eval.evaluators.<name>`."""
         evaluator = await self._get(SECTION, name, EvaluatorConfig, object)
         return _callable(f"{SECTION}.{name}", evaluator)
 
     async def get_dataset(self) -> list[EvalInputItem]:
-        """The examples of `eval.general.dataset`, at least one, with unique ids."""
+        """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
         items = await self._once("eval.general.dataset", self.config.eval.general.dataset, DatasetConfig)
         return checked_items(items, "eval.general.dataset")
 
     async def open(self) -> None:
-        """Make the components of every run: the datasets first, which is quick, then the evaluation with its models."""
+        """Make the components of every run: first the datasets, which are quick, then workflow and evaluators."""
         await self.get_dataset()
         if self.config.eval.validation is not None and self.config.finetuning.enabled:
             await self._shared("validation examples", self._read_validation)
         await self.get_evaluation()
 
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
-        """The builder `trajectory_builders.<name>`, with the evaluation and the examples bound to it."""
+        """Return the builder `trajectory_builders.<name>`, with evaluation and examples bound to it."""
         made = await self._get("trajectory_builders", name, TrajectoryBuilderConfig, TrajectoryBuilder)
         if made.evaluation is None:
             await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
@@ -125,19 +125,19 @@ class ComponentBuilder:
         return made
 
     async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
-        """The adapter `trainer_adapters.<name>`."""
+        """Return the adapter `trainer_adapters.<name>`."""
         return await self._get("trainer_adapters", name, TrainerAdapterConfig, TrainerAdapter)
 
     async def get_trainer(self, name: str) -> Trainer:
-        """The trainer `trainers.<name>`."""
+        """Return the trainer `trainers.<name>`."""
         return await self._get("trainers", name, TrainerConfig, Trainer)
 
     async def get_validation(self) -> Validation | None:
-        """The validation of `eval.validation`; None without that section."""
+        """Return the validation of `eval.validation`; None without that section."""
         return await self._shared("validation", self._make_validation)
 
     async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
-        """The examples of `eval.validation`, and the builder of the configuration that validates on them."""
+        """Return the examples of `eval.validation`, and the component builder of the validation's configuration."""
         section, config, source = self.config.eval.validation, validation_config(self.config), self
         assert section is not None
         if config is not self.config:
@@ -163,14 +163,14 @@ class ComponentBuilder:
         )
 
     async def get_evaluation(self) -> Evaluation:
-        """The workflow with all evaluators and the reward of `finetuning.reward_function`."""
+        """Return the workflow with all evaluators and the reward of `finetuning.reward_function`."""
         reward = self.config.finetuning.reward_function
         return await self._shared("evaluation", lambda: self.make_evaluation(reward))
 
     async def make_evaluation(
         self, reward: RewardFunctionConfig | None, counted_with: Evaluation | None = None
     ) -> Evaluation:
-        """A new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
+        """Make a new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
         general = self.config.eval.general
         evaluation = Evaluation(
             await self.get_workflow(),
@@ -188,7 +188,7 @@ class ComponentBuilder:
         return evaluation
 
     async def _evaluators(self) -> dict[str, BoundEvaluator | WeightedSum]:
-        """All evaluators, each with its time limit and whether it scores groups."""
+        """Return all evaluators with their settings."""
         evaluators: dict[str, BoundEvaluator | WeightedSum] = {}
         for name, config in self.config.eval.evaluators.items():
             made = await self.get_evaluator(name)
@@ -199,7 +199,7 @@ class ComponentBuilder:
         return evaluators
 
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
-        """The entry `name` of a section, whose factory must yield an instance of `kind`."""
+        """Return the component `name` of a section; its factory must yield an instance of `kind`."""
         configs = {**dict(self.config), SECTION: self.config.eval.evaluators}[section]
         if name not in configs:
             raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
@@ -212,15 +212,15 @@ class ComponentBuilder:
         return await self._shared(place, lambda: self._make(place, config, base))
 
     async def _shared(self, place: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, called once for each place, however many callers wait for it.
+        """Return the result of `make`, called once per path, however many callers wait for it.
 
         Raises:
-            ComponentError: the component needs itself, directly or through others.
+            ComponentError: the component depends on itself, directly or through others.
         """
         chain = _being_made.get()
         if place in chain:
             circle = " -> ".join((*chain[chain.index(place) :], place))
-            raise ComponentError(f"components need each other in a circle: {circle}")
+            raise ComponentError(f"components depend on each other in a circle: {circle}")
         if place not in self._components:
             token = _being_made.set((*chain, place))
             self._components[place] = asyncio.create_task(make(), name=place)
@@ -263,7 +263,7 @@ async def _close(what: str, generator: Any) -> None:
 def _failure(what: str, failure: UserCodeError) -> JaxftError:
     if isinstance(failure.error, ComponentError | ConfigError | DatasetError | DiskFull):  # names its place already
         return failure.error
-    # For a wrong value or file the message is enough; anything else is a fault in code and needs its traceback.
+    # A wrong value or file is explained by the message alone; any other error is a bug and needs its traceback.
     is_input = isinstance(failure.error, JaxftError | ValueError | OSError)
     told = failure.summary if is_input else f"\n{failure.tail}"
     return ComponentError(f"{what}: {told}")

@@ -106,7 +106,7 @@ JSONPath = Annotated[str, AfterValidator(_json_path)]
 class EvalGeneralConfig(ConfigModel):
     """The dataset, and how the workflow runs over it."""
 
-    max_concurrency: int = Field(default=64, ge=1, description="Largest number of episodes that run at once.")
+    max_concurrency: int = Field(default=64, ge=1, description="Maximum number of episodes that run at once.")
     timeout_seconds: float | None = Field(
         default=3600.0,
         gt=0.0,
@@ -202,7 +202,7 @@ def load_config(
     dataset: Path | None = None,
     validation_dataset: Path | None = None,
 ) -> Config:
-    """The configuration of a YAML file.
+    """Load the configuration in a YAML file.
 
     Args:
         path: the YAML file.
@@ -249,12 +249,12 @@ def _dataset(path: Path, before: Any, section: str, faults: ConfigErrors) -> dic
 def config_from_mapping(
     mapping: Mapping[str, Any], *, base_dir: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
-    """Like `load_config`, from a mapping made by a program; its paths are relative to `base_dir`."""
+    """Make a configuration from a mapping, like `load_config` from a file; paths are relative to `base_dir`."""
     return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", ConfigErrors())
 
 
 def validation_config(config: Config) -> Config:
-    """The configuration of validation: that of `eval.validation.config_file`, or `config` itself without one.
+    """Return the configuration of validation: that of `eval.validation.config_file`, or `config` itself without one.
 
     Raises:
         ConfigError: that file has faults, or no evaluator for the reward.
@@ -271,12 +271,12 @@ def validation_config(config: Config) -> Config:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The configuration as YAML that loads to an equal one from any folder: paths absolute, secrets masked."""
+    """Return the configuration as YAML that loads from any folder: paths are absolute, secrets masked."""
     return dump_yaml(map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text))))
 
 
 def secrets_of(config: Config) -> set[str]:
-    """All secrets of the configuration, in clear: secret types, texts under names like `api_key`, and those in URLs."""
+    """Return all secrets of the configuration in clear: secret types, texts under names like `api_key`, and in URLs."""
     found: set[str] = set()
 
     def search(value: Any) -> None:
@@ -299,7 +299,7 @@ def secrets_of(config: Config) -> set[str]:
 
 
 def help_text() -> str:
-    """Help on every field of the configuration and of the registered components, from the fields' descriptions."""
+    """Return the help on every field of the configuration and of the registered components."""
     import_installed()
     return config_help.describe(Config)
 
@@ -321,7 +321,7 @@ def _config(
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = ".".join(str(part) for part in details["loc"])
-            # A component missing because its module could not be imported is no further fault.
+            # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details, values))
     if faults:
@@ -343,7 +343,7 @@ def _import_modules(names: Any, faults: ConfigErrors) -> bool:
 
 
 def _names(values: dict[str, Any]) -> dict[str, list[str]]:
-    """Names of the entries of every section that other fields refer to."""
+    """Return the names of the entries of every section that other fields refer to."""
     names = {}
     for section in REFERENCE_SECTIONS:
         entries: Any = values
@@ -354,7 +354,7 @@ def _names(values: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _message(details: ErrorDetails, values: dict[str, Any]) -> str:
-    """Message of a fault, without the value itself, which may be a secret."""
+    """Return the message of a validation error, without the value, which may be a secret."""
     *parents, last = details["loc"] or ("",)
     if details["type"] == "extra_forbidden":
         return "no such field" + did_you_mean(

@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -> list[str]:
-    """Names of the fields allowed under a path; empty if any name is allowed, or none.
+    """Return the names of the fields allowed under a path; empty if any name is allowed, or none.
 
     Args:
         root: the class of the whole tree.
@@ -48,7 +48,7 @@ def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -
 
 
 def describe(root: type[ConfigModel]) -> str:
-    """Every field with its type, default and description: the sections of the tree, then the registered components."""
+    """Describe every field with type, default and description: the sections of the tree, then registered components."""
     lines = ["Fields of the configuration (set one with --set path=value):", *_fields(root, "")]
     for base in KINDS:
         for name in registry.names(base):
@@ -63,7 +63,7 @@ def _fields(model: type[ConfigModel], prefix: str) -> Iterator[str]:
             continue  # set by the run, not by a person
         inner = _model(field.annotation)
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner
-        # A section that may be null is listed itself; one that is always there by its fields alone.
+        # An optional section has a line of its own; of a required one only the fields are listed.
         if section is None or field.default is None:
             yield f"  {prefix}{name} ({_words(field.annotation)}, {_default(field)})"
             if field.description:
@@ -79,7 +79,7 @@ def _item(values: Any, part: str | int) -> Any:
 
 
 def _model(annotation: Any) -> type[ConfigModel] | None:
-    """The config class of an annotation: itself, or the one inside `X | None` or `Annotated[X, ...]`."""
+    """Return the config class of an annotation: itself, or the one inside `X | None` or `Annotated[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation
     inner = (_model(argument) for argument in _arguments(annotation, (types.UnionType, typing.Union, typing.Annotated)))
@@ -87,14 +87,14 @@ def _model(annotation: Any) -> type[ConfigModel] | None:
 
 
 def _arguments(annotation: Any, origins: tuple[Any, ...]) -> Iterator[Any]:
-    """The type arguments of an annotation if its origin is one of these; of a dict only the type of its values."""
+    """Return the type arguments of an annotation with one of these origins; for a dict only the type of its values."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in origins:
         yield from arguments[1:] if origin is dict else arguments
 
 
 def _default(field: FieldInfo) -> str:
-    """The default as JSON, which YAML reads too."""
+    """Return the default as JSON, which is also YAML."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})

@@ -1,4 +1,4 @@
-"""One mapping merged from layers: a file, the files it inherits by `base:`, the values of `--set`, and `${VARIABLES}`.
+"""Merging of configuration layers: a file, the files it inherits by `base:`, the values of `--set`, `${VARIABLES}`.
 
 Maps merge; any other value of a later layer replaces the earlier one. A component (a map with `_type`) of another type
 replaces the earlier component with all its fields, and null removes it. Variables are expanded last, in parsed texts,
@@ -27,7 +27,7 @@ _FILE = "file://"
 
 
 class ConfigErrors(dict[str, str]):
-    """Faults of a configuration by dotted path; of each path the first counts."""
+    """Errors of a configuration by dotted path; only the first of each path is reported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class ConfigErrors(dict[str, str]):
         self.setdefault(path, message)
 
     def hide(self, path: str, text: str) -> None:
-        """Keep a text read from a file, perhaps a secret, out of the messages at its path, above and below it."""
+        """Hide a text read from a file, perhaps a secret, in the messages at its path, above and below it."""
         self._hidden[path] = text
 
     def is_known(self, path: str) -> bool:
-        """True if the path, or one above it, has a fault already."""
+        """True if the path, or one above it, has an error already."""
         return any(_is_under(path, known) for known in self)
 
     def lines(self) -> list[str]:
@@ -56,7 +56,7 @@ def _is_under(path: str, above: str) -> bool:
 
 
 def read_layers(path: Path) -> dict[str, Any]:
-    """The mapping of a YAML file, merged over the files it inherits.
+    """Read the mapping of a YAML file, merged over the files it inherits.
 
     Raises:
         ConfigError: a file is missing or is not strict YAML, or files inherit each other in a circle.
@@ -65,7 +65,7 @@ def read_layers(path: Path) -> dict[str, Any]:
 
 
 def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Like `read_layers`, for a mapping made by a program; its paths, and its `base`, are relative to `folder`."""
+    """Merge a mapping over the files it inherits, like `read_layers`; its paths and `base` are relative to `folder`."""
     return _with_base(located(mapping, folder), folder, "the configuration", ())
 
 
@@ -74,7 +74,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         # `resolve` raises for a link that leads to itself, on some Pythons.
         resolved = Path(os.path.realpath(path))
     except ValueError as error:
-        raise ConfigError([f"{str(path)!r}: is no path: {error}"]) from None
+        raise ConfigError([f"{str(path)!r}: is not a path: {error}"]) from None
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError([f"{path}: inherits itself: {circle}"])
@@ -106,7 +106,7 @@ def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[
 
 
 def located(value: Any, folder: Path) -> Any:
-    """The value with every text as a `ConfigText` of this folder."""
+    """Return the value with every text as a `ConfigText` of this folder."""
     if isinstance(value, str):
         return ConfigText(value, folder)
     if isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def located(value: Any, folder: Path) -> Any:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Maps merged key by key; any other value of `above`, and a component of another type, replaces that of `below`.
+    """Merge two maps key by key; any other value of `above`, and a component of another type, replaces that of `below`.
 
     >>> merged({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
     {'a': {'x': 1, 'y': [3]}, 'b': 2}
@@ -141,7 +141,7 @@ def _is_component(value: Any) -> bool:
 def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faults: ConfigErrors) -> None:
     """Set each `(dotted path, YAML text)` in the mapping; file paths in a text are relative to the working directory.
 
-    Missing maps on the way are made; a number in a path counts the items of a list from 0. Null removes a component.
+    Missing maps are created; a number in a path is the index of a list item. Null removes a component.
     """
     for path, text in overrides:
         try:
@@ -163,7 +163,7 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
 
 
 def _step(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors) -> Any:
-    """The item `part` of a container; None after a fault."""
+    """Return the item `part` of a container; None after an error."""
     if isinstance(node, dict):
         if node.get(part) is None:
             node[part] = {}
@@ -182,7 +182,7 @@ def _has_item(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors
 
 
 def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
-    """The value with variables and files expanded; a text that cannot be expanded becomes a fault and stays."""
+    """Expand variables and files in a value; a text that cannot be expanded is recorded as an error and stays."""
     if isinstance(value, dict):
         return {key: expanded(inner, f"{path}.{key}" if path else key, faults) for key, inner in value.items()}
     if isinstance(value, list):
@@ -196,7 +196,7 @@ def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
 
 
 def literal(text: str) -> str:
-    """The text escaped for a configuration, so that it is read back as it is.
+    """Escape a text for a configuration, so that it is read back unchanged.
 
     >>> literal("${HOME}"), literal("file://x"), literal("$file://x"), literal("see file://x")
     ('$${HOME}', '$file://x', '$$file://x', 'see file://x')
@@ -210,7 +210,7 @@ def _is_escaped_file(text: str) -> bool:
 
 
 def _text_of_file(folder: Path, name: str, path: str, faults: ConfigErrors) -> str:
-    """The content of a file as a plain text, which has no folder and is not expanded again."""
+    """Return the content of a file as plain text, which has no folder and is not expanded again."""
     file = folder / os.path.expanduser(name)
     try:
         text = file.read_bytes().decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""Base class and field types of the config classes.
+"""Base class and field types of all config classes.
 
 A path is relative to the folder of the YAML file that holds it or, from the command line, to the working directory. A
 reference (`LLMRef`, ...) is the name of an entry of the same configuration.
@@ -32,7 +32,7 @@ class ConfigModel(BaseModel):
 
 
 class ConfigText(str):
-    """A text of a configuration, with the folder that its paths are relative to."""
+    """A text of a configuration that knows the folder that paths in it are relative to."""
 
     folder: Path
 
@@ -43,12 +43,12 @@ class ConfigText(str):
 
 
 def config_error(message: str) -> PydanticCustomError:
-    """A validator's error whose message is shown as it is, braces included, after the path of the field."""
+    """Make a validator's error whose message is shown verbatim, braces included, after the path of the field."""
     return PydanticCustomError("fault", "{message}", {"message": message})
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value of a configuration, in words that do not show the value."""
+    """Return the kind of a configuration value in words, without the value."""
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else "a bool"
     return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
@@ -69,9 +69,9 @@ def _possible_path(path: Path) -> Path:
     try:
         name = os.fsencode(path)
     except UnicodeEncodeError:
-        raise config_error("is no path: it holds half of a character (a lone surrogate)") from None
+        raise config_error("is not a path: it contains half of a character (a lone surrogate)") from None
     if b"\0" in name:
-        raise config_error("is no path: it holds a NUL character")
+        raise config_error("is not a path: it contains a NUL character")
     return path
 
 
@@ -88,14 +88,14 @@ OutputPath = Annotated[Path, BeforeValidator(_output_path), AfterValidator(_poss
 """A folder to write to, relative to the working directory."""
 
 PathOrName = Annotated[str, BeforeValidator(_path_or_name)]
-"""A path if something exists there; otherwise a name, such as the id of a model on a hub, kept as it is."""
+"""A path if it exists; otherwise a name, such as the id of a model on a hub, which stays unchanged."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of `jax.random.key`: a uint32."""
 
 
 def check_reference(section: str, name: str, info: Any) -> str:
-    """The name of an entry of a section; refused if the configuration being validated has no such entry."""
+    """Return `name` if the configuration being validated has such an entry in a section; else raise a config error."""
     names = None if info.context is None else info.context[section]
     if names is not None and name not in names:
         raise config_error(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
@@ -116,20 +116,20 @@ TrainerAdapterRef = Annotated[str, _reference("trainer_adapters")]
 TrainerRef = Annotated[str, _reference("trainers")]
 
 REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
-"""The sections whose entries other fields refer to."""
+"""Sections whose entries other fields refer to."""
 
 
 @functools.cache
 def jsonpath_of(text: str) -> Any:
-    """The parsed JSON path; cached, because jsonpath-ng parses slowly."""
+    """Parse a JSON path; cached, because jsonpath-ng parses slowly."""
     return parse(text)
 
 
 def at_json_path(value: Any, text: str) -> Any:
-    """The value at a JSON path; a list if the path matches several.
+    """Return the value at a JSON path; a list if the path matches several.
 
     Raises:
-        ValueError: nothing stands there.
+        ValueError: the path matches nothing.
 
     >>> at_json_path({"answer": {"text": "four"}}, "$.answer.text")
     'four'
@@ -138,5 +138,5 @@ def at_json_path(value: Any, text: str) -> Any:
     """
     found = [match.value for match in jsonpath_of(text).find(value)]
     if not found:
-        raise ValueError(f"nothing stands at '{text}' in the output, which is {repr(value)[:100]}")
+        raise ValueError(f"'{text}' matches nothing in the output, which is {repr(value)[:100]}")
     return found[0] if len(found) == 1 else found

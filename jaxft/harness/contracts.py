@@ -1,4 +1,4 @@
-"""The three contracts: the trajectory builder, the trainer adapter, which updates the weights, and the trainer's loop.
+"""The three contracts: the trajectory builder, which collects episodes, the trainer adapter, and the trainer's loop.
 
 Names, arguments and defaults are those of the toolkit's guide. A run makes one of each, binds them, initialises the
 trainer (which initialises the other two), and calls `Trainer.run`.
@@ -33,10 +33,10 @@ class TrajectoryBuilder(ABC):
     """Runs the workflow on the examples and turns the episodes into trajectories.
 
     Attributes:
-        trajectory_builder_config: its own configuration.
+        trajectory_builder_config: configuration of this builder.
         run_config: the section `finetuning`; None until `initialize`.
         evaluation: workflow and evaluators, which run the episodes; None until `bind_evaluation`.
-        examples: the dataset, in its order.
+        examples: the examples of the dataset, in order.
         validation: the validation set of `run_eval`; None without one.
     """
 
@@ -62,7 +62,7 @@ class TrajectoryBuilder(ABC):
         self.trajectory_builder_config.reward = run_config.reward_function
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """One evaluation without training: of the validation set or, without one, greedily of the examples.
+        """Evaluate once without training: the validation set or, without one, the examples, greedily.
 
         Raises:
             RuntimeError: no evaluation is bound.
@@ -87,7 +87,7 @@ class TrajectoryBuilder(ABC):
         """Wait for the episodes of a collection, and return their trajectories."""
 
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
-        """The reward of an episode: its score as a float, or None, which leaves the episode out of training.
+        """Return the reward of an episode: its score as a float, or None, which leaves the episode out of training.
 
         For a missing score `finetuning.reward_function.unusable` decides. A builder may override this.
 
@@ -110,7 +110,7 @@ class TrajectoryBuilder(ABC):
         """Record the metrics of a collection."""
 
     def state(self) -> dict[str, Any]:
-        """State, for JSON, on which the next collections depend; saved with every checkpoint."""
+        """Return the state, for JSON, on which the next collections depend; saved with every checkpoint."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class TrainerAdapter(ABC):
     """Submits trajectories as jobs to the backend that updates the weights.
 
     Attributes:
-        adapter_config: its own configuration.
+        adapter_config: configuration of this adapter.
         run_config: the section `finetuning`; None until `initialize`.
     """
 
@@ -149,7 +149,7 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Status of a job, also after it has ended."""
+        """Return the status of a job, also after it has ended."""
 
     @abstractmethod
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -160,14 +160,14 @@ class TrainerAdapter(ABC):
         """Record the metrics of a job."""
 
     async def memory(self) -> dict[str, float]:
-        """Memory that training needs, in MiB by purpose; empty if a remote backend holds it.
+        """Return the memory that training needs, in MiB by purpose; empty for a remote backend.
 
         A local adapter compiles its largest update to find it, which takes as long as the first job.
         """
         return {}
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
-        """The settings to change if `memory` does not fit the device; None if it fits, or if that is unknown."""
+        """Return the settings to change if `memory` does not fit the device; None if it fits, or if that is unknown."""
         return None
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
@@ -192,10 +192,10 @@ class TrainerAdapter(ABC):
 
 
 class Trainer(ABC):
-    """The loop: collect, choose, train, log.
+    """The training loop: collect trajectories, select groups, train, log.
 
     Attributes:
-        trainer_config: its own configuration.
+        trainer_config: configuration of this trainer.
         trajectory_builder, trainer_adapter: None until `bind_components`.
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
         save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
@@ -247,7 +247,7 @@ class Trainer(ABC):
 
     @abstractmethod
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The metrics of one run."""
+        """Return the metrics of one run."""
 
     @abstractmethod
     async def cleanup(self) -> None:
@@ -269,7 +269,7 @@ class Trainer(ABC):
             await self.save_checkpoint(self, step, score=score, is_last=is_last)
 
     def state(self) -> dict[str, Any]:
-        """State, for JSON, on which the next epochs depend; saved with every checkpoint."""
+        """Return the state, for JSON, on which the next epochs depend; saved with every checkpoint."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -277,16 +277,17 @@ class Trainer(ABC):
         _check_empty(self, state)
 
     async def validate_if_due(self, epoch: int, num_epochs: int) -> dict[str, Any] | None:
-        """Result of `run_validation_evaluation` if `eval.validation` has one due after so many epochs; else None."""
+        """Run `run_validation_evaluation` if `eval.validation` has one due after so many epochs; else return None."""
         validation = None if self.trajectory_builder is None else self.trajectory_builder.validation
         if validation is None or not validation.is_due(epoch, num_epochs):
             return None
         return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Mean, least and greatest reward (`compute_reward`) of one `run_eval` of the builder; None if none is usable.
+        """Run `run_eval` of the builder; return mean, minimum and maximum reward, None if no reward is usable.
 
-        The `num_failed` failed episodes are left out of them; `first_error` is the error of the first.
+        Rewards are those of `compute_reward`. `num_failed` episodes failed and have none; `first_error` is the first
+        error.
 
         Raises:
             RuntimeError: no components are bound.
@@ -296,7 +297,7 @@ class Trainer(ABC):
         output = await self.trajectory_builder.run_eval()
         validation = self.trajectory_builder.validation
         name = None if self.reward is None else self.reward.name
-        if validation is not None:  # a configuration of its own may have a reward of its own
+        if validation is not None:  # the validation's configuration may name another reward
             name = validation.evaluation.reward_name
         items = [
             item
@@ -322,7 +323,7 @@ class Trainer(ABC):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The groups that an epoch trains, selected by `finetuning.curriculum_learning`; all if that is not enabled.
+        """Select the groups that an epoch trains by `finetuning.curriculum_learning`; return all if it is not enabled.
 
         Raises:
             RuntimeError: called before `initialize`.
@@ -341,18 +342,20 @@ class Trainer(ABC):
         return trajectory_collection.model_copy(update={"trajectories": groups})
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """A copy of the curriculum's state (`jaxft.harness.curriculum.State`), for JSON; empty before `initialize`."""
+        """Return a copy of the curriculum's state (`jaxft.harness.curriculum.State`); empty before `initialize`."""
         return copy.deepcopy(self._curriculum_state or {})
 
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
         """Restore a result of `get_curriculum_state`, of this trainer or an earlier one.
 
         Raises:
-            ValueError: the state lacks some of its keys.
+            ValueError: some keys of the state are missing.
         """
         self._curriculum_state = copy.deepcopy(checked_state(state)) if state else None
 
 
 def _check_empty(part: object, state: dict[str, Any]) -> None:
     if state:
-        raise NotImplementedError(f"{type(part).__name__} saves a state, but cannot restore it: override restore_state")
+        raise NotImplementedError(
+            f"{type(part).__name__} saves a state, but does not restore it: override restore_state"
+        )

@@ -1,7 +1,7 @@
-"""Curriculum learning: the selection of the groups that an epoch trains.
+"""Curriculum learning: selection of the groups that an epoch trains.
 
-Groups with about equal rewards are dropped. The rest is ordered by mean reward, and a fraction of it is kept that grows
-with the epochs. The selection depends on the rewards, the epoch and the seed only; the state records it.
+Groups with nearly equal rewards are dropped. The others are sorted by mean reward, and a fraction of them, which grows
+with the epochs, is trained. The selection depends on rewards, epoch and seed only; the state is a record of it.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from jaxft.harness.data_models import CurriculumLearningConfig, Trajectory
 
 State = dict[str, Any]
-"""Plain values for JSON.
+"""State of the curriculum: plain values for JSON.
 
-`current_percentile`; `last_expansion_epoch`, null before the first; of the latest epoch `total_groups` and, by the ids
-of the examples, `included_groups` (trained) and `dropped_groups` (their rewards differ too little); and `examples`, by
-id: `reward_mean` and `reward_diff` when last seen, `epochs_included`.
+The keys are `current_percentile`; `last_expansion_epoch`, null before the first; for the latest epoch `total_groups`
+and the example ids of `included_groups` (trained) and `dropped_groups` (rewards differ too little); and `examples`,
+which maps an id to the last `reward_mean` and `reward_diff`, and to `epochs_included`.
 """
 
 
@@ -29,7 +29,7 @@ class _Group(NamedTuple):
 
 
 def initial_state(config: CurriculumLearningConfig) -> State:
-    """The state before the first epoch."""
+    """Return the state before the first epoch."""
     return {
         "current_percentile": percentile(config, 0),
         "last_expansion_epoch": None,
@@ -41,23 +41,23 @@ def initial_state(config: CurriculumLearningConfig) -> State:
 
 
 def checked_state(state: Mapping[str, Any]) -> State:
-    """The state as it was given, unless it has some keys of a `State` and lacks others.
+    """Return the state unchanged; raise if it has some keys of a `State` and lacks others.
 
     Raises:
-        ValueError: keys are missing, as in a state of the toolkit, which has groups by index and not by example.
+        ValueError: keys are missing, as in a state of the toolkit, which names groups by index instead of example.
     """
     wanted = initial_state(CurriculumLearningConfig()).keys()
     missing = [name for name in wanted if name not in state]
     if missing and len(missing) < len(wanted):
         raise ValueError(
-            f"the curriculum's state lacks {', '.join(missing)}: give what get_curriculum_state gave, or leave it out "
-            "for that of the toolkit: the share of the groups follows from the epoch, and groups go by their examples"
+            f"the curriculum's state lacks {', '.join(missing)}: restore a result of get_curriculum_state; a state "
+            "of the toolkit cannot be restored and is not needed, as the fraction of groups follows from the epoch"
         )
     return dict(state)
 
 
 def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
-    """Fraction of the groups that an epoch, counted from 0, keeps; it grows after every `expansion_interval` epochs.
+    """Return the fraction of groups that an epoch (from 0) trains; it grows after every `expansion_interval` epochs.
 
     >>> [percentile(CurriculumLearningConfig(), epoch) for epoch in (0, 4, 5, 10, 15, 19, 20)]
     [0.3, 0.3, 0.5, 0.7, 0.9, 0.9, 1.0]
@@ -68,19 +68,19 @@ def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
 def choose_groups(
     groups: Sequence[Sequence[Trajectory]], config: CurriculumLearningConfig, state: State, *, epoch: int, seed: int
 ) -> tuple[list[list[Trajectory]], State]:
-    """The groups that an epoch trains, in the order of the curriculum, and the state after it.
+    """Return the groups that an epoch trains, in the order of the curriculum, and the state after the epoch.
 
-    A group whose largest and smallest reward differ by less than `min_reward_diff` is dropped. Of the n that are left
-    the first `max(1, ceil(n percentile))` by mean reward are kept (equal means: as they came), and of those at most
-    `ceil(n random_subsample)`, drawn. When there is one group in all only the last rule holds, for its trajectories:
-    `ceil(n random_subsample)` of them are drawn.
+    A group whose largest and smallest reward differ by less than `min_reward_diff` is dropped. Of the remaining n, the
+    first `max(1, ceil(n percentile))` by mean reward are kept (ties in the given order), and at most
+    `ceil(n random_subsample)` of these are drawn at random. A single group is neither dropped nor cut; instead
+    `ceil(n random_subsample)` of its n trajectories are drawn.
 
     Args:
-        groups: the trajectories of an example each; unscorable ones do not count towards mean and difference.
-        config: the settings.
-        state: the state after the epoch before; it is not changed.
-        epoch: counted from 0.
-        seed: the seed of the run.
+        groups: trajectories of one example each; mean and difference ignore unscorable ones.
+        config: the section `finetuning.curriculum_learning`.
+        state: the state after the previous epoch; it is not modified.
+        epoch: number of the epoch, from 0.
+        seed: seed of the run.
     """
     share = _percentile(config, epoch)
     draw = random.Random(f"curriculum {seed} {epoch}")
@@ -115,7 +115,7 @@ def choose_groups(
 
 
 def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
-    # Exact: in floats 0.3 + 2 * 0.2 is a little more than 0.7, and the ceiling of ten times that is 8.
+    # Exact fractions: in floats 0.3 + 2 * 0.2 is slightly above 0.7, and the ceiling of ten times that is 8.
     expansions = epoch // config.expansion_interval
     return min(
         Fraction(1), Fraction(str(config.initial_percentile)) + expansions * Fraction(str(config.increment_percentile))
@@ -123,7 +123,7 @@ def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
 
 
 def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int | None:
-    """The latest epoch up to this one in which the fraction grew."""
+    """Return the latest epoch, this one included, in which the fraction grew."""
     starts = range(config.expansion_interval, epoch + 1, config.expansion_interval)
     return next(
         (start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), None
@@ -139,7 +139,7 @@ def _measured(group: Sequence[Trajectory], place: int) -> _Group:
 
 
 def _differ(diff: float, least: float) -> bool:
-    # Rewards of 0.3 and 0.2 differ by 0.1, whatever floats make of it.
+    # Rewards of 0.3 and 0.2 must differ by 0.1, although floats round the difference.
     return diff >= least or math.isclose(diff, least, rel_tol=1e-9)
 
 

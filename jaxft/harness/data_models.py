@@ -1,6 +1,6 @@
 """Data models of the contracts: jobs, episodes, trajectories, evaluations, and the section `finetuning`.
 
-Names and fields are those of the toolkit; fields that jaxft adds are marked. A trajectory without a usable reward has
+Names and fields are the toolkit's; fields that jaxft adds are marked. A trajectory without a usable reward has
 `scorable=False` and reward 0.0: JSON has no NaN, and None would break readers of the toolkit's `reward: float`.
 """
 
@@ -26,7 +26,7 @@ from jaxft.rollout.sequences import TokenSequence
 
 
 class DataModel(BaseModel):
-    """Base of the models below: unknown fields are refused."""
+    """Base of the models below; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -105,8 +105,8 @@ class DPOItem(DataModel):
 class Trajectory(DataModel):
     """An episode and its reward.
 
-    `sequences` are the token ids recorded while sampling, of the calls that are trained; None when nothing was
-    recorded, as for texts of another origin. A `reward` of None sets `scorable=False`.
+    `sequences` are the token ids recorded while sampling the calls that are trained; None when nothing was recorded, as
+    for texts of another source. A `reward` of None sets `scorable=False`.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -132,9 +132,9 @@ class TrajectoryCollection(DataModel):
     """All trajectories of one run, one list per example.
 
     Attributes:
-        metrics: counts taken while collecting; equal in equal runs.
-        timings: in seconds.
-        failures: a report of each failed episode; failed episodes have no trajectory.
+        metrics: counts of episodes and calls; equal in equal runs.
+        timings: durations in seconds.
+        failures: reports of the failed episodes, which have no trajectory.
     """
 
     trajectories: list[list[Trajectory]]
@@ -174,7 +174,7 @@ class EvalOutputItem(DataModel):
 
 
 class EvalOutput(DataModel):
-    """One evaluator's scores and their average without the None ones; None when no score is left."""
+    """One evaluator's scores, and the average of those that are not None; None if there is none."""
 
     average_score: float | None
     eval_output_items: list[EvalOutputItem]
@@ -184,9 +184,9 @@ class EvaluationRunOutput(DataModel):
     """Results of an evaluation, in the order of (example, generation).
 
     Attributes:
-        eval_input: an item per episode, with its output.
+        eval_input: one item per episode, with its output.
         evaluation_results: pairs of an evaluator's name and its scores.
-        average_reward: over episodes with a usable reward; None when there is none, or no reward function.
+        average_reward: mean over episodes with a usable reward; None if there is none, or no reward function.
         num_episodes: number of all episodes.
         num_failed: number of episodes in which the workflow or an evaluator raised.
         num_unscorable: number of episodes without an error whose reward was None, NaN or infinite.
@@ -216,11 +216,11 @@ class RewardFunctionConfig(ConfigModel):
 
 
 class CurriculumLearningConfig(ConfigModel):
-    """Selection of the groups that an epoch trains: those whose rewards differ, the easy ones first."""
+    """Curriculum: selection of the groups that an epoch trains: those whose rewards differ, the easy ones first."""
 
-    enabled: bool = Field(default=False, description="Train only selected groups; false: all of them.")
+    enabled: bool = Field(default=False, description="Train selected groups only; false: train all groups.")
     initial_percentile: float = Field(
-        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups trained at first."
+        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups that the first epochs train."
     )
     increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0, description="Fraction added by each expansion.")
     expansion_interval: int = Field(default=5, ge=1, description="Epochs between two expansions.")
@@ -228,7 +228,7 @@ class CurriculumLearningConfig(ConfigModel):
         default=0.1,
         ge=0.0,
         allow_inf_nan=False,
-        description="Least difference between the largest and smallest reward of a group; groups below it are dropped.",
+        description="Minimum difference of the largest and smallest reward of a group; groups below it are dropped.",
     )
     sort_ascending: bool = Field(default=False, description="Hard groups (low mean reward) first; false: easy first.")
     random_subsample: float | None = Field(
@@ -241,7 +241,7 @@ class CurriculumLearningConfig(ConfigModel):
 
 
 class CheckpointConfig(ConfigModel):
-    """Checkpoints: how often, and which are kept."""
+    """Frequency of checkpoints, number of checkpoints to keep, and treatment of write errors."""
 
     every: int | None = Field(
         default=1,
@@ -287,8 +287,10 @@ class FinetuneConfig(ConfigModel):
     reward_function: RewardFunctionConfig | None = Field(
         default=None, description="The evaluator whose score is the reward; null only if not enabled."
     )
-    num_epochs: int = Field(default=1, ge=1, description="Number of epochs: passes over the dataset, with updates.")
-    seed: Seed = Field(default=0, description="Seed of the run: sampling, order of the data, new weights.")
+    num_epochs: int = Field(
+        default=1, ge=1, description="Number of epochs, each a collection of trajectories with its updates."
+    )
+    seed: Seed = Field(default=0, description="Seed of sampling, data order and new weights.")
     output_dir: OutputPath = Field(
         default=Path("runs/finetuning"), description="Run directory, relative to the working directory."
     )
@@ -326,5 +328,5 @@ class FinetuneConfig(ConfigModel):
         parts = ("trainer", "trajectory_builder", "trainer_adapter", "reward_function")
         missing = [name for name in parts if dict(self)[name] is None]
         if self.enabled and missing:
-            raise config_error(f"enabled, but nothing is chosen for {', '.join(missing)}")
+            raise config_error(f"enabled, but without {', '.join(missing)}")
         return self

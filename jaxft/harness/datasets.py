@@ -1,4 +1,4 @@
-"""Examples from files: `json` (a list of objects) and `jsonl` (an object per line), every fault with file:line.
+"""Datasets in JSON files: `json` (a list of objects) and `jsonl` (one object per line); errors begin with file:line.
 
 The configuration names the fields of a row with id, input and expected output; the workflow gets the whole row. If no
 row has an id, rows are numbered from 0. `jaxft.harness.table_datasets` reads tables (`csv`, `parquet`).
@@ -20,7 +20,7 @@ from jaxft.harness.registry import DatasetConfig, register_dataset_loader
 
 
 class DatasetStructureConfig(ConfigModel):
-    """Names of the fields of a row that hold input and expected output."""
+    """Names of the fields of a row with input and expected output."""
 
     question_key: str | None = Field(
         default="question",
@@ -49,7 +49,7 @@ class JsonDatasetConfig(FileDatasetConfig, name="json"):
 
 
 def dataset_for_file(path: str | Path) -> dict[str, str]:
-    """The `dataset` section of a configuration for a file, chosen by its suffix.
+    """Return the `dataset` section of a configuration for a file, chosen by its suffix.
 
     Raises:
         ValueError: the suffix is unknown.
@@ -66,7 +66,7 @@ def dataset_for_file(path: str | Path) -> dict[str, str]:
 
 
 class Row(NamedTuple):
-    """A row and its place, file:line."""
+    """A row of a dataset and its position, file:line."""
 
     place: str
     fields: dict[str, Any]
@@ -74,22 +74,22 @@ class Row(NamedTuple):
 
 @register_dataset_loader(config_type=JsonlDatasetConfig)
 async def jsonl(config: JsonlDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """The items of a JSONL file."""
+    """Yield the examples of a JSONL file."""
     yield file_items(config, read_jsonl(config.file_path))
 
 
 @register_dataset_loader(config_type=JsonDatasetConfig)
 async def json_list(config: JsonDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """The items of a JSON file."""
+    """Yield the examples of a JSON file."""
     yield file_items(config, read_json(config.file_path))
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """The rows of a JSONL file in UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+    """Read the rows of a JSONL file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 
     Raises:
-        DatasetError: missing file, another encoding, malformed JSON, a row that is no object, a key that is there
-            twice, NaN or an infinity.
+        DatasetError: the file is missing or not UTF-8, or a row is malformed JSON, is not an object, repeats a key, or
+            contains NaN or an infinity.
     """
     for number, text in enumerate(decoded_lines(path), start=1):
         place = f"{path}:{number}"
@@ -98,7 +98,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The rows of a JSON file that holds one list of objects; the rest is as in `read_jsonl`."""
+    """Read the rows of a JSON file, one list of objects; encoding and errors are those of `read_jsonl`."""
     text = "\n".join(decoded_lines(path))
     end = _skip_space(text, 0)
     if text[end : end + 1] != "[":
@@ -120,7 +120,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def file_bytes(path: Path) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
         DatasetError: it cannot be read.
@@ -132,14 +132,14 @@ def file_bytes(path: Path) -> bytes:
 
 
 def decoded_lines(path: Path) -> Iterator[str]:
-    """The lines of a file in UTF-8, without the line feeds between them and without a byte order mark.
+    """Read the lines of a UTF-8 file, without line feeds and byte order mark.
 
     Raises:
-        DatasetError: it cannot be read, or has another encoding.
+        DatasetError: the file cannot be read, or is not UTF-8.
     """
     for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
         try:
-            # Everywhere but in the first line a byte order mark is an ordinary character, and JSON refuses it.
+            # After the first line a byte order mark is an ordinary character, which JSON refuses.
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
             raise DatasetError(f"{path}:{number}: not UTF-8: convert the file") from None
@@ -149,16 +149,16 @@ def decoded_lines(path: Path) -> Iterator[str]:
 
 
 def load_jsonl(path: Path) -> list[EvalInputItem]:
-    """The examples of a JSONL file whose rows have `id`, `question` and `answer`, as the dataset `jsonl` reads them."""
+    """Load the examples of a JSONL file whose rows have `id`, `question` and `answer`, like the dataset `jsonl`."""
     return file_items(JsonlDatasetConfig(file_path=path), read_jsonl(path))
 
 
 def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:
-    """The rows as examples.
+    """Convert rows to examples.
 
     Raises:
-        DatasetError: there is no row, a field that the config names is missing, or an id is no text or integer, or
-            there twice.
+        DatasetError: there is no row, a field that the config names is missing, or an id is repeated or is neither a
+            text nor an integer.
     """
     listed = list(rows)
     if not listed:
@@ -177,10 +177,10 @@ def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInput
 
 
 def checked_items(items: Any, source: str) -> list[EvalInputItem]:
-    """The examples that a dataset loader yielded: at least one, with unique ids.
+    """Return the examples that a dataset loader yielded, checked: at least one, with unique ids.
 
     Raises:
-        DatasetError: there is no example, an id is there twice, or an item is no `EvalInputItem`.
+        DatasetError: there is no example, an id is repeated, or an item is not an `EvalInputItem`.
     """
     if not isinstance(items, list) or not all(isinstance(item, EvalInputItem) for item in items):
         raise DatasetError(f"{source}: a dataset loader must yield a list of EvalInputItem")
@@ -195,7 +195,7 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
 
 
 def digest_of(items: Iterable[EvalInputItem]) -> str:
-    """The sha256 of examples in their order; a value that JSON cannot hold counts by its type only.
+    """Return the sha256 of examples in order; of a value that JSON cannot hold, only the type counts.
 
     >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
     >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]
@@ -266,7 +266,7 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict; ValueError if a key is there twice."""
+    """Return the pairs as a dict; raise ValueError if a key is repeated."""
     fields: dict[str, Any] = {}
     for key, value in pairs:
         if key in fields:
@@ -276,7 +276,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def finite_number(value: Any) -> float:
-    """The value as a float; ValueError if it is not finite."""
+    """Return the value as a float; raise ValueError if it is not finite."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value} is not a finite number: JSON has no NaN and no infinity")

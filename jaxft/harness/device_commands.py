@@ -27,7 +27,7 @@ from jaxft.runs.environment import environment
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
     """Write the model of a run directory, or of a folder in Hugging Face's file format, in the dtype given.
 
-    With `merge` the source holds LoRA adapters, and the model written is their base with them merged in.
+    With `merge`, the LoRA adapters of the source are merged into their base, and the result is written.
 
     Raises:
         ConfigError: the source holds no complete model, or the folder is not empty or cannot be written.
@@ -35,7 +35,9 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
     model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
     is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
     if is_adapter and not merge:
-        raise ConfigError([f"{source}: holds adapters, which are ready to use: copy {model_folder}, or give --merge"])
+        raise ConfigError(
+            [f"{source}: holds adapters, which need no export: copy {model_folder}, or merge them with --merge"]
+        )
     if merge and not is_adapter:
         raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
     if not is_adapter and not (model_folder / "config.json").is_file():

@@ -1,8 +1,7 @@
 """Evaluation: episodes of the workflow over examples, many at once, each scored by the evaluators.
 
-An episode that fails is one failed outcome and leaves the others alone. Group evaluators score all episodes of an
-example together, when the last of them has ended. Outcomes come in the order of (example, generation), whichever ended
-first.
+An episode that fails is one failed outcome and does not affect the others. Group evaluators score all episodes of an
+example together, when the last of them has ended. Outcomes are in the order of (example, generation), not of time.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
 
 Workflow = Callable[[dict[str, Any]], Any]
-"""Function of a row that returns an output: async, on the event loop, or plain, in a thread, where it may block."""
+"""Function from a row to an output; async functions run on the event loop, plain ones in a thread, and may block."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,16 @@ class EpisodeOutcome:
 
     Attributes:
         item: the example, with the workflow's output.
-        episode: the record of its model calls.
-        scores: by evaluator.
-        reasonings: by evaluator, of those that gave one.
-        reward: the reward function's score; None without one, for a failed episode, and for a score that is None or
+        episode: the record of the episode's model calls.
+        scores: score by evaluator.
+        reasonings: reasoning by evaluator, for the evaluators that gave one.
+        reward: score of the reward function; None without one, for a failed episode, and for a score that is None or
             not finite.
-        named_rewards: the named scores behind the reward, if the evaluator gave some and the reward is usable.
+        named_rewards: the named scores that the reward is the sum of, if the evaluator gave any and the reward is
+            usable.
         error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
         traceback: the whole traceback of that error.
-        seconds: `rollout` and `reward`.
+        seconds: durations of `rollout` and `reward`.
     """
 
     item: EvalInputItem
@@ -65,11 +65,11 @@ class EpisodeOutcome:
 
     @property
     def generation(self) -> int:
-        """Number of this episode among those of its example, from 0."""
+        """Index of this episode among those of its example, from 0."""
         return self.episode.generation
 
     def scored(self, scores: Scores, seconds: float) -> "EpisodeOutcome":
-        """The outcome with more scores, which took the evaluators so many seconds."""
+        """Return the outcome with further scores, and the seconds that the evaluators took."""
         return replace(
             self,
             scores=self.scores | scores.scores,
@@ -85,9 +85,9 @@ class Evaluation:
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
-        num_validations: number of calls of `validate`, here or in evaluations counted with this one; the rollout index
-            of the next.
-        supervisor: runs the user's code and counts the calls that it had to abandon.
+        num_validations: number of calls of `validate`, here or in evaluations counted with this one; it is the rollout
+            index of the next call.
+        supervisor: runs the user's code, and counts calls that it had to abandon.
         num_outside_calls: number of model calls made outside of any episode while episodes ran.
     """
 
@@ -111,15 +111,15 @@ class Evaluation:
             workflow: called with a copy of the example's row.
             evaluators: by name; a plain function scores one episode without a time limit.
             reward_name: one of the evaluators, or None for no reward.
-            max_concurrency: largest number of episodes that run at once, over all runs of this object, and of groups
+            max_concurrency: maximum number of episodes that run at once, over all runs of this object, and of groups
                 scored at once.
-            seed: the seed of the run.
-            timeout_seconds: time limit of the workflow per episode; None: none.
+            seed: seed of the run.
+            timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
-            counted_with: another evaluation of the same run that shares its count of validations with this one, so
-                that no two validations draw the same random numbers.
+            counted_with: another evaluation of the same run with a common count of validations, so that no two
+                validations draw the same random numbers.
             show_progress: called when episodes start, with a function that returns their progress as text.
-            log: shows a line of text, such as a warning; called from any thread.
+            log: shows a message, such as a warning; called from any thread.
 
         Raises:
             ValueError: the reward's name is not among the evaluators.
@@ -187,7 +187,7 @@ class Evaluation:
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
-        """Outcomes of the episodes that `start` starts, in the same order. Cancelling it cancels them."""
+        """Start episodes like `start`, and return their outcomes in the same order. Cancelling it cancels them."""
         episodes, group_tasks = self._start(items, stream, rollout_index, num_generations, temperature)
         try:
             return await asyncio.gather(*episodes)
@@ -216,7 +216,7 @@ class Evaluation:
         num_generations: int,
         temperature: float | None,
     ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
-        """Tasks of the episodes, and tasks that score groups, which end with their episodes."""
+        """Return the tasks of the episodes, and tasks that score groups and end with their episodes."""
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
@@ -245,7 +245,7 @@ class Evaluation:
         return episodes, group_tasks
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
-        """Count the model calls outside of any episode until the last of these has ended, and log a warning."""
+        """Count the model calls outside of any episode until all episodes have ended; warn if there are any."""
         before, running = outside_calls(), set(episodes)
 
         def leave(task: asyncio.Task[Any]) -> None:
@@ -270,7 +270,7 @@ class Evaluation:
             outcome = await self._roll_out(item, episode)
             if outcome.error is None:
                 (outcome,) = await self._scored(self._evaluators, [outcome])
-        # The slot is free while the episode waits for the others of its group: they may need it.
+        # The concurrency slot is free while the episode waits for its group, whose episodes may need it.
         if group is not None and outcome.error is None:
             outcome = await group.result(outcome.generation, outcome)
         return outcome if outcome.error is not None else self._rewarded(outcome)
@@ -280,7 +280,7 @@ class Evaluation:
         error = traceback = None
         try:
             with user_code(), recording(episode):
-                # Copies, so that an episode that changes its row does not change the next one's.
+                # A copy, as an episode that changes its row must not change the row of another episode.
                 episode.input_obj = copy.deepcopy(item.input_obj)
                 output = await self.supervisor.run(
                     self._workflow,
@@ -295,7 +295,7 @@ class Evaluation:
             item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
             if isinstance(failure.error, PolicyError):
-                raise failure.error from None  # not a fault of the episode: the next one would fail, too
+                raise failure.error from None  # not the fault of the episode: all others would fail, too
             error, traceback = failure.summary, failure.traceback
         finally:
             episode.end()
@@ -316,7 +316,7 @@ class Evaluation:
         return [outcome.scored(each, seconds) for outcome, each in zip(outcomes, scores, strict=True)]
 
     def _rewarded(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
-        """The outcome with the weighted sums of its scores, and with its reward."""
+        """Return the outcome with the weighted sums of its scores, and its reward."""
         scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in self._sums.items()}
         score = None if self.reward_name is None else scores[self.reward_name]
         reward = to_scalar(score)
@@ -324,7 +324,7 @@ class Evaluation:
         return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
 
     def summarize(self, outcomes: Sequence[EpisodeOutcome]) -> EvaluationRunOutput:
-        """Summary of outcomes: averages over the usable scores, and counts of failed and unscorable episodes."""
+        """Summarise outcomes: averages over usable scores, and counts of failed and unscorable episodes."""
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         return EvaluationRunOutput(
@@ -339,12 +339,12 @@ class Evaluation:
 
 
 def failure_report(outcome: EpisodeOutcome) -> str:
-    """Report of a failed episode: example, error and traceback."""
+    """Return the report of a failed episode: example, error and traceback."""
     return f"example '{outcome.item.id}', generation {outcome.generation}: {outcome.error}\n{outcome.traceback}"
 
 
 def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequence[Episode], started: float) -> str:
-    """Progress as text: the number of ended episodes, and the tokens per second of complete replies."""
+    """Return the progress as text: number of ended episodes, and tokens per second of complete replies."""
     ended = sum(episode.done() for episode in episodes)
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)

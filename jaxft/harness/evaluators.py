@@ -1,7 +1,7 @@
 """Evaluators: functions that score one episode, or all episodes of an example, under a time limit.
 
-A fault of an evaluator (it raises, hangs or returns no number) becomes an error that names it. NaN and infinities are
-scores, but unusable ones.
+An evaluator that raises, exceeds its time limit or returns no score causes an error that names it. NaN and infinities
+are valid but unusable scores.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 class GroupBarrier(Generic[T]):
-    """Collects one item from each task of a group, and hands each task its result of a function of all items.
+    """Barrier for the tasks of a group: collects an item from each, evaluates all, and gives each task its result.
 
-    A task that ends, or is cancelled, without an item drops out. When all tasks have ended, the evaluation is
-    cancelled: nobody waits for it.
+    A task that ends, or is cancelled, without an item leaves the group. When all tasks have ended, the evaluation is
+    cancelled, as nothing waits for it.
 
     Attributes:
         evaluating: the task that waits for the items and evaluates them.
     """
 
     def __init__(self, size: int, evaluate: Callable[[list[T]], Coroutine[Any, Any, list[T]]]) -> None:
-        """Start to wait for the items.
+        """Start the task that waits for the items.
 
         Args:
             size: number of tasks in the group.
@@ -50,18 +50,18 @@ class GroupBarrier(Generic[T]):
         self.evaluating = asyncio.create_task(self._evaluate_all())
 
     def wait_for(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Name the tasks of the group, which may be cancelled before they start."""
+        """Set the tasks of the group, any of which may be cancelled before it starts."""
         for task, item in zip(tasks, self._items, strict=True):
             task.add_done_callback(functools.partial(self._leave, item))
 
     async def result(self, index: int, item: T) -> T:
-        """Bring the item of the task of this index, and wait for its result; called by that task."""
+        """Submit the item of the task of this index, and wait for its result; called by that task."""
         self._items[index].set_result(item)
         # A cancelled task must not cancel the evaluation for the others.
         return (await asyncio.shield(self.evaluating))[index]
 
     def _leave(self, item: asyncio.Future[T], _: asyncio.Task[Any]) -> None:
-        item.cancel()  # no effect on an item that was brought
+        item.cancel()  # no effect on an item that was submitted
         self._num_open -= 1
         if self._num_open == 0:
             self.evaluating.cancel()  # no effect once it is done
@@ -90,7 +90,7 @@ class BoundEvaluator:
     Attributes:
         function: sync or async; a sync one runs on the event loop or, with a time limit, in a thread of its own.
         is_group: True if it is called once with all episodes of an example, and returns a score for each.
-        timeout_seconds: its time limit; None: none.
+        timeout_seconds: time limit of a call; None: no limit.
     """
 
     function: Evaluator
@@ -99,7 +99,7 @@ class BoundEvaluator:
 
 
 class Scores(NamedTuple):
-    """Scores and reasonings of one episode by evaluator, up to the first that failed, with its error and traceback."""
+    """Scores and reasonings of one episode by evaluator; error and traceback of the first evaluator that failed."""
 
     scores: dict[str, Score]
     reasonings: dict[str, Any]
@@ -110,10 +110,10 @@ class Scores(NamedTuple):
 async def run_evaluators(
     evaluators: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[Scores]:
-    """Scores of each item, from the evaluators in turn; the first evaluator that fails ends it for all items.
+    """Run evaluators one after the other on all items; the first that fails ends the evaluation of all items.
 
     Args:
-        evaluators: by name; all of them group evaluators, unless there is one item.
+        evaluators: evaluators by name; all of them group evaluators, unless there is one item.
         items: finished episodes of one example, at least one.
         supervisor: runs the evaluators.
     """
@@ -133,7 +133,7 @@ async def run_evaluators(
 
 
 def to_scalar(score: Score) -> float | None:
-    """The score as one number (the sum of named ones); None when it is not finite, or too large for float32.
+    """Return the score as one number (the sum of named ones); None if it is not finite, or too large for float32.
 
     >>> to_scalar({"win": 1.0, "speed": 0.5}), to_scalar(float("nan")), to_scalar(None)
     (1.5, None, None)
@@ -145,7 +145,7 @@ def to_scalar(score: Score) -> float | None:
 async def _scores(
     name: str, evaluator: BoundEvaluator, items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[tuple[Score, Any]]:
-    """Score and reasoning (or None) of each item."""
+    """Return score and reasoning (or None) of each item."""
     example_id = items[0].id
     given = await supervisor.run(
         evaluator.function,
@@ -168,8 +168,8 @@ async def _scores(
 
 
 def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
-    """Score and reasoning in the value that an evaluator returned for one episode."""
-    # One of the toolkit's items as a plain dict; if its `reasoning` is a number, it is a dict of two named scores.
+    """Return score and reasoning from the value that an evaluator returned for one episode."""
+    # An item of the toolkit as a plain dict. If `reasoning` is a number, the dict holds two named scores instead.
     if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not _is_number(value["reasoning"]):
         value = EvalOutputItem.model_validate({**value, "id": example_id})
     if not isinstance(value, EvalOutputItem):
@@ -181,7 +181,7 @@ def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
 
 
 def _as_json(reasoning: Any) -> Any:
-    """The reasoning, or its `repr` if JSON cannot hold it: scores are written in any case."""
+    """Return the reasoning, or its `repr` if JSON cannot hold it, so that scores can always be written."""
     try:
         json_bytes(reasoning)
     except (TypeError, ValueError):
@@ -233,7 +233,7 @@ SECTION = "eval.evaluators"
 
 
 class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
-    """Named rewards, `{name: weight * score}`; unusable if one of the scores is."""
+    """Weighted sum of the scores of other evaluators, as named rewards; unusable if one of the scores is."""
 
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         min_length=1, description="Weight of each score in the sum, by its name: another entry of eval.evaluators."
@@ -265,12 +265,12 @@ class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Sum of the scores of other evaluators, with a weight for each by name."""
+    """Weighted sum of the scores of other evaluators, with weights by name."""
 
     weights: Mapping[str, float]
 
     def __call__(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """The weighted scores; named scores are summed first, and an unusable score becomes NaN.
+        """Return `{name: weight * score}`; named scores are summed first, and an unusable score becomes NaN.
 
         >>> WeightedSum({"win": 2.0, "style": 0.5})({"win": 1.0, "style": {"short": 1.0, "kind": 3.0}, "other": None})
         {'win': 2.0, 'style': 2.0}
@@ -280,10 +280,10 @@ class WeightedSum:
 
 
 def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Weighted sums that name an unknown evaluator or another sum: pairs of the sum's name and the fault.
+    """Return the errors of weighted sums that name an unknown evaluator or another sum: pairs (name, message).
 
     Args:
-        evaluators: all evaluators, or all of their configurations.
+        evaluators: all evaluators, or their configurations.
     """
     sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum | WeightedSumConfig)}
     faults = []
@@ -300,5 +300,5 @@ def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str
 
 @register_evaluator(config_type=WeightedSumConfig)
 async def weighted_sum(config: WeightedSumConfig, builder: Any) -> AsyncIterator[WeightedSum]:
-    """The weighted sum, which the evaluation applies."""
+    """Yield the weighted sum, which the evaluation applies."""
     yield WeightedSum(config.weights)

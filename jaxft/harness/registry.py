@@ -52,9 +52,9 @@ class LLMConfig(ComponentConfig):
     """A language model.
 
     Attributes:
-        sharding_table: `module:function` of a function of the configuration that returns a table of the parameters'
-            places on a mesh, or None without a mesh, and raises ValueError for an impossible mesh. None if this process
-            holds no parameters.
+        sharding_table: `module:function` of a function from the configuration to a table of the parameters' sharding,
+            or None without a mesh; it raises ValueError for an impossible mesh. None if this process holds no
+            parameters.
     """
 
     component_kind = "llm"
@@ -134,7 +134,7 @@ F = TypeVar("F", bound=Factory)
 
 
 class Component(NamedTuple):
-    """A registered factory, its config class and its place in the source.
+    """A registered factory, its config class and its position in the source.
 
     Attributes:
         config_type: the class of its configuration.
@@ -147,7 +147,7 @@ class Component(NamedTuple):
     place: str
 
     def load(self) -> Factory:
-        """The factory; imports its module if it was registered by name."""
+        """Return the factory; import its module if it was registered by name."""
         return pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
 
     @property
@@ -166,11 +166,12 @@ class Registry:
     def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory | str) -> None:
         """Register a factory, or its `module:function`, for a config class of the kind `base`.
 
-        The same function may be registered again (if its module is reloaded, or imported by another name); the last
-        one counts.
+        The same function may be registered again (if its module is reloaded, or imported by another name) and then
+        replaces the earlier one.
 
         Raises:
-            TypeError: not a config class of that kind, a class without a name, or not an async generator function.
+            TypeError: the class is not a config of that kind or has no name, or the factory is not an async generator
+                function.
             ConfigError: another factory has the name.
         """
         if not issubclass(config_type, base):
@@ -190,7 +191,7 @@ class Registry:
         self._components[key] = new
 
     def find(self, base: type[ComponentConfig], name: str) -> Component:
-        """The component of that kind and name.
+        """Return the component of that kind and name.
 
         Raises:
             ConfigError: there is none; the message lists the registered names.
@@ -203,11 +204,11 @@ class Registry:
         return self._components[base.component_kind, name]
 
     def packages(self) -> set[str]:
-        """The top-level packages that registered components."""
+        """Return the top-level packages that registered components."""
         return {component.package for component in self._components.values()}
 
     def names(self, base: type[ComponentConfig]) -> list[str]:
-        """The registered names of a kind, sorted."""
+        """Return the registered names of a kind, sorted."""
         return sorted(name for kind, name in self._components if kind == base.component_kind)
 
 
@@ -263,9 +264,9 @@ def import_installed() -> None:
 
 
 def locate_module(name: Any) -> Any:
-    """Path of an entry of `imports:`, looked for next to the YAML file and in the working directory.
+    """Return the path of an entry of `imports:`, found next to the YAML file or in the working directory.
 
-    If neither has it, the name itself comes back, for an installed module. A value that is no text stays as it is.
+    If neither has it, return the name itself, for an installed module. A value that is not a text stays unchanged.
     """
     if not isinstance(name, str):
         return name
@@ -278,7 +279,7 @@ def locate_module(name: Any) -> Any:
 
 
 def import_module(name: str) -> None:
-    """Import an entry of `imports:`; the folders it was looked for in stay on `sys.path`, for its own imports.
+    """Import an entry of `imports:`; the folders of the search stay on `sys.path`, for the module's own imports.
 
     Raises:
         ConfigError: there is no such module, it raised (the message ends with the traceback's last frames), or another
@@ -302,7 +303,7 @@ def import_module(name: str) -> None:
 
 
 def _why(failure: UserCodeError) -> str:
-    """The end of the traceback; for a syntax error its place, as no code has run."""
+    """Return the end of the traceback; for a syntax error its position, as no code has run."""
     error = failure.error
     if isinstance(error, SyntaxError):
         return f" {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"

@@ -39,7 +39,7 @@ from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
 DIVIDED = "xla_force_host_platform_device_count"
-"""The XLA flag that divides a CPU into several devices, to try a mesh on."""
+"""XLA flag that divides a CPU into several devices, to test a mesh."""
 
 THREADS = "32"
 """Size of XLA's thread pools for a divided CPU, unless `NPROC` sets it; the default is no more than the devices."""
@@ -48,13 +48,13 @@ CACHE_SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
 }
-"""Small programs are cached, too: a run compiles many."""
+"""Settings of jax's compilation cache: small programs are cached as well, as a run compiles many."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
-"""The main function of a script, called with its configuration and its arguments."""
+"""Main function of a script, called with its configuration and its arguments."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -64,7 +64,7 @@ def run_arguments(
     config_file: str | Path | None = None,
     parser: argparse.ArgumentParser | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that every run has; a script may add its own.
+    """Make a parser with the options of every run; a script may add its own.
 
     Args:
         description: shown by `--help`; a script's `__doc__`.
@@ -117,7 +117,7 @@ def run_arguments(
 
 
 def override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--set` and `-o`, which set fields of the configuration."""
+    """Add `--set` and `-o`, which set fields of the configuration."""
     set_option = parser.add_argument(
         "--set", type=_pair, action="append", dest="override", default=[], metavar="PATH=VALUE",
         help="set a field, as in --set finetuning.num_epochs=5 (the value is YAML); may be repeated",
@@ -129,7 +129,7 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def log_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--log-level`."""
+    """Add `--log-level`."""
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info",
         help="the lowest level of Python's `logging` that is shown from the agent's modules; records of libraries are "
@@ -159,7 +159,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
-    """The command line that resumes the run of a script.
+    """Return the command line that resumes the run of a script.
 
     >>> command_to_resume(["experiments/arithmetic.py", "--overwrite", "--set", "finetuning.seed=1"])
     'python experiments/arithmetic.py --set finetuning.seed=1 --resume'
@@ -169,10 +169,10 @@ def command_to_resume(arguments: Sequence[str]) -> str:
 
 
 def config_of(run: FinetuneRunConfig) -> Config:
-    """The configuration of a command line.
+    """Return the configuration of a command line.
 
     Raises:
-        ConfigError: with all faults, each with its path.
+        ConfigError: the configuration has errors; the message lists all of them with their paths.
     """
     options = {
         "eval.general.result_json_path": run.result_json_path,
@@ -195,7 +195,7 @@ def config_of(run: FinetuneRunConfig) -> Config:
 def _logging_to(console: Console, level: str) -> Iterator[None]:
     """Show log records on a console: those of the user's modules and jaxft from `level` on, others from warning on.
 
-    Handlers that the root logger has already, as some libraries give it one, take the records that they took before.
+    Handlers that the root logger already has, from a library, continue to get the records that they got before.
     """
     root, handler = logging.getLogger(), LogHandler(console)
     handler.setLevel(level.upper())
@@ -226,11 +226,11 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = None, log_level: str = "info") -> int:
-    """Run an asynchronous main to its end, and return 0, or show an error on standard error and return its code.
+    """Run an asynchronous main and return 0, or show its error on standard error and return the error's exit code.
 
-    A `JaxftError` ends with its `exit_code`: 1 for a failed job, a full disk or a policy that cannot go on, 2 for bad
-    configuration or input, or a run directory in use, 3 for no learning signal or too many failures. SIGINT and SIGTERM
-    end with 130 and 143, after everything open is closed. Any other error passes through with its traceback.
+    A `JaxftError` has an `exit_code`: 1 for a failed job, a full disk or a lost policy, 2 for bad configuration or
+    input, or a run directory in use, 3 for no learning signal or too many failures. SIGINT and SIGTERM give 130 and
+    143, after everything open is closed. Any other error is raised with its traceback.
 
     Args:
         main: the program.
@@ -265,10 +265,10 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Daemon threads for `asyncio.to_thread`: a hanging call of an agent does not keep the process alive."""
+    """Executor with daemon threads, for `asyncio.to_thread`: a hanging call does not keep the process alive."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Run a call in a thread of its own."""
+        """Run a call in a new thread."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -305,25 +305,25 @@ def _endpoint(text: str) -> str:
 def order_cpu_devices() -> None:
     """Keep collectives on a divided CPU from blocking each other; do nothing where `XLA_FLAGS` divides no CPU.
 
-    In a collective every device holds a thread of the CPU until all have arrived. With too few threads, or with two
-    programs at once, all of them may wait until XLA ends the process. So XLA gets more threads and runs one program
-    after the other. Call this before jax counts its devices.
+    In a collective every device blocks a CPU thread until all devices have arrived. With too few threads, or two
+    programs at once, all may wait until XLA ends the process. So XLA gets more threads, and runs one program after the
+    other. Call this before jax counts its devices.
     """
     if DIVIDED in os.environ.get("XLA_FLAGS", ""):
         os.environ.setdefault("NPROC", THREADS)
 
-        import jax  # here: jax reads this option from no environment variable, and others need no jax this early
+        import jax  # here, because only this case needs jax this early: no environment variable sets the option
 
         jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def compile_cache_folder() -> Path:
-    """`jaxft/xla` in the user's cache folder: `XDG_CACHE_HOME`, or `~/.cache`."""
+    """Return the folder `jaxft/xla` in the user's cache folder, `XDG_CACHE_HOME` or `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxft" / "xla"
 
 
 def use_compile_cache() -> None:
-    """Turn on jax's cache of compiled programs for this process and its children, except for what the user has set.
+    """Turn on jax's compilation cache for this process and its children; settings of the user take precedence.
 
     `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, `JAX_ENABLE_COMPILATION_CACHE=0` turns it off.
     """

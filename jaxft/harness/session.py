@@ -1,4 +1,4 @@
-"""An open run: its directory and components, and its actions: evaluate, train, export, write the result."""
+"""Session: an open run with its directory and components, which evaluates, trains, exports and writes the result."""
 
 import asyncio
 import contextlib
@@ -44,10 +44,10 @@ CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it end
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
 
 config_file: ContextVar[Path | None] = ContextVar("jaxft_config_file", default=None)
-"""The configuration file of the running program."""
+"""Configuration file of the running program."""
 
 resume_command: ContextVar[str | None] = ContextVar("jaxft_resume_command", default=None)
-"""The command that resumes the run of this program."""
+"""Command that resumes the run of this program."""
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Session:
 
     @property
     def is_resumed(self) -> bool:
-        """True if `train` continues from a checkpoint: a script then skips its steps before `train`."""
+        """True if `train` continues from a checkpoint; a script then skips its steps before `train`."""
         return self.checkpointing.found is not None
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Values for JSON that `train` saves, and that a script gets back when the run is resumed."""
+        """JSON values that `train` saves, and that a resumed run restores for its script."""
         return self.checkpointing.notes
 
     async def train(self) -> list[TrainingJobStatus]:
@@ -86,7 +86,7 @@ class Session:
         Raises:
             ConfigError: finetuning is not enabled.
             CheckFailed: the adapter's backend is not healthy.
-            JobFailed: a job ended as failed or canceled; the message includes that of the job.
+            JobFailed: a job failed or was canceled; the message includes that of the job.
             NoLearningSignal: no job made an update, and the trainer did not set `needs_no_training`.
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
@@ -112,7 +112,7 @@ class Session:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")
         found = self.checkpointing.found
-        # A backend whose checkpoints know no version of the policy is believed to have trained before.
+        # A backend whose checkpoints record no policy version is assumed to have trained before.
         has_trained_before = found is not None and found.state["adapter"].get("policy_version", 1) > 0
         if not (has_trained_before or trainer.needs_no_training or any(map(_has_trained, statuses))):
             last = (
@@ -160,19 +160,21 @@ class Session:
         with contextlib.suppress(TimeoutError):
             step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
-        shutdown.end_within(max(grace, 1.0))  # an update that was cut off still holds the device
+        shutdown.end_within(max(grace, 1.0))  # an update past its grace time still occupies the device
         saved = self.checkpointing.saved_step
         if saved is not None:
-            raise Stopped(f"saved as checkpoint {step}" if saved == step else "not saved: the checkpoint before counts")
+            raise Stopped(
+                f"saved as checkpoint {step}" if saved == step else "not saved: the previous checkpoint is the latest"
+            )
         shutdown.resume_command = None
         makes_none = self.config.finetuning.checkpoints.every is None
         raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
     async def trainer(self) -> Trainer:
-        """The trainer with its builder and adapter, not yet initialised.
+        """Make the trainer with its builder and adapter, not yet initialised.
 
         Raises:
-            ConfigError: finetuning is not enabled, or a component is not chosen.
+            ConfigError: finetuning is not enabled, or does not name all three components.
         """
         finetuning = self.config.finetuning
         if not finetuning.enabled:
@@ -191,11 +193,11 @@ class Session:
         temperature: float | None = 0.0,
         num_generations: int = 1,
     ) -> EvaluationRunOutput:
-        """Run the workflow without training, greedily by default. Each call draws new numbers of the validation stream.
+        """Run the workflow without training, greedily by default. Each call uses new random numbers.
 
         Args:
             items: the examples; by default the dataset.
-            temperature: of every model call; None: each call keeps its own.
+            temperature: temperature of every model call; None: each call keeps its own.
             num_generations: episodes per example.
 
         Raises:
@@ -219,15 +221,15 @@ class Session:
             return await adapter.export_model(folder)
 
     async def adapter(self) -> TrainerAdapter:
-        """The adapter that `finetuning.trainer_adapter` names."""
+        """Return the adapter that `finetuning.trainer_adapter` names."""
         return await self.builder.get_trainer_adapter(
             _chosen("trainer_adapter", self.config.finetuning.trainer_adapter)
         )
 
     def write_result(self, values: Mapping[str, Any]) -> None:
-        """Write and show `result.json`: the values, with `seed`, `seconds` and `versions` added unless they have them.
+        """Write and show `result.json`: the values, and `seed`, `seconds` and `versions` unless the values have them.
 
-        `seconds` counts this session and the earlier ones, each up to the checkpoint that the next continued from.
+        `seconds` counts this session and the earlier ones, each up to the checkpoint that the next one resumed.
         """
         own = {
             "seed": self.config.finetuning.seed,
@@ -252,21 +254,21 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Open a run in `finetuning.output_dir`.
 
-    The datasets, the workflow, the evaluators and their models are made first; a fault in one of them changes no file.
-    Then `config.yml` and `environment.json` are written.
+    The datasets, the workflow, the evaluators and their models are made first, so that an error in one of them changes
+    no file. Then `config.yml` and `environment.json` are written.
 
     Args:
         config: the whole configuration.
-        overwrite: replace a run that the directory holds. It is set aside, and removed once this one has its first
-            checkpoint; if it never gets one, the earlier run comes back.
-        resume: continue the run that the directory holds, from its newest good checkpoint.
-        console: by default that of the program, which prints to standard output.
-        output_dir: a directory to use instead; such a run offers no command to resume it.
+        overwrite: replace an earlier run in the directory. It is set aside, and removed once this run has its first
+            checkpoint; if this run ends without one, the earlier run is restored.
+        resume: continue the run in the directory, from its newest checkpoint that verifies.
+        console: the console to use; by default that of the program, which prints to standard output.
+        output_dir: a directory to use instead; the messages of such a run name no command to resume it.
 
     Raises:
         RunDirectoryError: the directory is in use, cannot be written, holds a run or, to resume, holds none.
-        ConfigError: the resumed run was begun with another model, optimiser or seed.
-        RestoreError: the resumed run has no good checkpoint.
+        ConfigError: the resumed run was started with another model, optimizer or seed.
+        RestoreError: the resumed run has no checkpoint that verifies.
     """
     shown_on = current_console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
@@ -315,7 +317,7 @@ async def open_session(
 
 
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
-    """Write `environment.json`, whose content is returned, and `config.yml`, and open `run.log`."""
+    """Write `environment.json` and `config.yml`, open `run.log`, and return the content of `environment.json`."""
     config, directory = builder.config, builder.directory
     about = _environment(config, builder.devices) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
     directory.write_json(ENVIRONMENT_FILE, about)
@@ -327,7 +329,7 @@ def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
 async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> None:
     """Check that the configuration is that of the same run, and find its checkpoint.
 
-    No file changes before the checkpoint is restored, so that a refused resume can be repeated with other settings. If
+    No file changes before the checkpoint is restored, so that a failed resume can be repeated with other settings. If
     no checkpoint is found, the caller calls `checkpointing.when_restored`.
     """
     config, directory = builder.config, builder.directory
@@ -349,14 +351,14 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
 
 
 def _way_on(checkpointing: Checkpointing, directory: RunDirectory) -> str:
-    """The next step for the user once the cause of an error is gone, for its message."""
+    """Return the user's next step, for the end of an error message, once the cause of the error is gone."""
     if checkpointing.found is not None or checkpointing.saved_step is not None:
         return "continue the run with --resume"
     return "start the run again" + (", with --overwrite" if is_run(directory.path) else "")
 
 
 def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[str, Any]:
-    """`environment` of this process, with the commit of the first source that is in a repository.
+    """Return the `environment` of this process, with the commit of the first source that is in a repository.
 
     The sources are the configuration file, the modules it imports, the script, and then `others`.
     """
@@ -366,11 +368,11 @@ def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[
 
 
 def _has_trained(status: TrainingJobStatus) -> bool:
-    """True if a job made an update, or if its backend does not count updates."""
+    """Return True if a job made an update, or if its backend does not count updates."""
     return ((status.metadata or {}).get("metrics") or {}).get("applied_updates", 1) > 0
 
 
 def _chosen(field: str, name: str | None) -> str:
     if name is None:
-        raise ConfigError([f"finetuning.{field}: nothing is chosen: name an entry of {field}s"])
+        raise ConfigError([f"finetuning.{field}: is null: name an entry of {field}s"])
     return name

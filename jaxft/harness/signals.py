@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first one stops the run where nothing is lost, the second ends the process at once.
+"""Handling of SIGINT and SIGTERM: the first signal stops and saves the run, the second ends the process at once.
 
-A thread receives them (`signal.set_wakeup_fd`), because an agent or a tokenizer may hold the main thread, which would
-then run no handler.
+A thread receives the signals (`signal.set_wakeup_fd`), because an agent or a tokenizer may block the main thread, which
+would then run no handler.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Shutdown:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """An event that the first signal sets inside the block, without further effect."""
+        """Yield an event that the first signal sets inside the block, without further effect."""
         self._listener = asyncio.Event()
         if self.signal is not None:
             self._listener.set()
@@ -77,7 +77,7 @@ class Shutdown:
             self._listener = None
 
     def _hear(self, reader: socket.socket) -> None:
-        """Receive signals in a thread: one byte each."""
+        """Receive signals in a thread, one byte per signal."""
         while received := reader.recv(64):
             for number in received:
                 if number in SIGNALS:
@@ -100,7 +100,7 @@ class Shutdown:
             self._task.cancel()
 
     def end_within(self, seconds: float) -> None:
-        """End the process after so many seconds, even if something still holds it; the run is saved by then."""
+        """End the process after so many seconds, even if a thread still runs; the run is saved by then."""
 
         def end() -> None:
             os.write(2, f"jaxft: {self.message}\n".encode())
@@ -112,26 +112,26 @@ class Shutdown:
 
     @property
     def exit_code(self) -> int:
-        """128 plus the signal, as in a shell."""
+        """Exit code: 128 plus the signal number, as in a shell."""
         assert self.signal is not None
         return 128 + self.signal
 
     @property
     def message(self) -> str:
-        """The signal in words, and the command to resume."""
+        """Message with the signal's name and the command to resume."""
         assert self.signal is not None
         command = "" if self.resume_command is None else f"; continue with:\n  {self.resume_command}"
         return f"{WORDS[self.signal]}{command}"
 
 
 _writer: socket.socket | None = None
-"""The socket that the interpreter writes signal numbers to while a `Shutdown` is installed."""
+"""Socket that the interpreter writes signal numbers to while a `Shutdown` is installed."""
 
 
 def _pass_on(number: int, frame: object) -> None:
     """Send a signal to the thread if the interpreter did not.
 
-    `loop.add_signal_handler`, called by an agent or a library, makes the interpreter write to another descriptor.
+    The interpreter writes to another descriptor after an agent or a library has called `loop.add_signal_handler`.
     """
     if _writer is None:
         return
@@ -143,7 +143,7 @@ def _pass_on(number: int, frame: object) -> None:
 
 
 def _tell(sentence: str) -> None:
-    """Print in a thread of its own: standard error may be a pipe that nobody reads."""
+    """Print in a new thread, as standard error may be a pipe that nobody reads."""
 
     def tell() -> None:
         print(f"jaxft: {sentence}", file=sys.stderr, flush=True)
@@ -154,7 +154,7 @@ def _tell(sentence: str) -> None:
 
 
 def _forget_signals() -> None:
-    """Reset the handlers in a forked process: an agent's process pool ends its workers by SIGTERM."""
+    """Reset the handlers in a forked process, as an agent's process pool ends its workers by SIGTERM."""
     for number in SIGNALS:
         if signal.getsignal(number) is _pass_on:
             signal.signal(number, signal.SIG_DFL)
@@ -167,5 +167,5 @@ _shutdown: ContextVar[Shutdown | None] = ContextVar("jaxft_shutdown", default=No
 
 
 def current_shutdown() -> Shutdown | None:
-    """The shutdown of the running program; None if something else handles signals."""
+    """Return the `Shutdown` of the running program; None if signals are handled otherwise."""
     return _shutdown.get()

@@ -1,4 +1,4 @@
-"""Strict YAML: scalars of YAML 1.2, every key once, no tags, no exploding aliases, and errors with a line number."""
+"""Parser for strict YAML: YAML 1.2 scalars, unique keys, no tags, bounded aliases, and errors with a line number."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; `_value` makes values from them, without PyYAML's constructors."""
+    """Composes nodes only; `_value` converts them to values, without PyYAML's constructors."""
 
     depth = nodes = 0
 
@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
             raise _fault(f"the tag '{event.tag}' is not allowed: quote it if it is text", event.start_mark)
         self.nodes += 1
-        if self.nodes > MAX_VALUES:  # stop before the rest is read, which takes long
+        if self.nodes > MAX_VALUES:  # stop here: reading the rest takes long
             raise _fault(f"more than {MAX_VALUES:,} keys and values: keep data in a file of its own", event.start_mark)
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -61,7 +61,7 @@ _Dumper.add_implicit_resolver(_INT, re.compile(r"^0o[0-7]+$"), ["0"])
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text: None, bool, int, float, str, list or dict with text keys; aliases become copies.
+    """Parse a YAML text to None, bool, int, float, str, list or dict with text keys; aliases become copies.
 
     Args:
         text: one document.
@@ -94,7 +94,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """The YAML text of plain values, keys in their order; `parse_yaml` gives the values back."""
+    """Return plain values as YAML text, keys in their order; `parse_yaml` reads the values back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -105,7 +105,7 @@ def _fault(message: str, mark: Any) -> yaml.MarkedYAMLError:
 def _value(node: yaml.Node, depth: int, count: list[int]) -> Any:
     count[0] += 1
     if count[0] > MAX_VALUES or depth > MAX_DEPTH:
-        raise _fault("its aliases unfold into too many values: write them out, or use fewer", node.start_mark)
+        raise _fault("its aliases expand to too many values: write them out, or use fewer", node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, depth + 1, count) for item in node.value]
     if isinstance(node, yaml.ScalarNode):

@@ -1,7 +1,7 @@
 """Supervision of user code in an evaluation: deadlines, threads for blocking code, and a watchdog of the event loop.
 
-An episode that does not end when it is cancelled is abandoned: the run goes on without it. Only code that awaits can be
-cancelled, and only where it awaits; a thread cannot be cancelled, but its later model calls fail.
+An episode that does not end when it is cancelled is abandoned, and the run continues without it. Code can be cancelled
+only where it awaits. A thread cannot be cancelled, but its later model calls fail.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.recorder import Episode, episode_of, find_episode
 
 GRACE_SECONDS = 5.0
-"""Time that cancelled code has to clean up before it is abandoned."""
+"""Time that cancelled code may take to clean up before it is abandoned."""
 BLOCKED_SECONDS = 5.0
-"""Time that code may hold the event loop before a message names it."""
+"""Time that code may block the event loop before a message names it."""
 BEAT_SECONDS = 1.0
-"""Interval at which the watchdog asks the event loop for a sign of life."""
+"""Interval at which the watchdog pings the event loop."""
 
 _LIBRARIES = (
     *{f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -42,7 +42,7 @@ _LIBRARIES = (
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True if a call returns a coroutine at once, so that it need not run in a thread.
+    """Return True if a call of the function returns a coroutine, so that it need not run in a thread.
 
     >>> async def answer(): ...
     >>> is_async(answer), is_async(len)
@@ -53,7 +53,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass
 class _Block:
-    """A time in which code held the event loop: its name, its place, and the end (`time.monotonic`)."""
+    """An interval in which code blocked the event loop: name and position of the code, and the end of the interval."""
 
     name: str
     where: str
@@ -74,7 +74,7 @@ class Supervisor:
         grace_seconds: float = GRACE_SECONDS,
         blocked_seconds: float = BLOCKED_SECONDS,
     ) -> None:
-        """`log` shows a line of text; it is called from any thread."""
+        """Make a supervisor; `log` shows a message, and is called from any thread."""
         self.num_abandoned = 0
         self._log = log
         self._grace_seconds = grace_seconds
@@ -95,19 +95,19 @@ class Supervisor:
         seconds: float | None,
         late: str,
     ) -> Any:
-        """The result of `function(argument)`, awaited if it is awaitable; one that comes after the deadline is dropped.
+        """Return `function(argument)`, awaited if it is awaitable; a result after the deadline is dropped.
 
         Args:
             function: user code.
-            argument: its argument.
+            argument: argument of the function.
             name: name of this call in messages.
-            run_in_thread: run it in a thread of its own instead of on the event loop.
-            seconds: time limit; None: none.
-            late: first words of the message if it takes longer.
+            run_in_thread: True to run it in a new thread instead of on the event loop.
+            seconds: time limit; None: no limit.
+            late: first words of the message of the `TimeoutError`.
 
         Raises:
-            UserCodeError: it raised an exception.
-            TimeoutError: it took longer than `seconds`.
+            UserCodeError: the function raised an exception.
+            TimeoutError: the call took longer than `seconds`.
         """
         task = asyncio.create_task(self._call(function, argument, name, run_in_thread), name=name)
         started = time.monotonic()
@@ -127,7 +127,7 @@ class Supervisor:
         if error is not None:  # GeneratorExit is the one that passes `user_code`
             raise error if isinstance(error, UserCodeError) else UserCodeError(error)
         given, ended = task.result()
-        if seconds is not None and ended - started > seconds:  # the event loop was held past the deadline
+        if seconds is not None and ended - started > seconds:  # the event loop was blocked past the deadline
             blame = self._blame(started) or "; the event loop was blocked meanwhile, by it or by another episode"
             raise TimeoutError(f"{late} within {seconds:g} s{blame}")
         return given
@@ -135,7 +135,7 @@ class Supervisor:
     async def _call(
         self, function: Callable[[Any], Any], argument: Any, name: str, run_in_thread: bool
     ) -> tuple[Any, float]:
-        """The function's result, and the `time.monotonic` of its end."""
+        """Return the function's result, and the `time.monotonic` of its end."""
         try:
             with user_code(), _own_cancellation():
                 given = await self._in_thread(function, argument, name) if run_in_thread else function(argument)
@@ -147,9 +147,9 @@ class Supervisor:
         return given, time.monotonic()
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any, name: str) -> Any:
-        """The result of a blocking function, from a thread of its own that sees the caller's context variables.
+        """Run a blocking function in a new thread with the caller's context variables, and return its result.
 
-        The thread is a daemon: if it hangs, it does not keep the process alive, as a thread of an executor would.
+        The thread is a daemon: unlike the thread of an executor, it does not keep the process alive if it hangs.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Any, UserCodeError | None]] = loop.create_future()
@@ -199,7 +199,7 @@ class Supervisor:
 
     def _abandon(self, task: "asyncio.Task[Any]") -> None:
         asyncio.tasks._unregister_task(task)  # the event loop would wait for it when it closes
-        # Never destroyed: that would throw GeneratorExit into its code, which may swallow that, too, and go on.
+        # Kept alive: destroying it would throw GeneratorExit into code that may swallow it, too, and continue.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
         # Retrieved, or asyncio would complain of its error.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -209,12 +209,12 @@ class Supervisor:
         self.num_abandoned += 1
         place = "" if where is None else f", at {where}"
         self._log(
-            f"{name} did not end when it was cancelled{place}: it is abandoned, and no call of it is answered any more "
+            f"{name} did not end when it was cancelled{place}: it is abandoned, and its further calls fail "
             f"({self.num_abandoned} abandoned so far)"
         )
 
     def _blame(self, started: float) -> str:
-        """End of a time-out's message that names the code that held the event loop meanwhile; may be empty."""
+        """Return the end of a time-out's message, which names code that blocked the event loop meanwhile; else ''."""
         if self._block is None or self._block.until < started:
             return ""
         return f"; {self._block.name} blocked the event loop meanwhile, at {self._block.where}"
@@ -230,7 +230,7 @@ class Supervisor:
         threading.Thread(target=self._watchdog, args=arguments, name="watchdog", daemon=True).start()
 
     def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """Ask the event loop for signs of life while user code runs, and log the code that holds it."""
+        """Ping the event loop while user code runs, and log the code that blocks it."""
         while True:
             beat = threading.Event()
             with self._lock:
@@ -250,7 +250,7 @@ class Supervisor:
             time.sleep(min(BEAT_SECONDS, self._blocked_seconds))
 
     def _tell(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """Record the code that holds the event loop, and log it once for each name."""
+        """Record the code that blocks the event loop, and log it once per name."""
         task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
         if task is None or frame is None:
             return
@@ -279,14 +279,14 @@ class Supervisor:
 
 
 def named(episode: Episode) -> str:
-    """Name of an episode in messages."""
+    """Return the name of an episode for messages."""
     return f"episode {episode.id}"
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
-    """File, line and function of the innermost user code in `frames`, which begin with the innermost.
+    """Return file, line and function of the innermost user code in `frames`, which begin with the innermost.
 
-    None if the event loop's own frame comes first.
+    The result is None if the event loop's own frame comes first.
     """
     for frame, line in frames:
         code = frame.f_code
@@ -300,7 +300,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
-    """Frames of a waiting task, the innermost first."""
+    """Return the frames of a waiting task, the innermost first."""
     frames: list[tuple[FrameType, int]] = []
     waiting: Any = task.get_coro()
     while inspect.iscoroutine(waiting):
@@ -312,7 +312,7 @@ def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
 
 @contextlib.contextmanager
 def _own_cancellation() -> Iterator[None]:
-    """Raise RuntimeError for a cancellation that this task was not asked for: a fault of the user's code."""
+    """Raise RuntimeError for a cancellation that nobody requested of this task: a bug in the user's code."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -323,7 +323,7 @@ def _own_cancellation() -> Iterator[None]:
 
 
 def _where_it_was(task: "asyncio.Task[Any]") -> BaseException | None:
-    """The error of a cancelled task, whose traceback shows where it was waiting."""
+    """Return the error of a cancelled task; its traceback shows where the task was waiting."""
     try:
         if task.done():
             task.result()

@@ -1,6 +1,6 @@
-"""Examples from tables: `csv` (a header, then a row per example; every value is a text) and `parquet` (typed columns).
+"""Datasets in tables: `csv` (a header, then one row per example; all values are texts) and `parquet` (typed columns).
 
-Faults begin with file:line, the line on which the row begins; in a parquet file with file:row N, from 1.
+Errors begin with file:line, the line on which the row begins; for parquet files with file:row N, counted from 1.
 """
 
 import csv
@@ -33,7 +33,7 @@ def _delimiter(text: str) -> str:
 
 
 class CsvDatasetConfig(FileDatasetConfig, name="csv"):
-    """Rows of texts under a header with the columns' names; CSV knows no types, so `1` and `true` are texts too."""
+    """Rows of texts under a header with the column names; CSV has no types, so `1` and `true` are texts as well."""
 
     delimiter: Annotated[str, AfterValidator(_delimiter)] = Field(
         default=",", description='The character between two fields; a tab is "\\t".'
@@ -41,33 +41,33 @@ class CsvDatasetConfig(FileDatasetConfig, name="csv"):
 
 
 class ParquetDatasetConfig(FileDatasetConfig, name="parquet"):
-    """Rows of a parquet file, as JSON would hold them: texts, numbers, bools, nulls, lists and structs.
+    """Rows of a parquet file, with the types of JSON: texts, numbers, bools, nulls, lists and structs.
 
-    A map with text keys becomes an object. Timestamps, decimals, bytes and the like are refused: nothing says how the
-    agent should read them. Needs the extra `parquet`.
+    A map with text keys becomes an object. Timestamps, decimals, bytes and other types without a JSON form are errors.
+    Needs the extra `parquet`.
     """
 
 
 @register_dataset_loader(config_type=CsvDatasetConfig)
 async def csv_table(config: CsvDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """The items of a CSV file."""
+    """Yield the examples of a CSV file."""
     yield file_items(config, read_csv(config.file_path, config.delimiter))
 
 
 @register_dataset_loader(config_type=ParquetDatasetConfig)
 async def parquet_table(config: ParquetDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """The items of a parquet file."""
+    """Yield the examples of a parquet file."""
     yield file_items(config, read_parquet(config.file_path))
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
-    """The rows of a CSV file in UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+    """Read the rows of a CSV file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 
-    A field in double quotes may hold delimiters, line breaks and doubled quotes. Blank lines are skipped.
+    A field in double quotes may contain delimiters, line breaks and doubled quotes. Blank lines are skipped.
 
     Raises:
-        DatasetError: missing file, another encoding, no header, a column without a name or with that of another, a row
-            with more or fewer fields than the header, a quote that is not closed.
+        DatasetError: the file is missing, is not UTF-8 or has no header; a column name is empty or repeated; a row has
+            more or fewer fields than the header; or a quote is not closed.
     """
     header: list[str] = []
     for line, fields in _csv_rows(path, delimiter):
@@ -86,7 +86,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Every row that is not blank, with the number of its first line."""
+    """Yield every row that is not blank, with the number of its first line."""
     lines = list(decoded_lines(path))
     reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, strict=True)
     while (start := reader.line_num) < len(lines):
@@ -122,11 +122,11 @@ def _checked_header(names: list[str], place: str) -> list[str]:
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """The rows of a parquet file.
+    """Read the rows of a parquet file.
 
     Raises:
-        DatasetError: missing or corrupt file, pyarrow is not installed, a column of a type or with a name that an
-            object of JSON cannot have, NaN or an infinity.
+        DatasetError: the file is missing or corrupt, pyarrow is not installed, a column has a type or a name without a
+            JSON form, or a value is NaN or infinite.
     """
     content = file_bytes(path)
     try:
@@ -146,7 +146,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 Convert = Callable[[Any], Any]
-"""Function from a value of pyarrow to one that JSON can hold."""
+"""Function from a value of pyarrow to a JSON value."""
 
 
 def _converted(convert: Convert, scalar: Any, name: str, place: str) -> Any:
@@ -168,7 +168,7 @@ def _converters(fields: list[tuple[str, Any]], types: Any, place: str) -> dict[s
 
 
 def _converter(kind: Any, types: Any, place: str) -> Convert:
-    """The converter for values of an arrow type, that of a column or of the values inside it."""
+    """Return the converter for an arrow type, that of a column or of the values inside it."""
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if _is(kind, types.is_null, types.is_boolean, types.is_integer, *texts):
@@ -187,7 +187,7 @@ def _converter(kind: Any, types: Any, place: str) -> Convert:
     if types.is_map(kind) and _is(kind.key_type, *texts):
         entry = _converter(kind.item_type, types, place)
         return _unless_none(lambda pairs: unique_keys([(key, entry(value)) for key, value in pairs]))
-    raise DatasetError(f"{place} holds {kind}, which JSON has not: write it as texts or numbers, or leave it out")
+    raise DatasetError(f"{place} holds {kind}, which JSON lacks: convert it to texts or numbers, or leave it out")
 
 
 def _is(kind: Any, *tests: Callable[[Any], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary positions, attention in blocks or fused, and the cache of keys and values.
+"""Rotary embeddings, attention over cache blocks or fused, and the cache of keys and values.
 
 Letters: `B` rows, `T` tokens, `S` positions of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
 width, `P = h / 2` pairs that a rotation turns.
@@ -18,7 +18,7 @@ from jaxft.models.layers import invariant_sum
 
 
 def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
-    """Cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
+    """Return cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling is not None:
@@ -28,7 +28,7 @@ def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[A
 
 
 def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScaling) -> Float[np.ndarray, "P"]:
-    """Llama 3.1's rotary frequencies (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept."""
+    """Scale rotary frequencies as Llama 3.1 (arXiv 2407.21783): long wavelengths by `1 / factor`, short ones not."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
@@ -45,18 +45,18 @@ def rotate(
 
 
 MASK_VALUE = -1e30
-"""Score of a masked key: finite, so that a row that sees no key gives numbers and not NaN."""
+"""Score of a masked key: finite, so that a row whose keys are all masked does not give NaN."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, rows first. Transposed keys make the product in decoding 8 times faster."""
+    """Keys and values of one layer, rows first; keys are transposed, which makes decoding's product 8 times faster."""
 
     keys: Float[Array, "B K h S"]
     values: Float[Array, "B K S h"]
 
 
 LayerBlocks = list[LayerCache]
-"""The blocks of one layer, in the order of their positions."""
+"""Cache blocks of one layer, in the order of their positions."""
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -64,7 +64,7 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
-    """True if cuDNN's fused attention takes heads of this width and dtype on all of these devices.
+    """Return True if cuDNN's fused attention supports heads of this width and dtype on all of these devices.
 
     The limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128, those
     from Hopper on of up to 256.
@@ -78,7 +78,7 @@ def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
-    """The compute capability of a GPU under CUDA, such as (9, 0); (0, 0) for any other device, also AMD's GPUs.
+    """Return the compute capability of a CUDA GPU, such as (9, 0); (0, 0) for any other device, also AMD's GPUs.
 
     >>> compute_capability(jax.devices("cpu")[0])
     (0, 0)
@@ -95,9 +95,9 @@ def flash_attention(
     window: int | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "B T H h"]:
-    """Causal attention within rows of one sequence each, without writing the scores to memory.
+    """Return causal attention within rows of one sequence each, without writing the scores to memory.
 
-    Right padding needs no mask: no real token sees what stands behind it.
+    Right padding needs no mask, as no real token sees later positions.
     """
     mixed: Any = jax.nn.dot_product_attention(
         q,
@@ -113,10 +113,10 @@ def flash_attention(
 def attend(
     q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
 ) -> Float[Array, "B T H h"]:
-    """Softmax attention to all visible positions of all blocks.
+    """Return softmax attention to all visible positions of all blocks.
 
-    Heads of a group share one matrix product instead of repeating their keys and values. Each block is computed by
-    itself and added to those before it, so that a block of which a row sees nothing changes no bit of its result.
+    Query heads of a group share one matrix product instead of repeating their keys and values. Blocks are computed one
+    by one and added up, so that a block in which a row sees nothing changes no bit of its result.
     """
     rows, length, heads, head_dim = q.shape
     kv_heads = blocks[0].keys.shape[1]
@@ -158,7 +158,7 @@ def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]
 
 
 def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
-    """Write the keys and values of consecutive tokens from each row's own start on; what passes the end is dropped."""
+    """Write the keys and values of consecutive tokens from each row's own start on; tokens past the end are dropped."""
     size, length = cache.keys.shape[-1], now.keys.shape[-1]
 
     def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
@@ -173,7 +173,7 @@ def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) ->
 
 
 def join_blocks(blocks: LayerBlocks) -> LayerCache:
-    """One block with the positions of all blocks."""
+    """Concatenate all blocks to one along positions."""
     return LayerCache(
         jnp.concatenate([block.keys for block in blocks], axis=-1),
         jnp.concatenate([block.values for block in blocks], axis=-2),
@@ -181,7 +181,7 @@ def join_blocks(blocks: LayerBlocks) -> LayerCache:
 
 
 def split_blocks(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
-    """The inverse of `join_blocks`."""
+    """Invert `join_blocks`."""
     ends = np.cumsum(sizes)[:-1]
     keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
     return [LayerCache(*block) for block in zip(keys, values, strict=True)]

@@ -1,7 +1,7 @@
-"""Your own network behind the model contract: a causal `f(params, tokens, positions) -> logits`, or a flax module.
+"""Adapters from your own network, a causal `f(params, tokens, positions) -> logits` or a flax module, to a `Model`.
 
-Sampling is slow: there is no cache of keys and values, so each new token runs the network over the whole row again. The
-contract's cache holds the history of tokens. Scoring and training cost what the network costs.
+Sampling is slow: without keys and values to cache, each new token runs the network over the whole row again. The cache
+of such a model holds the earlier tokens. Scoring and training cost as much as the network itself.
 Letters: `B` rows, `T` tokens, `S` tokens of a row's history, `V` vocabulary.
 """
 
@@ -25,30 +25,30 @@ Network = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The config of a bridged network: its name, nothing else is known."""
+    """Config of a bridged network, of which only the name is known."""
 
     name: str
 
 
 def no_init(key: Any) -> Params:
-    """The `init` of a network that came without one.
+    """Raise in place of the `init` of a network that has none.
 
     Raises:
-        ValueError: always; the parameters come from the maker of the network.
+        ValueError: always.
     """
     raise ValueError("this model has no init; make its parameters where the network was made, or pass init")
 
 
 @cache
 def from_function(network: Network, init: Callable[[Any], Params] = no_init, name: str = "network") -> Model:
-    """The model contract for a causal network; the same function gives the same `Model`, so nothing is traced twice.
+    """Make a `Model` from a causal network; the same function gives the same `Model`, so nothing is traced twice.
 
-    Define the function once, at the top of a file: a lambda made anew for each call is a new model each time.
+    Define the function once, at module level: a lambda created for each call is a new model each time.
 
     Args:
         network: `(params, tokens [B T], positions [B T]) -> logits [B T V]`, `params` a plain nested dict of arrays.
         init: `key -> params`, needed only to call `model.init`.
-        name: name in the model's config.
+        name: name of the network, for the model's config.
 
     >>> def echo(params, tokens, positions):  # prefers to repeat the last token
     ...     return jax.nn.one_hot(tokens, 3) * params["scale"]
@@ -92,13 +92,13 @@ def _empty_history(rows: int, places: int, dtype: Any) -> Int[Array, "B S"]:
 
 
 def from_nnx(module: nnx.Module) -> tuple[Model, Params]:
-    """The model contract and the parameters of an nnx module called as `module(tokens, positions) -> logits`.
+    """Make a `Model` and parameters from an nnx module, called as `module(tokens, positions) -> logits`.
 
-    Modules of equal structure give the same `Model`. The parameters are copies: training leaves the module alone, and
-    `nnx.replace_by_pure_dict(state, params)` and `nnx.update(module, state)` put trained ones back.
+    Modules of equal structure give the same `Model`. The parameters are copies: training does not change the module,
+    and `nnx.replace_by_pure_dict(state, params)` and `nnx.update(module, state)` write trained ones back.
 
     Raises:
-        ValueError: the module holds state that is no `nnx.Param` (dropout keys, running statistics).
+        ValueError: the module has state other than `nnx.Param` (dropout keys, running statistics).
     """
     graph, state, rest = nnx.split(module, nnx.Param, ...)
     held = sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest))
@@ -120,12 +120,13 @@ def _nnx_model(graph: Any, structure: Any, name: str) -> Model:
 
 
 def from_linen(module: linen.Module, params: Params) -> tuple[Model, Params]:
-    """The model contract of a linen module called as `module(tokens, positions) -> logits`, and its parameters.
+    """Make a `Model` from a linen module, called as `module(tokens, positions) -> logits`, and return its parameters.
 
-    Equal modules give the same `Model`. `params` comes back as a plain dict of the same arrays.
+    Equal modules give the same `Model`. `params` is returned as a plain dict of the same arrays.
 
     Args:
-        params: the collection of that name, `module.init(...)["params"]`.
+        module: a linen module.
+        params: the collection `module.init(...)["params"]`.
 
     Raises:
         ValueError: `params` is a whole set of variables, or the module has a field that cannot be hashed.

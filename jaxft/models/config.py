@@ -13,9 +13,9 @@ class RopeScaling:
     """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, the others blended.
 
     Attributes:
-        factor: factor by which the context became longer.
+        factor: factor by which the context is extended.
         low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched fully.
-        high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone.
+        high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are unchanged.
         original_max_position_embeddings: context length, in tokens, before stretching.
     """
 
@@ -80,7 +80,7 @@ class DecoderConfig:
 
     @property
     def architecture(self) -> "DecoderConfig":
-        """The config without `source_json`: equal for models that can hold each other's parameters.
+        """The config without `source_json`: equal for models with interchangeable parameters.
 
         >>> model_preset("qwen3-50k") == replace(model_preset("qwen3-50k"), source_json="{}").architecture
         True
@@ -135,7 +135,7 @@ PROJECTIONS = (
 
 
 def matches(pattern: str, path: str) -> bool:
-    """True if a path, or its end, fits a pattern.
+    """Return True if a path, or its end, matches a pattern.
 
     >>> matches("q_proj", "self_attn/q_proj"), matches("attn/q_proj", "self_attn/q_proj")
     (True, False)
@@ -159,7 +159,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
 
 
 def model_preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
-    """The config of a preset, with another size of vocabulary when given.
+    """Return the config of a preset, optionally with another vocabulary size.
 
     Raises:
         ValueError: no preset has this name; the message lists the presets.

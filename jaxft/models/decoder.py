@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
 
-Training stacks the parameters of the blocks on a leading layer axis and scans over them. Decoding takes them layer by
-layer (`decode_layout`), each layer with its own buffers of keys and values.
+Training stacks the parameters of the layers on a leading axis and scans over them. Decoding takes them layer by layer
+(`decode_layout`), each with its own buffers of keys and values.
 Letters: `B` rows, `T` tokens, `S` positions of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
@@ -42,23 +42,23 @@ from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put
 
 
 class Context(NamedTuple):
-    """Rotations, positions and visibility of the tokens: the same for every layer."""
+    """Rotary angles, positions and attention mask of the tokens, the same for every layer."""
 
     cos: Float[Array, "B T P"]
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
     visible: Bool[Array, "B T S"]
     sharding: Sharding | None
-    is_plain: bool  # each row is one sequence without a cache: a token sees those before it, within the window
+    is_plain: bool  # rows of one sequence, no cache: causal attention within the window
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh: constrain arrays so that only their rows are divided."""
+    """Constrain arrays, on a mesh, so that only their rows are sharded."""
     return tree if sharding is None else sharding.constrain_rows(tree)
 
 
 def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """On a mesh: constrain activations `[B T N ...]` so that rows and heads (or width) are divided."""
+    """Constrain activations `[B T N ...]`, on a mesh, so that rows and heads (or width) are sharded."""
     return tree if sharding is None else sharding.constrain_heads(tree)
 
 
@@ -166,10 +166,10 @@ def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
 
 
 def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -> Params:
-    """Random float32 parameters of a decoder; with `lora`, `{"base": ..., "adapter": ...}`.
+    """Make random float32 parameters of a decoder; with `lora`, `{"base": ..., "adapter": ...}`.
 
-    Kernels are normal with variance `1 / D`, embeddings normal with deviation 0.02. Of adapters `lora_a` is uniform in
-    `±1 / sqrt(D)` and `lora_b` zero, so that they change nothing yet.
+    Kernels are normal with variance `1 / D`, embeddings normal with standard deviation 0.02. In adapters, `lora_a` is
+    uniform in `±1 / sqrt(D)` and `lora_b` is zero, so that they do not change the model yet.
     """
 
     def draw(key: Any, lora: LoraSpec | None) -> Params:
@@ -198,13 +198,13 @@ def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -
 
 @cache
 def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Params:
-    """The tree of `init_params` with a shape in the place of each array."""
+    """Return the tree of `init_params` with shapes instead of arrays."""
     shapes: Params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), lora))
     return shapes
 
 
 Remat = Literal["none", "dots", "full"]
-"""Recomputation in the backward pass (arXiv 1604.06174): nothing; all but products with weights; whole layers."""
+"""Checkpoint policies (arXiv 1604.06174): recompute nothing, all but products with weights, or whole layers."""
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -221,7 +221,7 @@ def decoder(
     lora: LoraSpec | None = None,
     sharding: Sharding | None = None,
 ) -> Model:
-    """The model contract for a config; equal arguments give the same functions, so nothing is compiled twice.
+    """Make the `Model` of a config; equal arguments give the same functions, so nothing is compiled twice.
 
     Parameters are `{"embed": [V D], "layers": {...}, "final_norm": {...}}`, and `lm_head [V D]` unless it is tied to
     the embedding; each array of `layers` has the layer on axis 0. `decode_layout` replaces `layers` by
@@ -229,14 +229,14 @@ def decoder(
     With `lora`, parameters are `{"base": ..., "adapter": ...}` as `jaxft.models.lora` says.
 
     Args:
-        remat: what the backward pass computes again.
-        compute_dtype: dtype of products and activations: floating parameters are cast to it wherever they are used,
-            and once per policy version to decode. Parameters, gradients and optimiser state keep their own dtype, and
-            logits are float32. None computes in the dtype of the parameters.
-        lora: rank, scale and targets of adapters; None for a model without.
-        sharding: of `sharding_for`, to compute on a mesh; None for one device.
+        remat: checkpoint policy: the activations that the backward pass recomputes.
+        compute_dtype: dtype of products and activations: parameters are cast to it wherever they are used, and once
+            per policy version to decode. Parameters, gradients and optimizer state keep their own dtype, and logits
+            are float32. None computes in the dtype of the parameters.
+        lora: rank, scale and targets of adapters; None for a model without adapters.
+        sharding: result of `sharding_for`, to compute on a mesh; None for one device.
     """
-    # With defaults filled in and one spelling of the dtype, or an equal model would be cached as another.
+    # Defaults are filled in and the dtype is normalised, so that equal models have one cache entry.
     return _decoder(config, remat, None if compute_dtype is None else jnp.dtype(compute_dtype), lora, sharding)
 
 
@@ -289,7 +289,7 @@ def _decoder(
         head = {name: params[name]}
         if sharding is None:
             return _project_to_vocabulary(hidden, head[name])
-        if "transposed_layers" in params:  # few rows: each device makes its share of the logits, and gets its own rows
+        if "transposed_layers" in params:  # few rows: each device computes a slice of the logits, and gets its own rows
             logits = sharding.constrain_cache(_project_to_vocabulary(hidden, gather(head)[name]))
             return sharding.constrain_spread(logits)
         # Many rows: logits never leave the device of their token.
@@ -340,7 +340,7 @@ def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
-    """Parameters stacked over layers as a list with a dict per layer."""
+    """Split parameters that are stacked over layers into a list with a dict per layer."""
     return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]
 
 
@@ -351,7 +351,7 @@ def make_context(
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
 ) -> Context:
-    """Rotations, and visibility: a token sees itself and earlier tokens of its segment, within the window.
+    """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
 
     Without a cache, tokens are ordered by their column, as positions restart in each packed segment; with a cache, by
     their positions.
@@ -393,7 +393,8 @@ DECODER_RULES: Rules = (
     ("gate_proj/bias", ("tensor",)),
     ("up_proj/bias", ("tensor",)),
 )
-"""Heads and the feed-forward's width lie along `tensor`, the other side of a kernel along `fsdp`; norms are whole."""
+"""Sharding rules: heads and the feed-forward's width along `tensor`, the other side of a kernel along `fsdp`; norms are
+replicated."""
 
 NO_AXIS = "-"
 
@@ -401,10 +402,10 @@ RULES: Mapping[Family, Rules] = dict.fromkeys(("llama", "mistral", "qwen2", "qwe
 
 
 def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
-    """The sharding of a decoder on a mesh. A dimension that does not divide stays whole, with a warning.
+    """Return the sharding of a decoder on a mesh; a dimension that does not divide is replicated, with a warning.
 
     Args:
-        strict: raise instead of warning.
+        strict: True to raise instead of warning.
 
     Raises:
         ValueError: heads do not divide over `tensor`; or, with `strict`, any dimension over its axis.
@@ -422,12 +423,12 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
     if lines and strict:
         raise ValueError("\n".join(lines))
     if lines:
-        warnings.warn("every device holds the whole of what does not divide: " + "; ".join(lines), stacklevel=2)
+        warnings.warn("dimensions that do not divide are replicated on every device: " + "; ".join(lines), stacklevel=2)
     return sharding
 
 
 def rules_table() -> str:
-    """The sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
+    """Return the sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
 
     >>> print(rules_table().splitlines()[1])
     embed                                    tensor     fsdp
@@ -444,7 +445,7 @@ def rules_table() -> str:
 
 
 def parameters_table(shapes: Params, sharding: Sharding) -> str:
-    """A table of the parameters (or shapes) of a tree: shape, partition, and MiB on each device."""
+    """Return a table of the parameters (or shapes) of a tree: shape, sharding, and MiB per device."""
     sizes = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
     lines = [f"mesh: {sizes}", f"{'parameter':<52} {'shape':<22} {'cut along':<26} {'MiB a device':>12}"]
     total = 0

@@ -1,7 +1,7 @@
-"""Weights in Hugging Face's file format, in and out.
+"""Import and export of weights in Hugging Face's file format.
 
-A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and keep kernels
-as `[in, out]`. `TENSORS` maps the one to the other.
+A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and have kernels
+as `[in, out]`. `TENSORS` maps file names to parameters.
 """
 
 import os
@@ -38,7 +38,7 @@ from jaxft.models.hf_files import (
 
 
 class Tensor(NamedTuple):
-    """A parameter's path in our dict, and its name in a file (`*` for the number of the layer)."""
+    """A parameter's path in our dict, and its name in a file (`*` stands for the index of the layer)."""
 
     path: str
     name: str
@@ -70,10 +70,10 @@ TENSORS: tuple[Tensor, ...] = (
 
 
 def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], sharding: Sharding | None = None) -> Params:
-    """The parameters of a decoder from the safetensors of a model folder, cast to `dtype` and put on their devices.
+    """Read the parameters of a decoder from the safetensors of a model folder, cast to `dtype`, onto their devices.
 
     Raises:
-        ModelFileError: a file is absent, corrupt or not what the config asks for.
+        ModelFileError: a file is absent, is corrupt or does not match the config.
     """
     stored, shapes = stored_tensors(folder), _parameter_shapes(config)
     _check_stored(folder, stored, shapes)
@@ -88,7 +88,7 @@ def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], shar
 def _read_parameter(
     tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """The parameter, read layer by layer and cut for the devices that hold it."""
+    """Read a parameter layer by layer, sliced for the devices that hold it."""
     cuts: Any = sharding.addressable_devices_indices_map(shape)
     shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
     for layer, name in enumerate(_names(tensor, shape)):
@@ -184,17 +184,17 @@ def save_model(
 ) -> None:
     """Write a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
-    The other fields of a loaded model's files are kept: stop ids and sampling defaults (`generation_config.json`), and
-    those of `config.json`; token ids that it lacks are the tokenizer's. Weights keep their dtype, and come to the host
-    one tensor at a time. The files are written beside the folder and moved in one step: a folder is whole or absent. A
-    manifest lists the files; equal models give equal bytes.
+    Fields of a loaded model's `config.json` and `generation_config.json` (stop ids, sampling defaults) that jaxft does
+    not use are preserved; missing token ids are taken from the tokenizer. Weights keep their dtype, and are copied to
+    the host one tensor at a time. The folder is written elsewhere and moved in one step, so it is complete or absent.
+    A manifest lists the files; equal models give equal bytes.
 
     Args:
-        folder: folder to make, with its parents; it may exist when empty.
-        model: a decoder, of `load_model` or `init_model`.
-        params: its parameters, without adapters.
+        folder: folder to create, with its parents; it may exist if empty.
+        model: a decoder made by `load_model` or `init_model`.
+        params: parameters of the model, without adapters.
         tokenizer: an object with transformers' `save_pretrained`.
-        max_shard_bytes: bytes of a weights file; more weights are split over several files with an index.
+        max_shard_bytes: maximum bytes of a weights file; more weights are split over several files with an index.
 
     Raises:
         ModelFileError: the folder holds files, the model is no decoder, or `params` do not fit its config.

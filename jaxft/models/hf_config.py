@@ -1,4 +1,4 @@
-"""The `config.json` of Hugging Face transformers, as versions 4 and 5 write it, to and from `DecoderConfig`."""
+"""Conversion between `DecoderConfig` and the `config.json` of Hugging Face transformers, versions 4 and 5."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The supported `model_type`s and the class that transformers loads each with."""
+"""Supported `model_type`s, each with the class that transformers loads it with."""
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -43,11 +43,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
 }
-"""The value of an absent key, by `model_type`, as in transformers. Sizes have no default: none would be safe."""
+"""Default of an absent key, by `model_type`, as in transformers; sizes have none, as no default would be safe."""
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 NOT_EXPORTED = ("_name_or_path", "auto_map")
-"""Keys of a `config.json` that an export drops: the place of the source, and the code files beside it."""
+"""Keys of a `config.json` that an export drops: the path of the source, and its code files."""
 
 DEFAULT_ROPE_THETA = 10000.0
 _LLAMA3_KEYS = tuple(field.name for field in fields(RopeScaling))
@@ -56,7 +56,7 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 
 @dataclass(frozen=True)
 class _Reader:
-    """Typed reading of a JSON object; every error names the file and the key."""
+    """Typed reader of a JSON object; every error names the file and the key."""
 
     file: Path
     values: Mapping[str, Any]
@@ -91,10 +91,10 @@ class _Reader:
 
 
 def load_config(file: Path) -> DecoderConfig:
-    """The config that a `config.json` describes; its other fields and `generation_config.json` become `source_json`.
+    """Read a model folder's config; other fields of `config.json`, and `generation_config.json`, are `source_json`.
 
     Raises:
-        ModelFileError: a file is no JSON object, or `config.json` is absent or describes an unsupported model.
+        ModelFileError: a file is not a JSON object, or `config.json` is absent or describes an unsupported model.
     """
     values = load_json(file)
     config = decoder_config(values, file)
@@ -108,7 +108,7 @@ def load_config(file: Path) -> DecoderConfig:
 
 
 def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
-    """The fields of `config.json` and `generation_config.json` that a `DecoderConfig` does not hold, by file name.
+    """Return the fields of `config.json` and `generation_config.json` that `DecoderConfig` lacks, by file name.
 
     >>> config = DecoderConfig("llama", 8, 4, 4, 1, 1, 1, 4, source_json='{"config.json": {"use_cache": true}}')
     >>> source_files(config)
@@ -119,7 +119,7 @@ def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
 
 
 def decoder_config(values: Mapping[str, Any], file: Path = Path("config.json")) -> DecoderConfig:
-    """The config that the contents of a `config.json` describe; `file` is named in errors.
+    """Convert the contents of a `config.json` to a `DecoderConfig`; `file` is named in errors.
 
     Raises:
         ModelFileError: a key is missing, has the wrong type, or asks for a feature that the decoder lacks.
@@ -240,15 +240,15 @@ def _sliding_window(reader: _Reader, num_layers: int) -> int | None:
 
 
 def _first_sliding_layer(reader: _Reader) -> int:
-    # 0 is allowed, unlike for sizes: every layer has the window.
+    # 0 is allowed here, unlike for sizes: then every layer has the window.
     return 0 if reader.values["max_window_layers"] == 0 else reader.integer("max_window_layers")
 
 
 def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The contents of a `config.json` for version 5 of transformers, with the keys that version 4 reads beside them.
+    """Return the contents of a `config.json` for version 5 of transformers, with the keys of version 4 as well.
 
     Raises:
-        ModelFileError: files of the family cannot express the config, such as a Mistral with biases.
+        ModelFileError: the family's `config.json` cannot express the config, such as a Mistral with biases.
     """
     is_qwen = config.family in ("qwen2", "qwen3")
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -291,5 +291,5 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     lost = [field.name for field in fields(config) if getattr(told, field.name) != getattr(wanted, field.name)]
     if lost:
         held = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
-        raise ModelFileError(f"the config.json of a {config.family} cannot say {held}; choose another family")
+        raise ModelFileError(f"the config.json of a {config.family} cannot express {held}; choose another family")
     return values

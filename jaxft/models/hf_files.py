@@ -1,4 +1,4 @@
-"""The files of a model folder: JSON, and safetensors whose tensors are read one at a time."""
+"""Reading and writing of model folders: JSON, and safetensors one tensor at a time."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ DTYPES = {
     name: jnp.dtype(kind)
     for name, kind in [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16"), ("F64", "float64")]
 }
-"""The dtypes that weights may have, by their names in a safetensors header."""
+"""Dtypes that weights may have, by their names in a safetensors header."""
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 CONVERT = (
@@ -34,7 +34,7 @@ CONVERT = (
 
 
 class StoredTensor(NamedTuple):
-    """Place, dtype and shape of a tensor in a safetensors file; `offset` is in bytes."""
+    """File, byte offset, dtype and shape of a tensor in a safetensors file."""
 
     file: Path
     dtype: str
@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder of a model, which is downloaded when the path is no folder but the id of a model on the hub.
+    """Return the local folder of a model; if `name` is not a folder, download the model of that id from the hub.
 
     Raises:
         ModelFileError: there is no such folder, and the download failed.
@@ -55,7 +55,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
     if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         _refuse_pickle(folder)
         raise ModelFileError(f"{name} is not a folder; wanted one with config.json and {WEIGHTS}, or the id of a model")
-    # Imported here: a model on disk needs no network client.
+    # Imported here, as a model on disk needs no network client.
     from huggingface_hub import snapshot_download
 
     try:
@@ -85,7 +85,7 @@ def check_manifest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder, which gets a manifest and is renamed to `folder` at the end: it is whole or absent.
+    """Yield a temporary folder; at the end, write its manifest and rename it to `folder`, which is complete or absent.
 
     Raises:
         ModelFileError: the folder exists and is not empty.
@@ -107,10 +107,10 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def load_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        ModelFileError: the file is absent, or holds no JSON object.
+        ModelFileError: the file is absent, or does not hold a JSON object.
     """
     if not file.is_file():
         raise ModelFileError(f"{file} does not exist; a model folder needs one")
@@ -124,12 +124,12 @@ def load_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Write a JSON object with sorted keys: equal values give equal bytes."""
+    """Write a JSON object with sorted keys, so that equal values give equal bytes."""
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model folder by name; only headers are read.
+    """Find every tensor of a model folder, by name; only headers are read.
 
     Raises:
         ModelFileError: there are no safetensors, a file is corrupt, or the index disagrees with its shards.
@@ -149,7 +149,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        # Checked by name alone: in the hub's cache an honest shard is a link to a place outside the folder.
+        # Checked by name only: in the hub's cache a valid shard is a link to a file outside the folder.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise ModelFileError(f"{index} names the file {shard!r}, which is outside of {folder}")
         _refuse_pickle(folder / shard)
@@ -176,7 +176,7 @@ def _refuse_pickle(file: Path) -> None:
 
 
 def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file by name; only its header is read.
+    """Find every tensor of a safetensors file, by name; only its header is read.
 
     Raises:
         ModelFileError: the file is absent or corrupt.
@@ -207,7 +207,7 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
 
 
 def put_transposed(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source.T`, in strips as wide as a cache line: seven times as fast as numpy's copy.
+    """Assign `target[...] = source.T` in strips as wide as a cache line, seven times as fast as numpy's copy.
 
     >>> target = np.zeros((2, 40))
     >>> put_transposed(target, np.arange(80.0).reshape(40, 2))
@@ -220,7 +220,7 @@ def put_transposed(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array whose memory returns to the system when it is freed, past the allocator's pools.
+    """Make an uninitialised array whose memory returns to the system, not to the allocator's pool, when it is freed.
 
     >>> scratch((2, 3), np.float32).shape
     (2, 3)

@@ -12,11 +12,11 @@ from jaxft.models.config import LoraSpec
 
 
 def invariant_sum(x: Float[Array, "*N S"], *, decoding: bool) -> Float[Array, "*N 1"]:
-    """The sum over the last axis, which is kept; while decoding it does not depend on the number of rows.
+    """Return the sum over the last axis, with `keepdims`; in decoding, its bits do not depend on the number of rows.
 
-    XLA for CPU chooses the order of a reduction by the size of the whole array, so that a row alone and the same row
-    among others differ in their last bits. Decoding, where rows come and go, adds halves repeatedly instead, at the
-    same cost or less.
+    XLA for CPU chooses the order of a reduction by the size of the whole array, so that the last bits of a row depend
+    on the number of rows. Decoding, where that number changes, adds halves repeatedly instead, at the same cost or
+    less.
 
     >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), decoding=True).tolist()
     [[15.0]]
@@ -32,10 +32,10 @@ def invariant_sum(x: Float[Array, "*N S"], *, decoding: bool) -> Float[Array, "*
 
 @jax.custom_vjp
 def look_up(embedding: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The embedding of each token; gradients of a token's occurrences are summed in float32 or wider.
+    """Return the embedding of each token; gradients of a token's occurrences are summed in float32 or wider.
 
-    Automatic differentiation sums them in the dtype of the embedding. In bfloat16 a sum of ones stops at 256, so a
-    token at every other position of a batch gets a third of its gradient.
+    Automatic differentiation sums them in the dtype of the embedding. In bfloat16 a sum of ones stops at 256, so that
+    a frequent token gets a fraction of its gradient.
 
     >>> gradient = jax.grad(lambda table: look_up(table, jnp.zeros((1, 1000), int)).sum())(jnp.ones((1, 1), "bfloat16"))
     >>> print(gradient)  # one for each position
@@ -60,7 +60,7 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 @jax.custom_vjp
 def matmul(x: Float[Array, "N D"], kernel: Float[Array, "D F"]) -> Float[Array, "N F"]:
-    """`x @ kernel`, with the kernel's gradient as one product over tokens in the kernel's own layout.
+    """Return `x @ kernel`, with the kernel's gradient as one product over tokens in the kernel's own layout.
 
     Automatic differentiation forms that gradient transposed, which makes a whole update on CPU 2 to 4 times slower.
     """
@@ -89,7 +89,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
         self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
         self.is_transposed = is_transposed
-        # As in the paper's code: A uniform as its layers' weights are, B zero, so that training begins at the base.
+        # As in the paper's code: A is uniform, like linear layers there, and B zero, so that training begins at the base.
         shape, bound = (inputs, 0 if lora is None else lora.rank), inputs**-0.5
         drawn = None if lora is None else jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
         self.lora_a = None if drawn is None else nnx.Param(drawn)
@@ -97,7 +97,7 @@ class Linear(nnx.Module):
         self.lora_scale = 0.0 if lora is None else lora.scale
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N F"]:
-        # Transposed, XLA for CPU gives a row the same bits in this product whether it is one of 8 or of 64.
+        # With a transposed kernel, XLA for CPU gives a row the same bits among 8 rows as among 64.
         kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
         flat = x.reshape(-1, x.shape[-1])
         y = matmul(flat, kernel)

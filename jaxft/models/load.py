@@ -1,4 +1,4 @@
-"""Models ready to train and to sample from: of random weights, or read from Hugging Face's and PEFT's files."""
+"""Making of models, with random weights or from the files of Hugging Face and PEFT, to train and to sample from."""
 
 import os
 from functools import partial
@@ -24,10 +24,10 @@ from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config
 
 ADAPTER_STREAM = 4
-"""Folded into the key to draw fresh adapters, so that the base is the one that the key gives without adapters."""
+"""Number folded into the key for fresh adapters, so that the base is the same with and without adapters."""
 
 Lora = LoraSpec | str | os.PathLike[str]
-"""Rank, scale and targets of fresh adapters, or a folder of adapters in PEFT's format."""
+"""Settings of fresh adapters, or a folder of adapters in PEFT's format."""
 
 
 def init_model(
@@ -41,19 +41,20 @@ def init_model(
     mesh: Mesh | None = None,
     strict: bool = False,
 ) -> tuple[Model, Params]:
-    """A decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
+    """Make a decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
 
     Args:
         dtype: dtype of the parameters; adapters are float32.
         compute_dtype: dtype of products and activations; None for that of the parameters.
-        remat: what the backward pass computes again to save memory: nothing, all but products with weights, or layers.
-        lora: adapters beside the kernels, which alone are trained; None for a model without.
-        mesh: of `make_mesh`, to have every device hold its share; see `sharding_for`. None for one device.
-        strict: raise where a dimension does not divide over the mesh, instead of warning.
+        remat: activations that the backward pass recomputes to save memory: none, all but products with weights
+            (`dots`), or whole layers (`full`).
+        lora: low-rank adapters, of which alone the weights are trained; None for a model without adapters.
+        mesh: mesh of `make_mesh` to shard the parameters over, see `sharding_for`; None for one device.
+        strict: True to raise, instead of warning, if a dimension does not divide over the mesh.
 
     Raises:
-        ValueError: no preset has this name, weights cannot have `dtype` or `compute_dtype`, the model does not divide
-            over `mesh`, or there are several processes.
+        ValueError: no preset has this name, `dtype` or `compute_dtype` is not supported, the model does not divide over
+            `mesh`, or there are several processes.
         ModelFileError: the folder of adapters is damaged, or its adapters belong to another base.
     """
     check_one_process()
@@ -79,20 +80,20 @@ def load_model(
     mesh: Mesh | None = None,
     strict: bool = False,
 ) -> tuple[Model, Params]:
-    """A Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
+    """Load a Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
 
-    Weights are read one tensor at a time, cast to `dtype`, and put on the devices that hold them: the host never has
-    more than one parameter. Of `model.safetensors` and an index of shards, the single file wins, as in transformers.
-    Where `save_model` left a manifest, the files it lists are checked first.
+    Weights are read one tensor at a time, cast to `dtype`, and copied to their devices, so that the host never has more
+    than one parameter. If there are both `model.safetensors` and an index of shards, the single file is read, as in
+    transformers. The files of a manifest by `save_model` are verified first.
 
     Args:
-        key: draws fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
+        key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
         dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
 
     Raises:
-        ModelFileError: the download failed, or a file is absent, corrupt or not what `config.json` asks for; or the
+        ModelFileError: the download failed, a file is absent, is corrupt or does not match `config.json`, or the
             adapters belong to another base.
-        ValueError: weights cannot have `dtype` or `compute_dtype`, the model does not divide over `mesh`, or there are
+        ValueError: `dtype` or `compute_dtype` is not supported, the model does not divide over `mesh`, or there are
             several processes.
     """
     check_one_process()
@@ -105,10 +106,10 @@ def load_model(
 
 
 def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
-    """The plain model that results from merging a folder's adapters into their base.
+    """Load a folder's adapters merged into their base, as a model without adapters.
 
     Raises:
-        ModelFileError: the base is not where `adapter_config.json` says, or the adapters belong to another one.
+        ModelFileError: the base that `adapter_config.json` names is not found, or the adapters belong to another one.
     """
     folder = Path(folder).expanduser()
     named = load_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -121,7 +122,7 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
 
 
 def base_model(model: Model, remat: Remat = "dots") -> Model:
-    """The model of the base alone, whose parameters are `params["base"]`."""
+    """Return the model of the base alone, whose parameters are `params["base"]`."""
     assert isinstance(model.config, DecoderConfig)
     return decoder(model.config, remat, sharding=model.sharding)
 
@@ -129,7 +130,7 @@ def base_model(model: Model, remat: Remat = "dots") -> Model:
 def _make_model(
     config: DecoderConfig, compute_dtype: Any, remat: Remat, lora: Lora | None, mesh: Mesh | None, strict: bool
 ) -> Model:
-    """The decoder for these arguments of `init_model`."""
+    """Make the decoder for these arguments of `init_model`."""
     return decoder(
         config,
         remat,
@@ -140,7 +141,7 @@ def _make_model(
 
 
 def _add_adapters(model: Model, base: Params, lora: Lora | None, key: Any) -> Params:
-    """The parameters of a model with these adapters, fresh or read from their folder; `base` itself without `lora`."""
+    """Add adapters, fresh or read from their folder, to the parameters of a base; without `lora`, return `base`."""
     if lora is None:
         return base
     if isinstance(lora, LoraSpec):
@@ -152,12 +153,12 @@ def _add_adapters(model: Model, base: Params, lora: Lora | None, key: Any) -> Pa
 
 @partial(jax.jit, static_argnums=0)
 def init_adapter(model: Model, key: Any) -> Params:
-    """Fresh adapters of a decoder, which change nothing yet: `lora_b` is zero."""
+    """Make fresh adapters of a decoder, which do not change it yet, as `lora_b` is zero."""
     return model.init(key)[ADAPTER]
 
 
 def lora_spec(lora: Lora | None) -> LoraSpec | None:
-    """Rank, scale and targets of adapters, read from their folder where `lora` is one."""
+    """Return the settings of adapters; if `lora` is a folder, read them from it."""
     return lora if lora is None or isinstance(lora, LoraSpec) else load_lora_config(lora)
 
 

@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685): low-rank adapters beside the kernels of a frozen base; only the adapters are trained.
 
-Parameters are `{"base": ..., "adapter": ...}`: the base as any decoder's, and a tree with `lora_a [L D r]` and
-`lora_b [L r F]` of every projection that has an adapter. Training applies adapters beside the kernels. Decoding uses
+Parameters are `{"base": ..., "adapter": ...}`: those of a decoder, and a tree with `lora_a [L D r]` and
+`lora_b [L r F]` for every projection that has an adapter. Training applies adapters beside the kernels. Decoding uses
 merged kernels, made once per policy version (`Model.decode_layout`), except with a base narrower than float32, where
 merging would round most of a small change away.
 """
@@ -16,11 +16,11 @@ from jaxft.core.types import Params
 from jaxft.models.config import LoraSpec
 
 LORA_NAMES = ("lora_a", "lora_b")
-"""Names of the two matrices of an adapter."""
+"""Names of the two adapter matrices."""
 
 
 def put_beside(params: Params) -> Params:
-    """One tree with each adapter beside its kernel; a tree that is not `{"base": ..., "adapter": ...}` as it is."""
+    """Put each adapter beside its kernel, in one tree; return a tree without `"base"` and `"adapter"` unchanged."""
     if BASE not in params:
         return params
     return unflatten_dict({**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])})
@@ -32,7 +32,7 @@ def has_adapters(layer: Params) -> bool:
 
 
 def merge_or_put_beside(lora: LoraSpec, params: Params) -> Params:
-    """The weights to decode with: merged kernels, or adapters in the dtype of a base narrower than float32."""
+    """Return the weights to decode with: merged kernels, or adapters in the dtype of a base narrower than float32."""
     dtype = compute_dtype(params[BASE])
     if jnp.dtype(dtype).itemsize >= jnp.dtype(jnp.float32).itemsize:
         return merge_lora(lora, params)
@@ -40,12 +40,12 @@ def merge_or_put_beside(lora: LoraSpec, params: Params) -> Params:
 
 
 def merge_lora(lora: LoraSpec, params: Params) -> Params:
-    """Parameters of the model without adapters whose kernels are `W + scale A B`."""
+    """Merge adapters: return the parameters of the model without adapters, with kernels `W + scale A B`."""
     flat, adapter = flatten_dict(params[BASE]), flatten_dict(params[ADAPTER])
     for path in [path for path in adapter if path[-1] == "lora_a"]:
         kernel = flat[(*path[:-1], "kernel")]
         wide = jnp.promote_types(kernel.dtype, jnp.float32)
         a, b = adapter[path].astype(wide), adapter[(*path[:-1], "lora_b")].astype(wide)
-        delta = jnp.matmul(a, b, precision="highest")  # once per version: exact also where products are not by default
+        delta = jnp.matmul(a, b, precision="highest")  # affordable once per policy version
         flat[(*path[:-1], "kernel")] = (kernel + lora.scale * delta).astype(kernel.dtype)
     return unflatten_dict(flat)

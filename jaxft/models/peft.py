@@ -1,4 +1,4 @@
-"""Adapters in PEFT's file format, in and out: `adapter_config.json` and `adapter_model.safetensors`.
+"""Import and export of adapters in PEFT's file format: `adapter_config.json` and `adapter_model.safetensors`.
 
 A file has two matrices per adapter and layer, `lora_A [r D]` and `lora_B [F r]`; our parameters stack the layers and
 transpose the matrices, `lora_a [L D r]` and `lora_b [L r F]`. `jaxft_base.json`, which PEFT ignores, holds the
@@ -47,7 +47,7 @@ PLAIN: dict[str, Any] = {
     "modules_to_save": None,
     "layers_to_transform": None,
 }
-"""Fields of `adapter_config.json` with one supported value: one rank in all layers, no biases, nothing else trained."""
+"""Fields of `adapter_config.json` with one supported value: one rank in all layers, no biases, no other modules."""
 
 UNSUPPORTED = (
     *PLAIN,
@@ -68,8 +68,8 @@ def save_adapter(
     """Write the adapters of a model, in one step, for `load_adapter` and for `PeftModel.from_pretrained`.
 
     Args:
-        folder: folder to make, with its parents; it may exist when empty.
-        base: path or hub id of the base; None writes the base into the folder's subfolder `base`.
+        folder: folder to create, with its parents; it may exist if empty.
+        base: path or hub id of the base; None writes the base into the subfolder `base`.
         tokenizer: an object with transformers' `save_pretrained`.
 
     Raises:
@@ -107,7 +107,7 @@ def save_adapter(
 
 
 def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
-    """Rank, scale and targets of the adapters in a folder.
+    """Read rank, scale and targets of the adapters in a folder.
 
     Raises:
         ModelFileError: the folder holds no adapters, or unsupported ones.
@@ -136,13 +136,13 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
 def load_adapter(
     folder: str | os.PathLike[str], config: DecoderConfig, base: Params, *, sharding: Sharding | None = None
 ) -> Params:
-    """The adapters in a folder as the `adapter` of `{"base": ..., "adapter": ...}`.
+    """Load the adapters in a folder, as the `adapter` of `{"base": ..., "adapter": ...}`.
 
     Args:
         folder: a folder in PEFT's format.
-        config: shape of the base.
+        config: config of the base.
         base: parameters of the base.
-        sharding: of `sharding_for`, to place the adapters on a mesh.
+        sharding: result of `sharding_for`, to place the adapters on a mesh; None for one device.
 
     Raises:
         ModelFileError: a file is absent or damaged, a layer has no adapter, or the adapters belong to another base.
@@ -179,7 +179,7 @@ def load_adapter(
 
 
 def base_fingerprint(base: Params) -> str:
-    """A SHA-256 of the first rows of every parameter, cast to bfloat16: equal for a base in any dtype."""
+    """Return a SHA-256 of the first rows of every parameter, cast to bfloat16, so that it is the same in any dtype."""
     digest = hashlib.sha256()
     flat = flatten_dict(base, sep="/")
     # The order of the first version, which the fingerprints of saved adapters follow.

@@ -1,1 +1,1 @@
-"""Everything a run writes to disk or shows: nothing else in jaxft opens a file for writing."""
+"""Output of a run: its directory, checkpoints, metrics and plots, and the console."""

@@ -1,11 +1,11 @@
-"""Checkpoints of one run, written by orbax in the background, each with a manifest that proves it complete.
+"""Checkpoints of one run, written by orbax in the background, each with a manifest to verify it.
 
     checkpoints/12/arrays/...       written by orbax, in the background
                    state/...        JSON
                    manifest.json    sha256 and size of every file, written last
 
-A step counts only if its manifest verifies: orbax alone would take an empty directory for the newest step, and would
-restore flipped bits. Earlier steps are removed only once the new one was read back and verified.
+Only a step whose manifest verifies is restored: orbax alone would accept an empty directory as the newest step, and
+flipped bits. Earlier steps are removed after the new one was read back and verified.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ FOLDER = "checkpoints"
 FORMAT_VERSION = 1
 """Version of state and arrays; a newer program restores every older version."""
 DAMAGED, OLD = ".damaged", ".old"
-"""Suffixes of step directories that were set aside, or are being removed."""
+"""Suffixes of step directories that are set aside, or being removed."""
 
 
 class Checkpoint(NamedTuple):
-    """A verified step, its JSON state, and the seconds that the run had taken by then."""
+    """A verified step: its number, its JSON state, and the seconds that the run had taken."""
 
     step: int
     state: dict[str, Any]
@@ -46,16 +46,16 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Saves and restores steps of one run; one save at a time runs in the background.
+    """Saves and restores steps of one run; at most one save runs in the background.
 
-    Call `save` and `arrays` while nothing changes the arrays; the other methods may be called from any thread.
+    Nothing may change the arrays during `save` and `arrays`; the other methods may be called from any thread.
 
     Attributes:
         saved_step: the newest step that this object has saved; None before the first.
     """
 
     def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, keep_best: bool = True) -> None:
-        """Keeps the newest `max_to_keep` steps and, with `keep_best`, also the step of the best score."""
+        """Keep the newest `max_to_keep` steps and, with `keep_best`, also the step of the best score."""
         self._directory = directory
         self.folder = directory.file(f"{FOLDER}/step").parent
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
@@ -72,15 +72,15 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:
-        """Numbers of all step directories, verified or not, ascending."""
+        """Return the numbers of all step directories, verified or not, ascending."""
         names = [entry.name for entry in self.folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def newest(self, log: Callable[[str], None]) -> Checkpoint | None:
-        """The newest step that verifies; None if no save was ever finished. Steps that do not verify are logged.
+        """Return the newest step that verifies; None if no save was ever finished. Steps that do not verify are logged.
 
         Raises:
-            RestoreError: finished steps are there but none verifies, or the newest is of a newer format.
+            RestoreError: finished steps exist but none verifies, or the newest has a newer format.
         """
         faults = []
         for step in reversed(self.steps()):
@@ -93,7 +93,7 @@ class Checkpoints:
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
                 return Checkpoint(step, self._state(step), manifest.get("seconds", 0.0))
-            except NewerFormatError as error:  # it is good: no older step may replace it
+            except NewerFormatError as error:  # it is not damaged, so no older step may replace it
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
                 is_unfinished = not (folder / MANIFEST).exists()
@@ -108,7 +108,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Rename the steps after one, which a run continued from there saves again; they are removed once it has."""
+        """Rename all steps after `after`; the run saves them again, and each renamed step is removed then."""
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{step}{DAMAGED}"
@@ -123,10 +123,10 @@ class Checkpoints:
         return self._manager.restore(step, args=args).state
 
     def arrays(self, checkpoint: Checkpoint, like: Any) -> Any:
-        """The arrays of a step, placed like those of the tree `like`, which are deleted first: both might not fit.
+        """Return the arrays of a step, placed like those of `like`, which are deleted first as both may not fit.
 
         Raises:
-            RestoreError: names, shapes or dtypes are not the same.
+            RestoreError: names, shapes or dtypes differ.
         """
         saved, old = checkpoint.state["layout"], _with_old_names(like)
         differences = _differences(saved, layout(like))
@@ -150,20 +150,21 @@ class Checkpoints:
     def save(
         self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
     ) -> None:
-        """Start to write a step, and return when the arrays may change again.
+        """Start to write a step in the background, and return when the arrays may change again.
 
         Args:
-            step: larger than all before; the step of the last save is not written again.
-            state: for JSON.
+            step: number of the step, larger than all before; the step of the last save is not written again.
+            state: plain values for JSON.
             arrays: a tree of arrays; it may be empty.
-            score: for `keep_best`.
-            seconds: the time that the run has taken; kept in the manifest, as state and arrays are equal in equal runs.
+            score: score of the step, for `keep_best`.
+            seconds: time that the run has taken. It is stored in the manifest, as state and arrays are equal in equal
+                runs.
 
         Raises:
-            CheckpointError, DiskFull: the save before failed.
+            CheckpointError, DiskFull: the previous save failed.
         """
         self.wait()
-        if step == self._begun:  # from a caller that was cancelled while it waited for this save
+        if step == self._begun:  # left by a caller that was cancelled while it waited for this save
             return
         place = self.folder / str(step)
         if os.path.lexists(place):  # orbax would remove a foreign file
@@ -218,7 +219,7 @@ class Checkpoints:
         self._manager = self._new_manager()
 
     def _drop_old(self, newest: int) -> None:
-        """Remove the finished steps that need not be kept; a step without a readable manifest stays."""
+        """Remove finished steps but the newest `max_to_keep`, the best, and those without a readable manifest."""
         scores = {}
         for step in reversed(self.steps()):
             with contextlib.suppress(ManifestError):
@@ -237,10 +238,10 @@ class Checkpoints:
                 shutil.rmtree(entry)
 
     def wait(self) -> None:
-        """Wait for the save in the background.
+        """Wait for the background save.
 
         Raises:
-            CheckpointError, DiskFull: it failed.
+            CheckpointError, DiskFull: the save failed.
         """
         if self._finishing is not None:
             self._finishing.join()
@@ -250,7 +251,7 @@ class Checkpoints:
             raise error
 
     def close(self) -> None:
-        """Wait for the save in the background, and close orbax's manager; only `wait` raises errors of that save."""
+        """Wait for the background save, whose errors only `wait` raises, and close orbax's manager."""
         if self._finishing is not None:
             self._finishing.join()
         self._manager.close()
@@ -261,7 +262,7 @@ def _is_no_orbax_error(record: logging.LogRecord) -> bool:
 
 
 def layout(arrays: Any) -> dict[str, str]:
-    """Dtype and shape of every array of a tree, by its path.
+    """Return dtype and shape of every array of a tree, by path.
 
     >>> import numpy as np
     >>> layout({"params": {"head": np.zeros((2, 3), np.float32)}, "ref": None})
@@ -275,7 +276,7 @@ def layout(arrays: Any) -> dict[str, str]:
 
 
 def _with_old_names(tree: Any) -> Any:
-    """The tree with the `embed`, `final_norm` and `lm_head` of decoders under `ends`, as in the first checkpoints."""
+    """Move the `embed`, `final_norm` and `lm_head` of decoders to `ends`, where the first checkpoints have them."""
 
     def is_new(node: Any) -> bool:
         return isinstance(node, dict) and node.keys() >= {"embed", "final_norm", "layers"}
@@ -290,7 +291,7 @@ def _with_old_names(tree: Any) -> Any:
 
 
 def _with_new_names(tree: Any) -> Any:
-    """The inverse of `_with_old_names`."""
+    """Invert `_with_old_names`."""
 
     def is_old(node: Any) -> bool:
         return isinstance(node, dict) and node.keys() == {"ends", "layers"}

@@ -1,4 +1,4 @@
-"""Console output of a run: a live line on a terminal, plain lines elsewhere, and all of it in the run's log file."""
+"""Console output of a run: a live line on a terminal, plain lines elsewhere, and a copy in the run's log file."""
 
 import contextlib
 import io
@@ -26,25 +26,24 @@ from jaxft.redaction import redacted
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
 _MAX_UNWRITTEN = 1000
-"""Number of entries kept in memory until there is a log file for them."""
+"""Number of entries buffered in memory until the log file is opened."""
 
 
 class Console:
-    """Shows a run to the person who started it.
+    """Prints the progress of a run.
 
-    Finished epochs, messages, episodes and log records are lines that stay, the same on a terminal and anywhere else (a
-    file, a pipe, a log collector), flushed at once. The present activity (`status`, `compiling`) is a live line below
-    them on a terminal; elsewhere it is printed whenever nothing else was for a minute. All methods may be called from
-    any thread.
+    Finished epochs, messages, episodes and log records are permanent lines, flushed at once and the same on a terminal
+    as in a file or pipe. The current activity (`status`, `compiling`) is a live line below them on a terminal;
+    elsewhere it is printed after a minute without another line. All methods may be called from any thread.
 
     Attributes:
-        mask: masks the secrets of the run, also in threads, whose context does not know them.
+        mask: masks the secrets of the run, also in threads, whose context does not contain them.
     """
 
     def __init__(self, stream: io.TextIOBase | None = None, *, seconds_between_signs: float = 60.0) -> None:
-        """Prints to `stream`, by default standard output.
+        """Print to `stream`, by default standard output.
 
-        If that is no terminal, the status is printed after `seconds_between_signs` without another line.
+        If the stream is not a terminal, the status is printed after `seconds_between_signs` without another line.
         """
         self.mask: Callable[[str], str] = redacted
         self._stream = cast(TextIO, sys.stdout if stream is None else stream)
@@ -71,7 +70,7 @@ class Console:
         self._records.setFormatter(self._formatter)
 
     def start(self, total_epochs: int, done: int = 0) -> None:
-        """Adds a progress bar for `total_epochs` epochs, `done` of them finished, to the live line."""
+        """Add a progress bar for `total_epochs` epochs, `done` of them finished, to the live line."""
         self._done, self._total_epochs = done, total_epochs
         self._progress = Progress(
             BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._rich
@@ -80,10 +79,10 @@ class Console:
         self.status("")
 
     def status(self, text: str | Callable[[], str]) -> None:
-        """Shows the present activity until the next status.
+        """Show the current activity until the next status.
 
         Args:
-            text: a few words; or a function that returns them, called several times a second from another thread.
+            text: a few words, or a function that returns them and is called several times a second from another thread.
         """
         self._status = text if callable(text) else lambda: text
         self._status_began = time.perf_counter()
@@ -101,15 +100,15 @@ class Console:
                 self._signs.start()
 
     def compiling(self, program: str | None) -> None:
-        """Shows beside the status that a program is being compiled; None ends that."""
+        """Show beside the status that a program is being compiled; None ends that."""
         self._compiling, self._compiling_began = program, time.perf_counter()
 
     def epoch(self, done: int, metrics: Mapping[str, float | str]) -> None:
-        """Shows a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
+        """Show a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
 
         Args:
             done: number of finished epochs, this one included.
-            metrics: shown in this order as name and value, floats with four digits; `seconds` is shown as `3.1 s`.
+            metrics: values to show in this order, floats with four digits; `seconds` is shown as `3.1 s`.
         """
         self._done = done
         if self._progress is not None:
@@ -119,15 +118,15 @@ class Console:
         )
 
     def message(self, text: str) -> None:
-        """Shows a text of one or more lines."""
+        """Show a text of one or more lines."""
         self._print(printable(text))
 
     def episode(self, title: str, messages: Sequence[Mapping[str, str]]) -> None:
-        """Shows a sample episode: the title, then each message's role and content.
+        """Show a sample episode: the title, then each message's role and content.
 
         Args:
             title: one line.
-            messages: with `role` and `content`. Nothing in the content is taken for markup; control characters are
+            messages: messages with `role` and `content`. Content is not parsed as markup; control characters are
                 escaped.
         """
         self._print(f"--- {printable(title)}", style="bold")
@@ -137,12 +136,12 @@ class Console:
             self._print("\n".join(f"    {line}" for line in content.split("\n")))
 
     def table(self, values: Mapping[str, object]) -> None:
-        """Shows names and values in two columns, floats with four digits."""
+        """Show names and values in two columns, floats with four digits."""
         width = max(map(len, values), default=0)
         self.message("\n".join(f"{name:<{width}}  {_shown(value)}" for name, value in values.items()))
 
     def log(self, record: logging.LogRecord) -> None:
-        """Shows a log record: level, logger and message, and on a terminal also the time."""
+        """Show a log record: level, logger and message, and on a terminal also the time."""
         text = f"{record.levelname} {self._formatter.format(record)}"
         with self._lock:
             self._has_printed = True
@@ -153,23 +152,23 @@ class Console:
             self._keep(text)
 
     def keep(self, path: Path) -> None:
-        """Writes all lines, those shown already included, to the end of a file, each with its time.
+        """Append all lines, including those already shown, to a log file, each with its time.
 
-        The file is for people: if the disk has no room for it, the run continues without it.
+        The file is for people: if the disk is full, the run continues without it.
         """
         with self._lock, contextlib.suppress(OSError):
             self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            # When these were shown, the secrets were not known yet.
+            # The secrets were not known yet when these lines were shown.
             self._file.writelines(self.mask(redacted(entry)) for entry in self._unwritten)
             self._unwritten.clear()
 
     def note(self, text: str) -> None:
-        """Adds a text to the log file only."""
+        """Add a text to the log file only."""
         with self._lock:
             self._keep(self._safe(text, is_printable=True))
 
     def close(self) -> None:
-        """Ends the live line, without which the cursor stays hidden, and the log file. Lines may still be shown."""
+        """End the live line, which shows the cursor again, and close the log file. Lines may still be shown."""
         with self._lock:
             live, self._live = self._live, None
             signs, self._signs = self._signs, None
@@ -186,7 +185,7 @@ class Console:
         self.mask = redacted
 
     def _line(self) -> str:
-        """Epochs, status and compilation in one line; empty if there are none."""
+        """Return epochs, status and compilation in one line; empty if there are none."""
         parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
         program = self._compiling
         for text, began in (
@@ -231,9 +230,9 @@ class Console:
             self._file.write(dated)
 
     def _safe(self, text: str, *, is_printable: bool = False) -> str:
-        """The text with secrets masked and with escapes for characters that steer a terminal or that it cannot show."""
+        """Mask secrets in a text, and escape characters that steer the terminal or that it cannot show."""
         text = self.mask(redacted(text if is_printable else printable(text)))
-        # A reply may hold characters that the terminal's encoding lacks: that must not end the run.
+        # Characters of a reply that the terminal's encoding lacks must not end the run.
         return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
 
 
@@ -254,7 +253,7 @@ class LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows one record; one that cannot be formatted is reported as the standard library's handlers do."""
+        """Show one record; a record that cannot be formatted is reported as by the standard library's handlers."""
         try:
             self._console.log(record)
         except Exception:  # of the arguments of a user's log call
@@ -266,7 +265,7 @@ _of_program: ContextVar[Console | None] = ContextVar("jaxft_console", default=No
 
 @contextlib.contextmanager
 def program_console() -> Iterator[Console]:
-    """The console of a program inside the block; it is closed at its end."""
+    """Yield the console of a program, and close it at the end of the block."""
     console = Console()
     token = _of_program.set(console)
     try:
@@ -277,12 +276,12 @@ def program_console() -> Iterator[Console]:
 
 
 def current_console() -> Console:
-    """The console of the running program; a new one if there is none."""
+    """Return the console of the running program; a new one if there is none."""
     return _of_program.get() or Console()
 
 
 def printable(text: str) -> str:
-    r"""`text` with every character that steers a terminal, or misleads its reader, in escaped form.
+    r"""Escape every character of a text that steers a terminal or misleads its reader.
 
     Line feeds and tabs stay.
 

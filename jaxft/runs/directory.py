@@ -1,4 +1,4 @@
-"""The directory of one run: one writer at a time, whole files or none, and no way out of it."""
+"""The run directory: one process writes to it at a time, files are replaced in one step, and no path leads outside."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non
 METRICS_FILE = "training_metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
 RESUMES_FILE = "resumes.jsonl"
-"""Log with a line for each resume of the run."""
+"""Log with one line per resume of the run."""
 LOG_FILE = "run.log"
 """Log of the console output and of `logging`."""
 NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
-"""Names whose growing files a checkpoint does not measure, so that a resume never cuts them."""
+"""Logs whose size a checkpoint does not record, so that a resume never truncates them."""
 
 # All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
@@ -48,22 +48,22 @@ RUN_FILES = (
 LOCK_FILE = "LOCK"
 HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also marks a directory that a run made
 
-# Where the files of an earlier run stay until the run that overwrites it has a checkpoint. Each change from one name to
-# the next is one rename, so that a process may be killed at any moment:
+# Folders with the files of an earlier run, until the run that overwrites it has a checkpoint. Each change from one name
+# to the next is one rename, so that a process may be killed at any moment:
 ASIDE = ".earlier_run"  # the earlier run; the directory itself holds the new one
 MOVING = ".earlier_run.moving"  # a part of the earlier run; the directory itself holds the rest
 REMOVED = ".earlier_run.removed"  # about to be deleted
 
 
 def holds_run(path: Path) -> bool:
-    """True if a folder holds files for which a new run is refused."""
+    """Return True if a folder holds files because of which a new run is refused."""
     return bool(_run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
 
 
 def is_run(path: Path) -> bool:
-    """True if a folder holds a product of training: a finished checkpoint, a row of metrics, a result or a model.
+    """Return True if a folder has results of training: a finished checkpoint, a row of metrics, a result or a model.
 
-    A failed start leaves none of these, and may be repeated without `overwrite`.
+    A failed start leaves none of these, so it may be repeated without `overwrite`.
     """
     return _has_rows(path) or _is_saved(path)
 
@@ -74,7 +74,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _is_saved(path: Path) -> bool:
-    """True if a run may replace an earlier one for good: it is saved or, without checkpoints, has a row of metrics."""
+    """Return True if a run may replace an earlier one: it has a checkpoint, result or model, or metrics without any."""
     return (
         any(os.path.lexists(path / name) for name in ("result.json", "model"))
         or any(path.glob(f"checkpoints/*/{MANIFEST}"))
@@ -83,13 +83,13 @@ def _is_saved(path: Path) -> bool:
 
 
 def bring_back_earlier_run(path: Path) -> bool:
-    """Bring back an earlier run that was set aside by a process killed before its own first checkpoint.
+    """Restore an earlier run that was set aside by a process killed before its own first checkpoint.
 
     Returns:
-        True if there was one; everything else in the directory stays as it is.
+        True if there was one; everything else in the directory stays unchanged.
 
     Raises:
-        RunDirectoryError: another process holds the directory.
+        RunDirectoryError: another process has locked the directory.
     """
     if not any((path / name).is_dir() for name in (ASIDE, MOVING, REMOVED)):
         return False
@@ -102,13 +102,13 @@ def _run_files(path: Path) -> list[str]:
 
 
 class RunDirectory:
-    """A directory that only this process writes to, until `close` or the end of the process.
+    """The directory of a run, locked for this process until `close` or the end of the process.
 
-    Made by `create` or `open`. All methods may be called from any thread.
+    `create` and `open` make it. All methods may be called from any thread.
 
     Attributes:
         path: the directory, absolute, symbolic links resolved.
-        came_back: True if an earlier run that was set aside is here again.
+        came_back: True if an earlier run that was set aside has been restored.
     """
 
     def __init__(self, path: Path, lock: FileLock) -> None:
@@ -120,18 +120,18 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> "RunDirectory":
-        """Lock a directory for a new run; it and its parents are made if missing.
+        """Lock a directory for a new run; create it and its parents if missing.
 
         The files of an earlier run (`RUN_FILES`) stay until the first write, which sets them aside. `commit` removes
-        them once the new run has a checkpoint. If the directory is closed before that, they come back; after a kill,
-        when it is next created or opened.
+        them once the new run has a checkpoint. If the directory is closed before that, they are restored; after a kill,
+        the next `create` or `open` restores them.
 
         Args:
-            path: the directory. Files of other origin in it stay as they are.
-            overwrite: replace an earlier run instead of refusing. The remains of a failed start are no run.
+            path: the directory. Other files in it stay unchanged.
+            overwrite: replace an earlier run instead of refusing. The remains of a failed start are not a run.
 
         Raises:
-            RunDirectoryError: not writable, held by another process, or it holds a run already.
+            RunDirectoryError: the directory is not writable, is locked by another process, or holds a run.
         """
         directory = cls._locked(Path(path), make=True)
         try:
@@ -150,11 +150,12 @@ class RunDirectory:
 
         Args:
             path: the directory.
-            begun_by: a file that every run writes first; a directory that holds other files but not this one was left
-                half removed.
+            begun_by: a file that every run writes first; a directory with files of a run but without this one is
+                partly removed.
 
         Raises:
-            RunDirectoryError: no run is there, or half of one, not writable, or held by another process.
+            RunDirectoryError: the directory holds no run or part of one, is not writable, or is locked by another
+                process.
         """
         if not (Path(path) / HOLDER_FILE).is_file():
             raise RunDirectoryError(f"no run to continue in '{path}': create it, or give the directory of a run")
@@ -175,7 +176,7 @@ class RunDirectory:
 
     @classmethod
     def _locked(cls, path: Path, *, make: bool) -> "RunDirectory":
-        # One lock object for all threads: another thread than the one that made a run may close it.
+        # The lock object is not thread-local, as a run may be closed in another thread than it was opened in.
         lock = FileLock(path / LOCK_FILE, timeout=0, thread_local=False)
         try:
             with disk_errors(path):
@@ -189,8 +190,7 @@ class RunDirectory:
         except (OSError, NotImplementedError, ValueError) as error:  # ValueError: NUL, a lone surrogate
             if (path / LOCK_FILE).is_symlink():  # opening it with O_NOFOLLOW fails
                 raise RunDirectoryError(
-                    f"'{path / LOCK_FILE}' is a symbolic link, and the lock of a run is never taken through one: "
-                    "remove that link"
+                    f"'{path / LOCK_FILE}' is a symbolic link, through which no run is locked: remove that link"
                 ) from error
             raise RunDirectoryError(
                 f"run directory {str(path)!r} cannot be written ({error}): choose one where files can be made and "
@@ -199,7 +199,7 @@ class RunDirectory:
         return cls(path.resolve(), lock)
 
     def _replaceable(self, overwrite: bool) -> list[str]:
-        """Names of the files here, of a run or of a failed start; raise unless they may be replaced."""
+        """Return the names of the files of a run or of a failed start; raise unless they may be replaced."""
         present = _run_files(self.path)
         if not holds_run(self.path):
             return present
@@ -241,7 +241,7 @@ class RunDirectory:
         sync_folder(self.path)
 
     def _recover(self) -> None:
-        """Finish an interrupted overwrite: remove the earlier run if the new one is saved, else bring it back."""
+        """Finish an interrupted overwrite: remove the earlier run if the new one is saved, else restore it."""
         aside, moving, removed = (self.path / name for name in (ASIDE, MOVING, REMOVED))
         if aside.is_dir() and _is_saved(self.path):
             self._remove_earlier()
@@ -279,13 +279,13 @@ class RunDirectory:
             ) from error
 
     def file(self, name: str) -> Path:
-        """The absolute path of a file of this run; missing parent folders are made.
+        """Return the absolute path of a file of this run; missing parent folders are created.
 
         Args:
-            name: relative to the run directory. Names made from foreign text go through `safe_name` first.
+            name: path relative to the run directory. Pass names made from user text through `safe_name` first.
 
         Raises:
-            ValueError: an absolute or empty name, one with `..`, or one that no file can have.
+            ValueError: the name is absolute, empty, contains `..`, or is invalid on the file system.
             RunDirectoryError: a symbolic link leads out of the directory.
             DiskFull: there is no room for the folders.
         """
@@ -304,7 +304,7 @@ class RunDirectory:
     def _resolve(self, name: str) -> Path:
         wrong = f"{name!r} is not the name of a file under '{self.path}'"
         try:
-            # Not `Path.resolve`: what it does with links that lead to themselves depends on the version of Python.
+            # Not `Path.resolve`, which treats links to themselves differently in different versions of Python.
             path = Path(os.path.realpath(self.path / name))
             links = [each for each in (path, *path.parents) if each.is_symlink()]
         except ValueError as error:  # NUL, a lone surrogate
@@ -325,10 +325,10 @@ class RunDirectory:
             yield
 
     def write_bytes(self, name: str, content: bytes) -> Path:
-        """Replace a file in one step and return its path: a reader, or a crash, sees the old content or the new.
+        """Replace a file atomically and return its path: after a crash it has the old content or the new.
 
         Raises:
-            DiskFull: there is no room for it; the old file stays.
+            DiskFull: there is no room for the file; the old one stays.
         """
         path = self.file(name)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -346,11 +346,11 @@ class RunDirectory:
         return path
 
     def write_text(self, name: str, text: str) -> Path:
-        """Replace a file by text in UTF-8, with its line ends as they are."""
+        """Replace a file by text in UTF-8; line ends are not converted."""
         return self.write_bytes(name, text.encode())
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Replace a JSON file in one step, indented by 2, keys in the order given.
+        """Replace a JSON file atomically, indented by 2, keys in the given order.
 
         Raises:
             ValueError: JSON cannot hold a value, such as NaN; the old file stays.
@@ -364,7 +364,7 @@ class RunDirectory:
         return self.write_bytes(name, content)
 
     def read_json(self, name: str) -> Any:
-        """The content of a JSON file of this run.
+        """Read a JSON file of this run.
 
         Raises:
             FileNotFoundError: no such file.
@@ -377,15 +377,15 @@ class RunDirectory:
             raise ValueError(f"'{path}' is not JSON ({error}): restore it, or remove it") from error
 
     def append_jsonl(self, name: str, row: Mapping[str, Any]) -> Path:
-        """Append one line and flush it, so that the file can be followed while the run goes on.
+        """Append one line and flush it, so that the file can be followed during the run.
 
-        JSON has no NaN and no infinity. Such a value is written as null and kept as text under `non_finite`:
+        JSON has no NaN and no infinity. Such a value is written as null, and as text under `non_finite`:
         `{"loss": nan}` becomes `{"loss": null, "non_finite": {"loss": "nan"}}`; inside a list or an inner mapping the
         key is a path, as in `losses.0`.
 
         Raises:
-            ValueError: JSON cannot hold a value, or the row has a key `non_finite` of its own.
-            DiskFull: there is no room for the line; no part of it is left.
+            ValueError: JSON cannot hold a value, or the row already has a key `non_finite`.
+            DiskFull: there is no room for the line; nothing of it is written.
         """
         try:
             line = json_bytes(with_non_finite_named(row))
@@ -397,7 +397,7 @@ class RunDirectory:
         return path
 
     def holds(self, name: str) -> bool:
-        """True if the run has a file or folder of this name."""
+        """Return True if the run has a file or folder of this name."""
         return os.path.lexists(self.path / name)
 
     def log_sizes(self, *, lines: bool = False) -> dict[str, int]:
@@ -417,10 +417,10 @@ class RunDirectory:
         return sizes
 
     def cut_logs(self, sizes: Mapping[str, int]) -> list[str]:
-        """Cut every log back to its size in `sizes`, and remove the logs that are not in it.
+        """Truncate every log to its size in `sizes`, and remove the logs that are not in it.
 
         Returns:
-            A warning for each log that is shorter than it was.
+            A warning for each log that is shorter than its size in `sizes`.
         """
         present = {path.relative_to(self.path).as_posix(): path for path in self._logs()}
         found = {name: path.stat().st_size for name, path in present.items()}
@@ -439,14 +439,14 @@ class RunDirectory:
         ]
 
     def _logs(self) -> list[Path]:
-        """Files that grow line by line: those that a checkpoint measures and a resume cuts."""
+        """Return the files that grow line by line, which a resume truncates to their size at the checkpoint."""
         names = [name for name in RUN_FILES if name not in NO_LOGS and not (self.path / name).is_symlink()]
         places = [self.path / name for name in names]  # files of other origin are not ours
         found = [path for place in places for path in (place, *place.rglob("*")) if path.suffix == ".jsonl"]
         return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files and folders of this run; of a symbolic link only the link."""
+        """Remove files and folders of this run; symbolic links are removed, not followed."""
         with self._writable():
             self._remove(names)
 
@@ -459,9 +459,9 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the lock; a second call does nothing, and a later write is an error.
+        """Release the lock; a second call does nothing, and a later write raises an error.
 
-        An earlier run that is still set aside comes back, unless this one is saved.
+        An earlier run that is still set aside is restored, unless this one is saved.
         """
         with self._writing:
             if self._lock.is_locked:
@@ -478,7 +478,7 @@ class RunDirectory:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a whole line or nothing. Unbuffered, as a buffer would write the rest of a failed line when closed."""
+    """Append a whole line or nothing; unbuffered, as a buffer would write the rest of a failed line when closed."""
     with path.open("ab", buffering=0) as stream:
         length = stream.seek(0, os.SEEK_END)
         try:

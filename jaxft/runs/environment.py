@@ -1,4 +1,4 @@
-"""The environment of a run: versions, machine, command line and commit, without the secrets among them."""
+"""The environment of a run: versions, machine, command line and commit, with secrets masked."""
 
 import os
 import platform
@@ -19,11 +19,11 @@ _SECRET_PARAMETER = re.compile(r"(?i)(^|[._-])(key|sig|signature|auth|pwd|passwd
 _URL = re.compile(r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*)://(?:(?P<login>[^\s/?#]*)@)?(?P<rest>[^\s\"'<>]*)")
 _PARAMETER = re.compile(r"[?&#;](?P<name>[^=&#;]*)=(?P<value>[^&#;]*)")
 _SHORTEST_TOKEN = 20
-"""Least length in characters of a login without password that counts as a token, not as the name of a user."""
+"""Minimum number of characters of a login without password that counts as a token, not as a user name."""
 
 
 def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> dict[str, Any]:
-    """The content of `environment.json`: plain values, found without an import.
+    """Return the content of `environment.json`: plain values, found without importing the packages.
 
     Args:
         devices: descriptions of the devices, passed in because asking jax would start it.
@@ -47,7 +47,7 @@ def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> di
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a value of this name is a secret.
+    """Return True if a value of this name is a secret.
 
     >>> [is_secret_name(name) for name in ("OPENAI_API_KEY", "authorization", "max_tokens", "tokenizer")]
     [True, True, False, False]
@@ -56,10 +56,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in_urls(text: str) -> set[str]:
-    """The passwords, tokens and keys in the URLs of a text, each alone and with the text before it in the URL.
+    """Return the passwords, tokens and keys in the URLs of a text, each alone and with the text before it in the URL.
 
-    With that text, a short secret too is long enough to be masked. A login without a password counts as a token over
-    http only, and is returned alone only if it is too long for a name.
+    With that text, even a short secret is long enough to be masked. A login without a password counts as a token only
+    over http, and is returned alone only if it is too long for a name.
 
     >>> sorted(secrets_in_urls("see https://me:pw@host/x?page=2&api_key=k7"))
     ['&api_key=k7', 'https://me:pw@', 'k7', 'pw']
@@ -81,13 +81,13 @@ def secrets_in_urls(text: str) -> set[str]:
 
 
 def secrets_of_environment() -> set[str]:
-    """Values of the environment variables named like secrets, and secrets in the URLs of the others."""
+    """Return the values of environment variables named like secrets, and the secrets in URLs of all others."""
     named = {value for name, value in os.environ.items() if is_secret_name(name)}
     return named.union(*map(secrets_in_urls, os.environ.values()))
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `***` for the values of options named like secrets, and for secrets in URLs.
+    """Replace the values of options named like secrets, and secrets in URLs, by `***` in command-line arguments.
 
     >>> masked_command(["--set", "llms.judge.api_key=sk-1", "-o", "llms.judge.token", "t", "--set", "a.tokens=3"])
     ['--set', 'llms.judge.api_key=***', '-o', 'llms.judge.token', '***', '--set', 'a.tokens=3']
@@ -109,14 +109,14 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
 
 
 def script() -> Path | None:
-    """The script of this process; None for the command line of jaxft and for an interactive session."""
+    """Return the script of this process; None for the command line of jaxft and for an interactive session."""
     path = Path(sys.argv[0]).resolve()
     is_own = path.is_relative_to(Path(__file__).parents[1])
     return path if path.suffix == ".py" and path.is_file() and not is_own else None
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package; None for one that is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

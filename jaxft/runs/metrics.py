@@ -1,4 +1,4 @@
-"""The metrics of a run, one row per epoch; timings go to a file of their own, so that metrics are reproducible."""
+"""The metrics of a run, one row per epoch; timings are in a separate file, so that the metrics are reproducible."""
 
 import os
 import socket
@@ -19,11 +19,11 @@ FILE_VERSION = "brain.Event:2"
 class MetricsLog:
     """Writes each epoch to `training_metrics.jsonl`, `timings.jsonl` and TensorBoard, under the same epoch number.
 
-    Epochs count from 0. Two equal runs write equal bytes of metrics; every measured time goes to the timings.
+    Epochs count from 0. Equal runs write equal metrics, byte for byte; measured times are in the timings only.
     """
 
     def __init__(self, directory: RunDirectory, *, first_epoch: int = 0) -> None:
-        """A continued run logs from `first_epoch` on; TensorBoard hides what earlier writers logged from there on."""
+        """Log from `first_epoch` on; TensorBoard hides these epochs in the files of earlier writers."""
         self._directory = directory
         self._tensorboard = EventFile(directory, first_step=first_epoch)
 
@@ -33,12 +33,12 @@ class MetricsLog:
         metrics: Mapping[str, float | int | str],
         timings: Mapping[str, float | int | str],
     ) -> None:
-        """Writes one epoch.
+        """Write one epoch.
 
         Args:
-            epoch: the first key of both rows and the step axis of TensorBoard.
-            metrics: values that an equal run repeats. Slashes in names group them in TensorBoard. NaN and infinities
-                are written as `RunDirectory.append_jsonl` says.
+            epoch: number of the epoch: the first key of both rows, and the step in TensorBoard.
+            metrics: values that are equal in equal runs. Slashes in names group them in TensorBoard. NaN and infinities
+                are written as in `RunDirectory.append_jsonl`.
             timings: seconds, rates and other values that depend on the clock.
 
         Raises:
@@ -62,10 +62,10 @@ class EventFile:
     """A TensorBoard file of scalars and texts, open from `__init__` to `close`."""
 
     def __init__(self, directory: RunDirectory, *, first_step: int = 0) -> None:
-        """Begin a file; TensorBoard then hides `first_step` and later of the earlier files in the folder.
+        """Begin a file; TensorBoard then hides steps from `first_step` on in the earlier files of the folder.
 
         Raises:
-            DiskFull: there is no room for it.
+            DiskFull: there is no room for the file.
         """
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._path = directory.file(f"{TENSORBOARD_FOLDER}/{name}")
@@ -76,14 +76,14 @@ class EventFile:
             self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Write the metrics of one step through to the disk.
+        """Write the metrics of one step, and flush them to the disk.
 
         Raises:
             DiskFull: there is no room for them.
         """
         for name, value in metrics.items():
             if isinstance(value, str):
-                # A lone surrogate has no UTF-8 and could not be read again.
+                # A lone surrogate has no UTF-8 encoding and could not be read back.
                 name, value = (each.encode("utf-8", "backslashreplace").decode() for each in (name, value))
                 self._write(step=step, summary=text(name, value))
             else:

@@ -1,4 +1,4 @@
-"""The reward plot of a run: training and validation rewards per epoch, and the share the curriculum selects."""
+"""The reward plot of a run: training and validation rewards per epoch, and the fraction that the curriculum selects."""
 
 import io
 import math
@@ -26,7 +26,7 @@ def plot_rewards(
     rewards, the validation reward and, on a second axis, the percentage of groups that the curriculum selects.
 
     Args:
-        directory: the run; its name becomes the title.
+        directory: the run directory; its name becomes the title.
         reward_history: a row per epoch with `epoch`, which counts from 0, `reward_mean`, `group_reward_q25` and
             `group_reward_q75`. A reward that is missing, None or not finite leaves a gap. With a curriculum also
             `reward_mean_chosen`, over the groups that were trained, and `curriculum_percentile`.
@@ -43,7 +43,7 @@ def plot_rewards(
     axes.margins(x=0.02, y=0.06)
 
     if len(epochs) == 1:
-        # A band of one epoch has no width, so it becomes a bar.
+        # A band over one epoch has no width, so it is drawn as a bar.
         axes.vlines(epochs, lows, highs, color="tab:blue", alpha=0.4, linewidth=4, label=BAND)
         axes.plot(epochs, means, color="tab:blue", marker="o", linestyle="", label="mean")
     elif epochs:
@@ -96,7 +96,7 @@ def plot_rewards(
 
 
 def moving_average_window(epochs: int) -> int:
-    """Number of epochs that the moving average covers: a tenth of the run, at least 3, at most 25.
+    """Return the number of epochs that the moving average covers: a tenth of the run, at least 3, at most 25.
 
     >>> [moving_average_window(epochs) for epochs in (2, 20, 100, 500)]
     [3, 3, 10, 25]
@@ -105,7 +105,7 @@ def moving_average_window(epochs: int) -> int:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the `window - 1` values before it; NaN values are left out.
+    """Return the mean of each value and the `window - 1` values before it; NaN values are left out.
 
     >>> moving_average([0.0, 1.0, 2.0, float("nan"), 4.0], 2)
     [0.0, 0.5, 1.5, 2.0, 4.0]

@@ -108,7 +108,7 @@ def test_all_faults_are_reported_at_once(toy_run, tmp_path):
     [
         ("workflow.llm", "nobody", "workflow.llm: 'nobody' is not in 'llms'; there: policy"),
         ("finetuning.reward_function.name", "matsch", "finetuning.reward_function.name: 'matsch' is not in 'eval.eval"),
-        ("finetuning.trajectory_builder", "null", "finetuning: enabled, but nothing is chosen for trajectory_builder"),
+        ("finetuning.trajectory_builder", "null", "finetuning: enabled, but without trajectory_builder"),
         ("finetuning.seed", "4294967296", "finetuning.seed: must be less than 4294967296"),
         ("finetuning.num_epochs", "true", "finetuning.num_epochs: must be a number (holds a bool)"),
         ("finetuning.curriculum_learning.random_subsample", "0", "finetuning.curriculum_learning.random_subsample: "),
