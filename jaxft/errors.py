@@ -12,19 +12,19 @@ from jaxft.redaction import redacted
 
 
 class JaxftError(Exception):
-    """Base of all errors with one clear message; a command that ends with one exits with its `exit_code`.
+    """Base of all errors for users; a command that ends with one shows its message and exits with its `exit_code`.
 
-    1: something broke, 2: bad configuration or input, 3: nothing to learn from.
+    The codes are 1 for a failure, 2 for bad configuration or input, and 3 for nothing to learn from.
     """
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(JaxftError, ValueError):
-    """The configuration cannot be used; the message lists every fault.
+    """The configuration is invalid; the message lists every error.
 
     Attributes:
-        faults: one line each, which begins with the dotted path or with file:line.
+        faults: one line per error, which begins with the dotted path or with file:line.
     """
 
     exit_code = 2
@@ -39,7 +39,7 @@ class ConfigError(JaxftError, ValueError):
 
 
 class DatasetError(JaxftError, ValueError):
-    """A dataset cannot be used; the message begins with file:line where there is one."""
+    """A dataset is invalid; the message begins with file:line where there is one."""
 
     exit_code = 2
 
@@ -57,7 +57,7 @@ class ManifestError(JaxftError, ValueError):
 
 
 class NewerFormatError(ManifestError):
-    """A folder was written by a newer version of jaxft; nothing is wrong with it."""
+    """A folder was written by a newer version of jaxft; it is not damaged."""
 
 
 class RunDirectoryError(JaxftError, ValueError):
@@ -80,7 +80,7 @@ class DiskFull(JaxftError, RuntimeError):
     """A file could not be written for lack of space; the message names it, the free bytes and the way out.
 
     Attributes:
-        then: the next step once there is space: the end of the message, filled in by the open run.
+        then: the next step once there is space, which the open run adds to the message.
     """
 
     def __init__(self, path: Path, reason: str, free_bytes: int) -> None:
@@ -119,7 +119,7 @@ class TrajectoryError(JaxftError, ValueError):
 
 
 class NothingToTrain(TrajectoryError):
-    """No token of a collection can be trained; other collections may still teach something."""
+    """No token of a collection can be trained; later collections may have some."""
 
     exit_code = 3
 
@@ -131,7 +131,7 @@ class NoLearningSignal(JaxftError, RuntimeError):
 
 
 class TooManyFailures(JaxftError, RuntimeError):
-    """Too many episodes failed for the rest to be trusted."""
+    """More episodes failed than the configuration allows, or all of them."""
 
     exit_code = 3
 
@@ -155,11 +155,11 @@ class PromptTooLongError(RequestError):
 
 
 class NonFiniteError(JaxftError, FloatingPointError):
-    """A sampled token has a log-probability that is not finite, so the parameters are not to be trusted."""
+    """A sampled token has a non-finite log-probability, as of broken parameters."""
 
 
 class PolicyError(JaxftError, RuntimeError):
-    """The policy cannot go on."""
+    """The policy can do no further work."""
 
 
 class PolicyLostError(PolicyError):
@@ -171,11 +171,11 @@ class DeviceMemoryError(PolicyError):
 
 
 class DeviceThreadError(PolicyError):
-    """The device thread takes no more work, or was stopped in the middle of it."""
+    """The device thread accepts no more work, or ended during it."""
 
 
 class ErrorWithSecrets(JaxftError, RuntimeError):
-    """Stands for an error whose message or traceback held a secret; its message is that traceback, redacted."""
+    """Replaces an error whose message or traceback contained a secret; its message is that traceback, redacted."""
 
 
 class UserCodeError(JaxftError):
@@ -222,7 +222,7 @@ def without_secrets() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an exception, secrets masked, on one line.
+    """Return type and message of an exception, secrets masked, on one line.
 
     >>> one_line(ValueError("a\\nb"))
     'ValueError: a b'
@@ -235,7 +235,7 @@ def one_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str], *, what: str) -> str:
-    """The end of a message about an unknown name: the closest known name, or all of them under the word `what`.
+    """Return the end of a message about an unknown name: the closest known name, or all of them under the word `what`.
 
     >>> did_you_mean("num_epoch", ["seed", "num_epochs"], what="fields")
     "; did you mean 'num_epochs'?"

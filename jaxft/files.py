@@ -1,4 +1,4 @@
-"""Files that survive a crash: JSON, safe names, full disks, and manifests that prove a folder complete."""
+"""Crash-safe files: JSON, safe file names, full-disk errors, and manifests to verify folders."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ class disk_errors(contextlib.AbstractContextManager[None]):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """The operating system's words for a full disk; None for other errors, and for one that is a `DiskFull` already."""
+    """Return the operating system's words for a full disk; None for any other error, and for a `DiskFull`."""
     while error is not None and not isinstance(error, DiskFull):
         for number in FULL:
             words = os.strerror(number)
@@ -58,18 +58,18 @@ def _free_bytes(path: Path) -> int:
 
 
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
-    """A value as JSON in UTF-8, with a line feed at its end and its secrets masked.
+    """Return a value as JSON in UTF-8, with secrets masked and a final line feed.
 
     Raises:
-        TypeError, ValueError: JSON cannot hold it, as with NaN and infinities.
+        TypeError, ValueError: JSON cannot hold the value, such as NaN and infinities.
     """
     text = json.dumps(redacted_values(value), indent=indent, allow_nan=False, ensure_ascii=False)
-    # A lone surrogate has no UTF-8; JSON itself would write its backslash form.
+    # A lone surrogate has no UTF-8 encoding; it is written in the backslash form of JSON.
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def with_non_finite_named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with None for every NaN and infinity; `non_finite` holds what each was, by its path.
+    """Replace every NaN and infinity of a row by None, and record them by path under `non_finite`.
 
     >>> with_non_finite_named({"loss": float("nan"), "losses": [1.0, float("inf")]})
     {'loss': None, 'losses': [1.0, None], 'non_finite': {'loss': 'nan', 'losses.1': 'inf'}}
@@ -85,7 +85,7 @@ def with_non_finite_named(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """`value` with None for every NaN and infinity, each recorded in `found` under its path."""
+    """Replace every NaN and infinity in `value` by None, and record each in `found` under its path."""
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = str(value)
         return None
@@ -104,11 +104,11 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|$)", re.IGNORE
 
 
 def safe_name(text: str) -> str:
-    """A file name for any text: ASCII letters, digits, `_`, `-` and `.`, at most `MAX_NAME_CHARACTERS` long.
+    """Return a file name for any text: ASCII letters, digits, `_`, `-` and `.`, at most `MAX_NAME_CHARACTERS` long.
 
-    A text that is such a name in small letters is kept, unless it ends like a suffix of ours. Any other gets a suffix
-    from its sha256, so that two texts never share a file, not even on file systems that ignore case or drop a final
-    dot. A `_` is put before names of Windows devices.
+    A text that already is such a name, in lower case, is returned unchanged unless it ends like a suffix of jaxft. All
+    others get a suffix from their sha256, so that two texts never give one file, even if the file system ignores case
+    or drops a final dot. Names of Windows devices get a `_` in front.
 
     >>> safe_name("game-7")
     'game-7'
@@ -129,7 +129,7 @@ def safe_name(text: str) -> str:
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-"""Version of manifests. All versions are rendered alike, so that a newer one is told from a damaged one."""
+"""Version of manifests; all versions are rendered alike, so that a newer one is distinguished from a damaged one."""
 OWN_KEYS = ("format_version", "files", "sha256")
 
 
@@ -153,7 +153,7 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
     }
 
     Args:
-        folder: its files must not change any more.
+        folder: a folder whose files do not change any more.
         extra: further entries of the manifest, for JSON.
 
     Raises:
@@ -182,11 +182,11 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder; its files are not read.
+    """Read the manifest of a folder, but none of the files it lists.
 
     Raises:
-        ManifestError: there is none, or it is damaged.
-        NewerFormatError: it is of a newer version than this program knows.
+        ManifestError: there is no manifest, or it is damaged.
+        NewerFormatError: its version is newer than this program knows.
     """
     file = folder / MANIFEST
     try:
@@ -197,7 +197,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ManifestError(f"{file} cannot be read: {error}") from error
     try:
         values = json.loads(content)
-        # All bytes, not the sum alone: a flipped bit may leave the parsed values unchanged.
+        # All bytes, not only the sum: a flipped bit may leave the parsed values unchanged.
         is_whole = isinstance(values, dict) and content == _rendered(values)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{file} is damaged: it is not valid JSON ({error})") from error
@@ -230,11 +230,11 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
 
     Args:
         folder: a folder with a manifest.
-        only_listed: ignore files that are not listed, for a folder that others may add to, and follow symbolic links,
-            which a hub's cache is made of. By default both are faults.
+        only_listed: True to ignore files that are not listed, for a folder that others may add to, and to follow
+            symbolic links, which a hub's cache consists of. By default both are errors.
 
     Raises:
-        ManifestError: the manifest or a file is bad; the message names every bad file and its fault.
+        ManifestError: the manifest or a file is bad; the message names every bad file and its error.
     """
     manifest = read_manifest(folder)
     listed = manifest["files"]
@@ -256,7 +256,7 @@ def verify_manifest(folder: Path, *, only_listed: bool = False) -> dict[str, Any
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk, so that a rename in it survives a power cut."""
+    """Sync the entries of a folder to the disk, so that a rename in it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -265,7 +265,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Relative paths of all files and symbolic links under a folder, except its manifest."""
+    """Return relative paths of all files and symbolic links under a folder, except its manifest."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -278,7 +278,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _synced(folder: Path) -> dict[str, dict[str, Any]]:
-    """Sync every file under a folder to the disk, and return their sums and sizes by name."""
+    """Sync every file under a folder to the disk, and return sha256 and size of each by name."""
     files, odd = {}, []
     for name in sorted(_names(folder)):
         mode = (folder / name).lstat().st_mode
@@ -306,7 +306,7 @@ def _digest(file: Path, *, is_synced: bool = False) -> dict[str, Any]:
 
 
 def _rendered(values: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with the sha256 of all its other entries."""
+    """Return the bytes of a manifest, with the sha256 of all its other entries."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Losses of a batch: the objectives that `make_update` takes, the terms that they are made of, and their scores."""
+"""Losses of a batch: objectives for `make_update`, the loss terms that they consist of, and log-probabilities."""
 
 from jaxft.core.correction import sampler_correction as sampler_correction
 from jaxft.core.losses import PRESETS as PRESETS

@@ -1,4 +1,4 @@
-"""Sequences of many lengths in rows of one width: plan where each goes, put them there, and take them out again."""
+"""Packing: plan tables for sequences of different lengths, write the sequences into them, and read them back."""
 
 from jaxft.core.packing import Packing as Packing
 from jaxft.core.packing import pack as pack

@@ -1,6 +1,6 @@
 """Redaction: the secrets of a run are masked in everything that it writes, shows or raises.
 
-The secret texts are a context variable. A session sets them once, and every output in it, from any task, passes through
+The secret texts are a context variable. A session sets them once, and all its output, from any task, passes through
 `redacted`.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 8
-"""Least length in characters of a text that is masked: a shorter one ("none", "dummy") occurs by chance."""
+"""Minimum number of characters of a text that is masked; shorter ones ("none", "dummy") occur by chance."""
 
 _secrets: ContextVar[tuple[str, ...]] = ContextVar("jaxft_secrets", default=())
 
 
 @contextlib.contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """Mask these texts, and those hidden already, in everything that passes through `redacted` inside the block.
+    """Mask these texts, and all that are masked already, in the results of `redacted` inside the block.
 
     >>> with hiding(["sk-12345"]):
     ...     redacted("key sk-12345 is refused"), redacted("sk-123")
@@ -48,14 +48,14 @@ def hiding(secrets: Iterable[str]) -> Iterator[None]:
 
 
 def redacted(text: str) -> str:
-    """The text with `***` for every secret."""
+    """Return the text with `***` for every secret."""
     for secret in _secrets.get():
         text = text.replace(secret, MASK)
     return text
 
 
 def redactor() -> Callable[[str], str]:
-    """`redacted` bound to the present secrets, for threads, which have a context of their own.
+    """Return `redacted` bound to the current secrets, for threads, which have their own context.
 
     >>> with hiding(["sk-12345"]):
     ...     mask = redactor()
@@ -67,7 +67,7 @@ def redactor() -> Callable[[str], str]:
 
 
 def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """The token ids with -1 for those that spell a secret.
+    """Return the token ids with -1 for those that spell a secret.
 
     >>> with hiding(["sk-12345"]):
     ...     redacted_tokens([*b"my sk-12345!"], lambda ids: bytes(ids).decode())
@@ -80,7 +80,7 @@ def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
 
     masked, place, count = list(tokens), 0, len(tokens)
     while holds_secret(place, count):
-        # The shortest prefix that holds a secret, and the shortest suffix of it that still does.
+        # The shortest prefix that contains a secret, and the shortest suffix of it that still does.
         starts, ends = range(place, count), range(place, count + 1)
         end = ends[bisect.bisect_left(ends, True, key=lambda end: holds_secret(place, end))]
         start = starts[bisect.bisect_left(starts, True, key=lambda start: not holds_secret(start, end)) - 1]
@@ -90,12 +90,12 @@ def redacted_tokens(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
 
 
 def redacted_values(value: Any) -> Any:
-    """The value with every text in it redacted; keys, which the program chose, and numbers stay."""
+    """Return the value with every text in it redacted; numbers and keys, which the program chose, stay unchanged."""
     return map_texts(value, redacted)
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with `change` applied to every text in its dicts, lists and tuples; keys stay, tuples become lists.
+    """Apply `change` to every text in dicts, lists and tuples; keys stay unchanged, tuples become lists.
 
     >>> map_texts({"a": ["b", 1]}, str.upper)
     {'a': ['B', 1]}

@@ -1,4 +1,4 @@
-"""Drawing one token per row from logits, with a key and sampling parameters of the row's own."""
+"""Sampling of one token per row from logits, with a key and sampling parameters per row."""
 
 from jaxft.core.sampling import LogitBias as LogitBias
 from jaxft.core.sampling import Sampled as Sampled

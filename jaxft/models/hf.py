@@ -264,6 +264,6 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
 
 def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
     leaf = flat[tensor.path]
-    # Sliced before the copy to the host, where jax would keep a copy of the whole for as long as the array lives.
+    # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives.
     values = np.asarray(leaf[layer] if _is_per_layer(tensor) else leaf)
     return np.ascontiguousarray(values.T if tensor.is_transposed else values)

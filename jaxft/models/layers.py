@@ -89,7 +89,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
         self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
         self.is_transposed = is_transposed
-        # As in the paper's code: A is uniform, like linear layers there, and B zero, so that training begins at the base.
+        # As in the paper's code: A is uniform and B zero, so that training begins at the base.
         shape, bound = (inputs, 0 if lora is None else lora.rank), inputs**-0.5
         drawn = None if lora is None else jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
         self.lora_a = None if drawn is None else nnx.Param(drawn)

@@ -1,7 +1,7 @@
 """Conversations as token ids: the chat template, and how a turn continues the recorded ids of the turn before.
 
-Text of messages never becomes a control token: control tokens in it are marked before the template is filled in, and
-marked ones are encoded as plain text.
+Text of messages never becomes a control token: control tokens in it are marked before the template is rendered, and
+encoded as plain text.
 """
 
 import functools
@@ -26,10 +26,10 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
-"""Folder of the embedded tokenizer: a token per byte, and the control tokens of a chat."""
+"""Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
 
 MIN_BYTE_LIMIT = 2**20
-"""Bytes of text that are tokenised whatever the context; they hold up the event loop for less than a second."""
+"""Bytes of text that are tokenised for any context size; this blocks the event loop for less than a second."""
 
 Message = Mapping[str, str]
 
@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
-    """A transformers tokenizer from a folder or a hub id; the embedded byte-level one when None.
+    """Load a transformers tokenizer from a folder or a hub id; for None, the embedded byte-level one.
 
     Code in the folder is never run.
 
@@ -78,9 +78,9 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
 
 
 def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Token ids that end an answer: the tokenizer's end token and the `eos_token_id` of a model's folder.
+    """Return the token ids that end an answer: the tokenizer's end token and the `eos_token_id` of a model's folder.
 
-    That is read from `generation_config.json`, or without one from `config.json`, as transformers does.
+    The latter is read from `generation_config.json`, or without one from `config.json`, as in transformers.
     """
     stop_ids = [tokenizer.eos_token_id]
     names = ("generation_config.json", "config.json")
@@ -108,7 +108,7 @@ class ChatTemplate:
         max_tokens: int | None = None,
         truncate_left: bool = False,
     ) -> Prompt:
-        """The prompt that asks for the next answer; it begins with the ids of an earlier call that it continues.
+        """Return the prompt that asks for the next answer; it begins with the ids of the earlier call it continues.
 
         A conversation continues a call if it has the call's messages, its answer and then new messages, and the
         template renders it so. Then the ids of that call are taken as they were fed and sampled, and only the new text
@@ -116,10 +116,10 @@ class ChatTemplate:
 
         Args:
             messages: the conversation.
-            earlier: the calls that it may continue.
-            max_tokens: size of the context. Far more text than it can hold is not tokenised, because that holds up the
-                event loop; whether the tokens fit is for the engine to judge. None tokenises any text.
-            truncate_left: leaves out the beginning of such a text instead of raising an error.
+            earlier: calls that the conversation may continue.
+            max_tokens: size of the context. Far longer texts are not tokenised, because that blocks the event loop; the
+                engine checks if the tokens fit. None tokenises any text.
+            truncate_left: True to leave out the beginning of such a text instead of raising an error.
 
         Raises:
             ValueError: there are no messages, one has no role or content, or the template refuses them.
@@ -150,15 +150,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def _controls_and_marked(self) -> re.Pattern[str]:
-        """Matches a control token, marked or not."""
+        """Pattern of a control token, marked or not."""
         tokens = [token for token in self.tokenizer.added_tokens_encoder if token.strip()]
         forms = sorted([*map(self._mark, tokens), *tokens], key=len, reverse=True)
         return re.compile("|".join(map(re.escape, forms)) or "(?!)")
 
     def _tail(self, text: str, max_bytes: int) -> str:
-        """The last `max_bytes` bytes of a rendered text, or a little less: it begins outside of control tokens.
+        """Return the last `max_bytes` bytes of a rendered text, or a little less, to begin outside of control tokens.
 
-        The rest of a cut control token may be another one, and a marked one without its first mark is a real one.
+        The end of a cut control token may be another one, and a marked one without its mark is a real one.
         """
         start = len(text) - len(text.encode(errors="replace")[-max_bytes:].decode(errors="ignore"))
         for found in self._controls_and_marked.finditer(text):
@@ -167,7 +167,7 @@ class ChatTemplate:
         return text[start:]
 
     def _text_after(self, call: Call, messages: Sequence[Message], text: str) -> str | None:
-        """The text to tokenise after the ids of a call; None if the conversation does not continue it."""
+        """Return the text to tokenise after the ids of a call; None if the conversation does not continue the call."""
         answered = [*call.messages, {"role": "assistant", "content": call.content}]
         if list(messages[: len(answered)]) != answered:
             return None
@@ -184,8 +184,7 @@ class ChatTemplate:
         return rest
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A finished conversation as ids for supervised finetuning, with a mask that is True on the assistant's answers
-        and their end tokens.
+        """Return a conversation as ids for supervised finetuning, and a mask: True on answers and their end tokens.
 
         Raises:
             ValueError: the conversation begins with the assistant, does not end with it, holds something else than
@@ -213,7 +212,7 @@ class ChatTemplate:
         return ids, mask
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, without control tokens."""
+        """Return the text of sampled ids, without control tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:

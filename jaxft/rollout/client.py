@@ -1,4 +1,4 @@
-"""The chat client that a workflow gets: it takes messages, returns a reply, and records the call in the episode."""
+"""The chat client of a workflow: takes messages, returns a reply, and records the call in the episode."""
 
 import asyncio
 import functools
@@ -20,7 +20,7 @@ INTERACTIVE = 2
 """Stream of random numbers for calls outside of episodes."""
 
 LongPrompts = Literal["fail", "drop", "truncate_left"]
-"""A prompt that is too long raises an error; raises it and marks its episode as dropped; or loses its first tokens."""
+"""Treatments of a prompt that is too long: raise an error; raise it and drop the episode; or cut off first tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reply:
     """The answer to a chat.
 
     Attributes:
-        content: text of the answer up to a stop string; the stop string belongs to it with `include_stop` only.
+        content: text of the answer up to a stop string, which is included only with `include_stop`.
         finish_reason: `stop`, or `length` when `max_tokens` or the context was used up.
         token_ids: sampled token ids, the stop token included.
         logprobs: log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature.
@@ -53,7 +53,7 @@ def _blocking(
 
         Raises:
             RuntimeError: an event loop runs in this thread, and would wait for itself.
-            CancelledError: the episode has ended already.
+            CancelledError: the episode has ended.
         """
         try:
             asyncio.get_running_loop()
@@ -98,18 +98,18 @@ class ChatClient:
         min_p: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
     ) -> Reply:
-        """Samples the assistant's next message.
+        """Sample the assistant's next message.
 
-        Inside an episode the call is recorded for training, its noise depends on the episode and the prompt alone, and
+        Inside an episode the call is recorded for training, its random numbers depend on episode and prompt only, and
         the episode's temperature, if set, replaces `temperature`.
 
         Args:
-            messages: the conversation, a `{"role": ..., "content": ...}` for each message.
-            temperature: divides the logits; 0 takes the most likely token every time.
-            max_tokens: the most tokens to sample; None for as many as the context has room for.
+            messages: the conversation, with a `{"role": ..., "content": ...}` for each message.
+            temperature: divisor of the logits; 0 takes the most likely token every time.
+            max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
             stop: strings that end the answer; they are not part of `content`.
-            include_stop: keeps the stop string in `content`, for an agent that wants it in its history: a history with
-                another text than `content` is tokenised anew and begins a training row of its own.
+            include_stop: True to include the stop string in `content`, for an agent that wants it in its history: a
+                history with another text than `content` is tokenised again and begins a new training row.
             top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
             logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
 
@@ -191,7 +191,7 @@ class ChatClient:
     chat_sync = _blocking(chat)
 
     def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:
-        """The prompt, truncated if it is too long and `long_prompts` says so.
+        """Return the prompt, truncated if it is too long and `long_prompts` is `truncate_left`.
 
         A truncated prompt leaves room for `max_tokens`, but takes at least half of the context.
         """
@@ -207,20 +207,20 @@ class ChatClient:
         return Prompt(prompt.text, prompt.ids[first:], truncated_tokens=prompt.truncated_tokens + first)
 
     def _drop(self, episode: Episode | None) -> None:
-        """Marks an episode whose prompt is too long as dropped if `long_prompts` says so."""
+        """Mark an episode whose prompt is too long as dropped if `long_prompts` is `drop`."""
         if episode is not None and self.long_prompts == "drop":
             episode.is_dropped = True
 
 
 SLACK = 8
-"""Characters searched beyond the longest stop string: the first ones may be decoded differently without the tokens
-before them."""
+"""Characters searched back beyond the longest stop string: the first ones may be decoded differently without earlier
+tokens."""
 
 
 class StopFinder:
-    """Finds the token that completes a stop string; called again and again with all tokens sampled so far.
+    """Finds the token that completes a stop string; called repeatedly with all tokens sampled so far.
 
-    Each call searches the new tokens, and before them only as far back as a stop string may have begun.
+    Each call searches only the new tokens, and the tokens before them in which a stop string may begin.
     """
 
     def __init__(self, text_of: Callable[[list[int]], str], stops: Sequence[str]) -> None:
@@ -231,7 +231,7 @@ class StopFinder:
         self._checked = 0
 
     def __call__(self, token_ids: list[int]) -> int | None:
-        """The fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
+        """Return the fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
         checked, self._checked = self._checked, len(token_ids)
         if not self._is_in(token_ids[self._begin(token_ids, checked) :]):
             return None
@@ -239,7 +239,7 @@ class StopFinder:
         return next((count for count in counts if self._is_in(token_ids[:count])), None)
 
     def _begin(self, token_ids: list[int], checked: int) -> int:
-        """The index to search from: no stop string that ends in the unchecked tokens can begin before it."""
+        """Return the index to search from; no stop string that ends in the unchecked tokens can begin before it."""
         tokens = self._reach
         while tokens < checked and len(self._text_of(token_ids[checked - tokens : checked])) < self._reach:
             tokens *= 2  # control tokens have no text, and some characters take several tokens
@@ -251,7 +251,7 @@ class StopFinder:
 
 
 def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
-    """The text before its first stop string; with `include_stop` up to the end of that string.
+    """Return the text before its first stop string; with `include_stop`, up to the end of that string.
 
     >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
     ('yes', 'yes.')

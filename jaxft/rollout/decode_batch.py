@@ -1,4 +1,4 @@
-"""The arrays that an engine keeps on the device, and the jitted programs that change them.
+"""The arrays of an engine on the device, and the jitted programs that change them.
 
 A prompt is prefilled in a row of the prefix cache and copied from there into the slots that decode. So a prompt of many
 generations is computed once, and a conversation continues in its row. The prefix cache and the cache of the slots have
@@ -56,13 +56,13 @@ class Admission(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def empty_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
-    """A cache of zeros."""
+    """Make a cache of zeros."""
     return init_cache(model, rows, length, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> DecodeBatch:
-    """Inactive slots with room for `cache_length` tokens each."""
+    """Make inactive slots with room for `cache_length` tokens each."""
     zeros = jnp.zeros(slots, jnp.int32)
     cache = init_cache(model, slots, cache_length, dtype)
     state = DecodeState(cache, zeros, zeros, jnp.zeros(slots, bool))
@@ -75,7 +75,7 @@ def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Deco
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def prefill(model: Model, num_blocks: int, params: Params, prefix_cache: Cache, chunks: PrefillChunks) -> Cache:
-    """The prefix cache with the keys and values of the chunks, each after the tokens that its row holds already."""
+    """Add the keys and values of prompt chunks to the prefix cache, each after the tokens that its row holds."""
     positions = chunks.starts[:, None] + jnp.arange(chunks.tokens.shape[1], dtype=jnp.int32)
     prefixes = keep_positions(model, _take_rows(prefix_cache[:num_blocks], chunks.rows), chunks.starts)
     _, written = model.apply(params, chunks.tokens, positions, cache=prefixes)
@@ -86,7 +86,7 @@ def prefill(model: Model, num_blocks: int, params: Params, prefix_cache: Cache, 
 def copy_rows(
     model: Model, num_blocks: int, prefix_cache: Cache, sources: Int[Any, "P"], targets: Int[Any, "P"]
 ) -> Cache:
-    """The prefix cache with the first blocks of some rows copied to other rows."""
+    """Copy the first blocks of some rows of the prefix cache to other rows."""
     copied = _take_rows(prefix_cache[:num_blocks], sources)
     return _constrain_cache(model, _put_blocks(prefix_cache, copied, targets))
 
@@ -100,7 +100,7 @@ def admit(
     seed: UInt32[Array, "2"],
     admission: Admission,
 ) -> DecodeBatch:
-    """The slots with prompts copied into some of them, which are ready to decode; the rest of their blocks is zeros."""
+    """Copy prompts into slots, which are then ready to decode, and clear the rest of the slots' blocks."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     state, keys = slots.state, jax.vmap(partial(fold_ids, key))(admission.key_ids)
     tokens, positions, active, rows = _put_rows(
@@ -122,10 +122,10 @@ def admit(
 def advance(
     model: Model, num_blocks: int, params: Params, slots: DecodeBatch, chosen: Bool[Any, "R"], max_steps: int
 ) -> tuple[DecodeBatch, Emitted, Bool[Array, "R"]]:
-    """Decodes up to `max_steps` tokens of the chosen slots; returns the slots, the tokens, and which slots are active.
+    """Decode up to `max_steps` tokens of the chosen slots; return the slots, the tokens, and which slots are active.
 
-    The other slots stay as they are, but for the cache at the position of their last token, which is overwritten before
-    it is read.
+    The other slots stay unchanged, except for the cache at the position of their last token, which is overwritten
+    before it is read.
     """
     was_active = slots.state.active
     state = slots.state._replace(active=was_active & chosen)
@@ -138,7 +138,7 @@ def advance(
 def advance_sub_batch(
     model: Model, num_blocks: int, params: Params, slots: DecodeBatch, rows: Int[Any, "P"], max_steps: int
 ) -> tuple[DecodeBatch, Emitted, Bool[Array, "P"]]:
-    """`advance` that computes some rows only. Padding rows are beyond the last slot."""
+    """Run `advance` on some rows only; padding rows have an index beyond the last slot."""
     state = slots.state._replace(cache=slots.state.cache[:num_blocks])
     taken = _take_rows(state, rows)
     taken = taken._replace(active=taken.active & (rows < state.active.shape[0]))
@@ -150,9 +150,9 @@ def advance_sub_batch(
 
 @partial(jax.jit, donate_argnums=0, keep_unused=True)
 def trial_slots(slots: DecodeBatch, position: Int[Any, ""], filtering: Bool[Any, ""]) -> DecodeBatch:
-    """Active slots at positions up to `position`, with varied numbers in their caches, to compare programs on.
+    """Make active slots at positions up to `position`, with varied values in their caches, to compare programs on.
 
-    With `filtering`, each eighth of the slots has sampling parameters of another kind; without, no slot filters.
+    With `filtering`, each eighth of the slots has other sampling parameters; without, no slot filters.
     """
 
     def varied(leaf: Array) -> Array:
@@ -189,7 +189,7 @@ def trial_slots(slots: DecodeBatch, position: Int[Any, ""], filtering: Bool[Any,
 
 
 def _constrain(model: Model, slots: DecodeBatch) -> DecodeBatch:
-    """The slots, laid out on the mesh as they are decoded."""
+    """Constrain the slots to the sharding that they are decoded in."""
     if model.sharding is None:
         return slots
     cache = _constrain_cache(model, slots.state.cache)
@@ -202,15 +202,15 @@ def _constrain_cache(model: Model, cache: Cache) -> Cache:
 
 
 def _take_rows(tree: Any, rows: Int[Any, "P"]) -> Any:
-    """These rows of every leaf; an index out of range takes the last row."""
+    """Take these rows of every leaf; an index out of range takes the last row."""
     return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="clip"), tree)
 
 
 def _put_rows(tree: Any, new: Any, rows: Int[Any, "P"]) -> Any:
-    """The tree with new rows in every leaf; rows out of range are dropped."""
+    """Write new rows into every leaf of a tree; rows out of range are dropped."""
     return jax.tree.map(lambda old, leaf: old.at[rows].set(leaf, mode="drop"), tree, new)
 
 
 def _put_blocks(cache: Cache, new: Cache, rows: Int[Any, "P"]) -> Cache:
-    """The cache with new rows in its first blocks."""
+    """Write new rows into the first blocks of a cache."""
     return (*_put_rows(cache[: len(new)], new, rows), *cache[len(new) :])

@@ -1,7 +1,7 @@
 """One worker thread that runs all JAX work of a process, and a counter of XLA's compilations.
 
-An update donates its state. As one thread uses the weights, each donated buffer has one owner and needs no lock, and
-the event loop stays free.
+An update donates its state. As a single thread uses the weights, donated buffers need no lock, and the event loop is
+never blocked.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compilation follows it
-_CLOSED = "the policy has been closed; its device thread takes no more work"
+_CLOSED = "the policy has been closed; its device thread accepts no more work"
 
 
 class DeviceThread:
     """A thread that runs jobs in the order in which they were submitted, from any thread or event loop.
 
     Every job ends with its result, its error or a `DeviceThreadError`, even if the thread dies; with an executor of the
-    standard library its waiters would wait for ever.
+    standard library its waiters would then wait forever.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class DeviceThread:
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
-        """Queues a job and returns at once.
+        """Queue a job and return at once.
 
         Raises:
             DeviceThreadError: the thread has been closed, or has ended.
@@ -57,11 +57,11 @@ class DeviceThread:
         return future
 
     async def run(self, job: Callable[[], T]) -> T:
-        """The result of a job; waits without blocking the event loop and raises the job's exception."""
+        """Run a job and return its result or raise its exception, without blocking the event loop."""
         return await asyncio.wrap_future(self.submit(job))
 
     def close(self) -> None:
-        """Finishes queued jobs and ends the thread; a second call does nothing."""
+        """Finish queued jobs and end the thread; a second call does nothing."""
         atexit.unregister(self.close)
         with self._lock:
             if self._end is None:
@@ -100,7 +100,7 @@ class DeviceThread:
 
 
 def presentable(error: BaseException) -> Exception:
-    """The error, or a `DeviceThreadError` in place of one that an event loop cannot deliver.
+    """Return the error, or a `DeviceThreadError` in place of one that an event loop cannot deliver.
 
     `SystemExit` would end the loop, a cancellation would look like the waiter's own, and a future refuses
     `StopIteration`.
@@ -113,13 +113,13 @@ def presentable(error: BaseException) -> Exception:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if the device had too little memory."""
+    """Return True if the error means that the device had too little memory."""
     phrases = ("RESOURCE_EXHAUSTED", "Out of memory")  # the second where an input had found no memory
     return isinstance(error, jax.errors.JaxRuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; pages of buffers may follow it."""
+    """Return the first line of an error's message, which a long list of buffers may follow."""
     return str(error).partition("\n")[0]
 
 
@@ -148,15 +148,15 @@ class CompileCounter:
 
     @property
     def count(self) -> int:
-        """The number of programs compiled so far, those loaded from the persistent cache included."""
+        """Number of programs compiled so far, including those loaded from the persistent cache."""
         return len(self._names)
 
     def names(self, first: int = 0) -> list[str]:
-        """Names of the compiled programs from number `first` on."""
+        """Return the names of the compiled programs from index `first` on."""
         return self._names[first:]
 
     def close(self) -> None:
-        """Stops counting; a second call does nothing."""
+        """Stop counting; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             jax.monitoring.unregister_event_duration_listener(self._on_event)
@@ -164,7 +164,7 @@ class CompileCounter:
 
 @contextlib.contextmanager
 def counting_compiles() -> Iterator[CompileCounter]:
-    """A `CompileCounter` that is closed when the block ends."""
+    """Yield a `CompileCounter`, and close it at the end of the block."""
     counter = CompileCounter()
     try:
         yield counter

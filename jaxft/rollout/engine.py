@@ -1,4 +1,4 @@
-"""The engine: decodes concurrent requests as one batch, and gives each the bits that it would get alone.
+"""The engine: decodes concurrent requests as one batch, each with the same bits as if it ran alone.
 
 Every compiled shape is fixed for the life of the engine (slots, cache length, rows of a program) or follows from the
 request alone (the chunks of its prompt), and noise comes from the request's own key. The blocks of the cache that are
@@ -56,18 +56,18 @@ class Engine:
         shapes: Params,
         prefix_cache_rows: int | None = None,
     ) -> None:
-        """Allocates nothing yet; the arrays are made with the first request.
+        """Make an engine; its arrays are allocated with the first request.
 
         Args:
             model: the model to decode with.
             device: the thread that runs all work on the device.
             get_params: returns the parameters in their decoding layout and the policy version, whenever work begins.
             seed: seed of the run's key, into which each request folds its `key_ids`.
-            slots: the number of requests that decode together.
-            max_context_tokens: the most tokens of a prompt with its answer.
-            shapes: the parameters, or their shapes, as they are trained; they tell the size of the vocabulary.
-            prefix_cache_rows: prompts whose keys and values are kept for further generations and turns; None for as
-                many as slots, and at least 8.
+            slots: number of requests that decode together.
+            max_context_tokens: maximum number of tokens of a prompt with its answer.
+            shapes: the trained parameters, or their shapes, which give the size of the vocabulary.
+            prefix_cache_rows: number of prompts whose keys and values are cached for further generations and turns;
+                None for as many as slots, and at least 8.
 
         Raises:
             ValueError: `prefix_cache_rows` is below 8.
@@ -95,17 +95,17 @@ class Engine:
 
     @cached_property
     def vocabulary(self) -> int:
-        """The number of tokens that the model has logits for; ids of a request are below it."""
+        """Number of tokens that the model has logits for; ids of a request are below it."""
         return vocabulary_size(self._model, self._shapes)
 
     @property
     def counts(self) -> Counts:
-        """The numbers of tokens prefilled, reused and sampled so far."""
+        """Numbers of tokens prefilled, reused and sampled so far."""
         return self._runner.counts
 
     @property
     def sizes(self) -> str:
-        """The settings that decide the memory of sampling, with their values, for messages."""
+        """Settings that determine the memory of sampling, with their values, for messages."""
         return (
             f"slots (now {self.slots}), prefix_cache_rows (now {self.prefix_cache_rows}) or max_context_tokens (now "
             f"{self.max_context_tokens})"
@@ -116,11 +116,11 @@ class Engine:
         return self._runner.cache_bytes(dtype)
 
     def clear_prefix_cache(self) -> None:
-        """Forgets all cached prompts, because the parameters change; call it on the device thread."""
+        """Clear the prefix cache, as the parameters change; call it on the device thread."""
         self._runner.clear_prefix_cache()
 
     async def warm_up(self) -> None:
-        """Compiles every program that requests can need, whatever their lengths and parameters."""
+        """Compile every program that requests can need, whatever their lengths and parameters."""
 
         def run() -> None:
             params, _ = self._get_params()
@@ -130,7 +130,7 @@ class Engine:
         await self._device.run(run)
 
     async def submit(self, request: Request) -> Completion:
-        """The completion of a request; a cancelled wait frees the slot.
+        """Run a request and return its completion; cancelling the wait frees the slot.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for an answer in the context.
@@ -173,7 +173,7 @@ class Engine:
         self._fail(error)
 
     def _step(self) -> None:
-        """Admits requests, decodes a few tokens, delivers completions, and submits the next step if work is left."""
+        """Admit requests, decode a few tokens, deliver completions, and submit the next step if work is left."""
         finished: list[_Running] = []
         try:
             self._admit()
@@ -200,7 +200,7 @@ class Engine:
         _deliver(failed, presentable(error))
 
     def drain(self) -> None:
-        """Decodes the running requests to their ends and admits none, so that the weights may change afterwards."""
+        """Decode the running requests to their ends without admitting others, so that the weights may change then."""
         try:
             while self._running:
                 _deliver(self._advance())
@@ -225,7 +225,7 @@ class Engine:
             self._runner.admit(params, admitted, is_idle=is_idle)
 
     def _advance(self) -> list[_Running]:
-        """Decodes a few tokens of every running request; returns those that ended, and frees their slots."""
+        """Decode a few tokens of every running request; return the requests that ended, and free their slots."""
         for slot in [slot for slot, running in self._running.items() if _is_abandoned(running)]:
             del self._running[slot]
         if not self._running:
@@ -245,12 +245,12 @@ class Engine:
 
 
 def _is_abandoned(running: _Running) -> bool:
-    """True if nobody waits for the request any more."""
+    """Return True if nothing waits for the request any more."""
     return running.future.cancelled() or running.future.get_loop().is_closed()
 
 
 def _take_tokens(running: _Running, slot: int, decoded: Decoded) -> bool:
-    """Adds the decoded tokens of a slot to its completion; returns True if the completion has ended."""
+    """Add the decoded tokens of a slot to its completion; return True if the completion has ended."""
     count, completion = int(decoded.counts[slot]), running.completion
     known = len(completion.token_ids)
     completion.token_ids += decoded.tokens[slot, :count].tolist()
@@ -278,7 +278,7 @@ def _check_finite(request: Request, completion: Completion, known: int) -> None:
 
 
 def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bool:
-    """Cuts a completion after a stop string and sets the finish reason; returns True if the completion has ended."""
+    """Cut a completion after a stop string and set the finish reason; return True if the completion has ended."""
     cut = request.find_stop(completion.token_ids) if request.find_stop is not None else None
     if cut is not None:
         # Tokens after the one that completed the stop string were decoded in vain.
@@ -292,7 +292,7 @@ def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bo
 
 
 def _deliver(ended: list[_Running], error: Exception | None = None) -> None:
-    """Gives every request its completion or its own error, or all of them `error`, in their event loops."""
+    """Give every request its completion or its own error, or all of them `error`, in their event loops."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Running]] = {}
     for running in ended:
         by_loop.setdefault(running.future.get_loop(), []).append(running)

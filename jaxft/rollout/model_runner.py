@@ -1,8 +1,8 @@
 """Runs the model for an engine on the device thread: `admit` prefills prompts into slots, `advance` decodes tokens.
 
-The shapes that are compiled follow from the sizes given here and from each request alone; `warm_up` compiles them all.
-On a CPU, slots that need few blocks of the cache are decoded apart from slots that need many, in sub-batches of few
-rows; each kind of sub-batch is first checked to give the bits of the program of all slots.
+Compiled shapes follow from the sizes of the runner and from each request alone; `warm_up` compiles them all. On a CPU,
+slots that need few blocks of the cache are decoded apart from slots that need many, in sub-batches of few rows; each
+kind of sub-batch is first checked to give the bits of the program of all slots.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ from jaxft.rollout.requests import Request
 T = TypeVar("T")
 
 DISPATCH_TOKENS = 8
-"""Tokens that a slot decodes before new requests are admitted."""
+"""Number of tokens that a slot decodes before new requests are admitted."""
 
 ADMISSION_ROWS = 8
 """Rows of the programs that copy prompts, within the prefix cache or into slots."""
@@ -65,7 +65,7 @@ on two CPU cores with models of 2 and 58 million parameters (7,500 and 12,100 po
 
 
 class Decoded(NamedTuple):
-    """The tokens that one `advance` sampled, on the host; `counts` is how many of each slot are real."""
+    """Tokens sampled by one `advance`, on the host; the first `counts` of each slot are real."""
 
     tokens: Int[np.ndarray, "R N"]
     sampler_logprobs: Float[np.ndarray, "R N"]
@@ -101,12 +101,12 @@ class _Arrays:
 
 
 class ModelRunner:
-    """Slots and prefix cache, whose arrays are made when they are first needed.
+    """Owns slots and prefix cache, and runs the programs on them; their arrays are allocated on first use.
 
     Attributes:
-        slots: the number of requests that decode together.
-        length: tokens that a slot, or a row of the prefix cache, has room for.
-        prefix_cache_rows: rows of the prefix cache.
+        slots: number of requests that decode together.
+        length: maximum number of tokens of a slot or a row of the prefix cache.
+        prefix_cache_rows: number of rows of the prefix cache.
         tried: True for a number of blocks with which sub-batches give the bits of the program of all slots, False for
             one with which they do not; numbers that have not been tried are missing.
         counts: the numbers of tokens so far.
@@ -130,27 +130,27 @@ class ModelRunner:
         self._to_try: set[int] = set()
 
     def cache_bytes(self, dtype: Any) -> int:
-        """Bytes on each device of the keys and values of slots and prefix cache, made yet or not."""
+        """Return the bytes per device of the keys and values of slots and prefix cache, allocated yet or not."""
         rows = self.slots + self.prefix_cache_rows
         cache = jax.eval_shape(lambda: init_cache(self._model, rows, self.length, dtype))
         devices = 1 if self._model.sharding is None else self._model.sharding.devices  # rows and heads divide over all
         return device_bytes(None, cache) // devices
 
     def clear_prefix_cache(self) -> None:
-        """Forgets all cached prompts: their keys and values belong to other weights."""
+        """Clear the prefix cache, whose keys and values belong to other weights."""
         self._prefix_index.clear()
 
     def reset(self) -> None:
-        """Drops all arrays, which may have been donated to a call that failed."""
+        """Drop all arrays, which may have been donated to a call that failed."""
         self._arrays = None
         self._written_blocks = [0] * self.slots
         self._prefix_index.clear()
 
     def admit(self, params: Params, requests: Sequence[tuple[int, Request]], *, is_idle: bool) -> None:
-        """Makes slots ready to decode requests; each request comes with the number of a free slot.
+        """Prefill requests into slots, so that they are ready to decode; each request comes with a free slot's index.
 
         Args:
-            is_idle: True if no slot is in use; then the sub-batches that would have been of use are tried.
+            is_idle: True if no slot is in use, so that sub-batches which could have been used can be tried.
         """
         if is_idle and self._to_try:
             to_try, self._to_try = sorted(self._to_try), set()
@@ -167,7 +167,7 @@ class ModelRunner:
         self._carry_out(params, planned)
 
     def advance(self, params: Params, num_tokens: dict[int, int]) -> Decoded:
-        """Decodes up to `DISPATCH_TOKENS` tokens of some slots.
+        """Decode up to `DISPATCH_TOKENS` tokens of some slots.
 
         Args:
             num_tokens: the number of tokens so far, prompt included, of each slot that is to decode.
@@ -186,7 +186,7 @@ class ModelRunner:
         return decoded
 
     def _decode(self, params: Params, sub_batches: Sequence[SubBatch]) -> Decoded:
-        """The tokens of all sub-batches in one table of all slots."""
+        """Decode all sub-batches, and return their tokens in one table of all slots."""
         arrays, sampled = self._made(params), []
         for batch in sub_batches:  # all programs are queued before any result is waited for
             if batch.is_compact:
@@ -207,7 +207,7 @@ class ModelRunner:
         return table
 
     def warm_up(self, params: Params) -> None:
-        """Runs every program that requests can need, and tries all sub-batches."""
+        """Run every program that requests can need, and try all sub-batches."""
         model, arrays = self._model, self._made(params)
         blocks = list(block_capacities(self.length))
         filler = Request((0,), (0,) * 6, 1)
@@ -226,7 +226,7 @@ class ModelRunner:
         jax.block_until_ready((arrays.prefix_cache, arrays.slots))
 
     def _try_sub_batches(self, params: Params, block_counts: Sequence[int]) -> None:
-        """Records in `tried` if a sub-batch samples the bits of the program of all slots, which must be idle."""
+        """Record in `tried` if a sub-batch samples the bits of the program of all slots; all slots must be idle."""
         assert self._sub_batch_rows is not None
         arrays, all_slots = self._made(params), tuple(range(self.slots))
         few = all_slots[-1 :: -self.slots // self._sub_batch_rows][: self._sub_batch_rows]
@@ -257,7 +257,7 @@ class ModelRunner:
         return self._arrays
 
     def _carry_out(self, params: Params, planned: Sequence[tuple[int, Request, PrefillPlan]]) -> None:
-        """Copies rows of the prefix cache, then prefills the chunks of all prompts side by side, then fills slots."""
+        """Copy rows of the prefix cache, then prefill the chunks of all prompts in parallel, then fill the slots."""
         model, arrays, plans = self._model, self._made(params), [plan for _, _, plan in planned]
         copies = [plan.copy for plan in plans if plan.copy is not None]
         for num_blocks, copied in batches(copies, lambda copy: self._blocks_for(copy.tokens), lambda _: ADMISSION_ROWS):
@@ -277,7 +277,7 @@ class ModelRunner:
         self.counts.reused_tokens += sum(plan.reused_tokens for plan in plans)
 
     def _admission_shape(self, planned: tuple[int, Request, PrefillPlan]) -> tuple[int, int]:
-        """The number of cache blocks that an admission writes, and the number of the request's key ids.
+        """Return the number of cache blocks that an admission writes, and the number of the request's key ids.
 
         The blocks are those of the prompt and those that the slot's last request has written, which are cleared.
         """
@@ -345,7 +345,7 @@ class ModelRunner:
 
 
 def padded(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
-    """The values as an array of length `rows`, padded with `filler`.
+    """Return the values as an array of length `rows`, padded with `filler`.
 
     >>> padded([3, 1], 4, 9, np.int32).tolist()
     [3, 1, 9, 9]
@@ -356,7 +356,7 @@ def padded(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:
 def batches(
     items: Iterable[T], shape_of: Callable[[T], Any], rows_of: Callable[[Any], int]
 ) -> Iterator[tuple[Any, list[T]]]:
-    """Batches of items of one shape, each of at most as many items as `rows_of` gives for the shape.
+    """Yield batches of items of one shape, each of at most `rows_of(shape)` items.
 
     >>> list(batches([1, 2, 11, 3, 4], lambda n: n // 10, lambda shape: 3))
     [(0, [1, 2, 3]), (0, [4]), (1, [11])]
@@ -371,7 +371,7 @@ def batches(
 
 
 def sub_batch_rows(slots: int) -> int | None:
-    """Rows of a compact sub-batch; None if the backend has none, or there are not slots enough for two.
+    """Return the rows of a compact sub-batch; None if the backend has none, or there are too few slots for two.
 
     >>> sub_batch_rows(15) is None
     True
@@ -387,7 +387,7 @@ def split_batch(
     rows: int | None,
     allowed: Container[int],
 ) -> list[SubBatch]:
-    """The cheapest sub-batches for slots that need different numbers of blocks.
+    """Return the cheapest sub-batches for slots that need different numbers of blocks.
 
     Args:
         num_blocks: the number of blocks that each slot needs.

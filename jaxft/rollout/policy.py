@@ -50,7 +50,7 @@ class Policy:
         prefix_cache_rows: int | None = None,
         base: str | None = None,
     ) -> None:
-        """Starts the device thread and an engine.
+        """Start the device thread and an engine.
 
         Args:
             model: the model of `params`.
@@ -58,9 +58,9 @@ class Policy:
             tokenizer: a transformers tokenizer with a chat template.
             stop_ids: token ids that end an answer.
             seed: seed of the run; all noise is drawn from it.
-            slots: the number of requests that decode together.
-            max_context_tokens: the most tokens of a prompt with its answer.
-            prefix_cache_rows: prompts whose keys and values are kept; see `Engine`.
+            slots: number of requests that decode together.
+            max_context_tokens: maximum number of tokens of a prompt with its answer.
+            prefix_cache_rows: number of prompts whose keys and values are cached; see `Engine`.
             base: folder or hub id that the base of adapters was loaded from; None if there is none.
 
         Raises:
@@ -94,10 +94,10 @@ class Policy:
     async def update(
         self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True
     ) -> T:
-        """Replaces the parameters by those that `job` returns, and returns its result.
+        """Replace the parameters by those that `job` returns, and return the job's result.
 
-        Running requests finish first, on the parameters that they began with. The job may donate the parameters; if it
-        raises, they count as lost and the policy refuses all further work.
+        Running requests finish first, with the parameters that they began with. The job may donate the parameters; if
+        it raises, they count as lost and the policy refuses all further work.
 
         Args:
             job: `params -> (params, result)`. If it returns the very object that it was given, the version stays.
@@ -126,7 +126,7 @@ class Policy:
         return await self._device.run(run)
 
     async def restore(self, job: Callable[[Params], Params], version: int) -> None:
-        """Replaces the parameters by `job(params)`, those of a checkpoint, also if they were lost.
+        """Replace the parameters by `job(params)`, those of a checkpoint, even if they were lost.
 
         The job may donate the parameters that it gets; if it raises, they count as lost.
         """
@@ -142,7 +142,7 @@ class Policy:
         await self._device.run(run)
 
     async def read(self, job: Callable[[Params], T]) -> T:
-        """The result of `job(params)`, which must not donate the parameters."""
+        """Return `job(params)`; the job must not donate the parameters."""
 
         def run() -> T:
             self._check()
@@ -151,7 +151,7 @@ class Policy:
         return await self._device.run(run)
 
     async def is_healthy(self) -> bool:
-        """True if all parameters are finite and a token can be sampled with them.
+        """Return True if all parameters are finite and a token can be sampled with them.
 
         Raises:
             PolicyLostError: an earlier update failed.
@@ -172,8 +172,9 @@ class Policy:
         return len(completion.token_ids) == 1
 
     async def save(self, folder: str | Path) -> Path:
-        """Writes model and tokenizer in Hugging Face's file format, or adapters in PEFT's, with their base if it was
-        changed or has no folder of its own."""
+        """Write model and tokenizer in Hugging Face's file format, or adapters in PEFT's.
+
+        Adapters are written with their base if it was changed or was not loaded from a folder or the hub."""
         path = Path(folder)
 
         def save(params: Params) -> None:
@@ -187,7 +188,7 @@ class Policy:
         return path
 
     def base_of(self, params: Params) -> str:
-        """The fingerprint of the base of adapters."""
+        """Return the fingerprint of the base of adapters."""
         return base_fingerprint(params[BASE])
 
     def has_own_base(self, params: Params) -> bool:
@@ -205,7 +206,7 @@ class Policy:
         return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))
 
     def close(self) -> None:
-        """Finishes queued work and ends the device thread."""
+        """Finish queued work and end the device thread."""
         self._device.close()
         self.compiles.close()
 
@@ -231,14 +232,14 @@ class Relayout:
         self._new_leaves = jax.jit(self._make_new_leaves)
 
     def __call__(self, params: Params) -> Params:
-        """The weights to decode with. They share arrays with `params`, which must not be donated meanwhile."""
+        """Return the weights to decode with, which share arrays with `params`; do not donate these meanwhile."""
         shared, structure = self._shared(params)
         given, new = jax.tree.leaves(params), self._new_leaves(params)
         leaves = [new[index] if source is None else given[source] for index, source in enumerate(shared)]
         return jax.tree.unflatten(structure, leaves)
 
     def extra_bytes(self, params: Params) -> int:
-        """Bytes on each device of the decoding weights that are not shared with the trained ones."""
+        """Return the bytes per device of the decoding weights that are not shared with the trained ones."""
         shared, structure = self._shared(params)
         shapes = jax.tree.leaves(jax.eval_shape(self._model.decode_layout, params))
         new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
@@ -250,13 +251,13 @@ class Relayout:
         return compute_dtype(jax.eval_shape(self._model.decode_layout, params))
 
     def _make_new_leaves(self, params: Params) -> list[Any]:
-        """The leaves of the decoding weights, with None for shared ones."""
+        """Make the leaves of the decoding weights, with None for shared ones."""
         shared, _ = self._shared(params)
         leaves = jax.tree.leaves(self._model.decode_layout(params))
         return [leaf if source is None else None for leaf, source in zip(leaves, shared, strict=True)]
 
     def _shared(self, params: Params) -> tuple[list[int | None], Any]:
-        """The index of the leaf of `params` that each decoding leaf is, None for a new one; and their structure."""
+        """Return, for each decoding leaf, the index of the same leaf in `params` or None; and the tree structure."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         traced, decoded = jax.make_jaxpr(self._model.decode_layout, return_shape=True)(shapes)
         sources = {id(variable): index for index, variable in enumerate(traced.jaxpr.invars)}

@@ -1,9 +1,9 @@
-"""Which prompts the prefix cache of an engine holds, and which tokens of a new prompt are left to prefill.
+"""Index of an engine's prefix cache: the prompts in it, and the plan to prefill the missing tokens of a new prompt.
 
-A row of the prefix cache holds one prompt, and with it all prefixes of it that end at its boundaries. A prompt is split
-at its boundaries, and each part of it into chunks of a few fixed widths; both depend on the prompt and its boundaries
-alone. So a cached prefix is bit for bit what would be computed: evicting a row costs time and changes no number.
-Nothing here touches the device.
+A row of the prefix cache holds one prompt, and so all prefixes of it that end at its boundaries. A prompt is split at
+its boundaries, and then into chunks of a few fixed widths; both depend on the prompt and its boundaries alone. So a
+cached prefix has the bits that a new prefill would have: evicting a row costs time and changes no result. This module
+does not touch the device.
 """
 
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class PrefillPlan:
 
 
 def chunk_width(tokens: int) -> int:
-    """The padded width of a chunk: the next power of two, at least 16.
+    """Return the padded width of a chunk: the next power of two, at least 16.
 
     >>> [chunk_width(n) for n in (1, 33, 64, 65)]
     [16, 64, 64, 128]
@@ -79,19 +79,19 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all prompts: the weights change, or an error may have lost the arrays."""
+        """Remove all prompts, as the weights change or an error may have lost the arrays."""
         self._keys = [[] for _ in range(self.rows)]
         self._row_of, self._last_used = {}, [0] * self.rows
         self.commit()
 
     def commit(self) -> None:
-        """Notes that all plans given so far have been carried out and their rows copied into slots."""
+        """Record that all plans so far have been carried out and their rows copied into slots."""
         self._pinned, self._unwritten = set(), set()
 
     def plan(self, prompt_ids: tuple[int, ...], prefix_boundaries: tuple[int, ...]) -> PrefillPlan | None:
-        """The plan for all tokens of a prompt but the last, which the first decoding step takes.
+        """Plan the prefill of all tokens of a prompt but the last, which the first decoding step takes.
 
-        It is None when earlier plans must be carried out first: then carry them out, `commit`, and plan again.
+        The plan is None when earlier plans must be carried out first: carry them out, `commit`, and plan again.
 
         Args:
             prefix_boundaries: see `Request`.
@@ -114,7 +114,7 @@ class PrefixCache:
         return plan
 
     def _plan_row(self, keys: list[Key], known: int, ends: tuple[int, ...]) -> PrefillPlan | None:
-        """A plan, without chunks yet, for a row that holds the prefixes up to number `known` (-1: none)."""
+        """Make a plan, without chunks yet, for a row that holds the prefixes up to index `known` (-1: none)."""
         if known < 0:
             row = self._free_row()
             return None if row is None else self._claim(PrefillPlan(row), keys)
