@@ -1,7 +1,7 @@
-"""Records of an episode: every call of its language models, with the token ids that were fed and sampled.
+"""Recording of episodes: every call of their language models, with the token ids of prompt and answer.
 
 The current episode and the current `named_function` are context variables, so concurrent episodes never mix. A thread
-that an agent starts has neither; `in_episode` carries them there.
+that an agent starts has neither; `in_episode` passes them on.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TRAINING, VALIDATION = 0, 1
-"""The two streams of random numbers that episodes draw from."""
+"""Streams of random numbers that episodes draw from."""
 
 WORKFLOW = "<workflow>"
-"""The target function that stands for the whole workflow, that is for every call."""
+"""Name of the target function that stands for the whole workflow, so for every call."""
 
 # Threads use episodes, too; each holds the lock for a few microseconds.
 _lock = threading.Lock()
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Prompt and answer, which a next turn may extend."""
+        """Token ids of prompt and answer, which a next turn may extend."""
         return self.prompt_ids + self.token_ids
 
 
@@ -133,7 +133,7 @@ class Episode:
     _refusals: int = field(default=0, repr=False, compare=False)
 
     def end(self) -> bool:
-        """Cancels the calls that threads wait for and refuses all later ones; returns True if a thread was waiting."""
+        """Cancel the calls that threads wait for and refuse all later ones; return True if a thread was waiting."""
         with _lock:
             self._is_over, waiting = True, list(self._waiting)
         for call in waiting:
@@ -150,7 +150,7 @@ class Episode:
         raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
 
     def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
-        """Runs a call in the episode's event loop and blocks the calling thread, another one, until it returns."""
+        """Run a call in the episode's event loop, and block the calling thread, another one, until it returns."""
         if self._loop is None or self._loop.is_closed():
             call.close()
             raise asyncio.CancelledError(f"episode {self.id} has ended, and its event loop with it")
@@ -166,10 +166,10 @@ class Episode:
                 self._waiting.discard(answer)
 
     def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
-        """The index of a new call, and the call id (uint32) that is folded into its key.
+        """Begin a call: return its index, and the call id (uint32) that is folded into its key.
 
-        The id depends on the prompt and on how often the episode has asked it before, never on the order in which
-        concurrent calls are answered.
+        The id depends on the prompt and on the number of earlier calls with it, never on the order in which concurrent
+        calls are answered.
         """
         with _lock:
             index, repeats = self._begun, self._asked[prompt_ids]
@@ -179,17 +179,17 @@ class Episode:
         return index, int.from_bytes(digest[:4], "big")
 
     def record(self, call: Call) -> None:
-        """Adds an answered call."""
+        """Add an answered call."""
         with _lock:
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def reward_step(self, reward: float) -> None:
-        """Adds a reward to the latest answer. An episode with such rewards is trained on them, not on its outcome.
+        """Add a reward to the latest answer; an episode with such rewards is trained on them instead of its outcome.
 
-        Rewards of one answer add up; an answer without any has 0.
+        Rewards of one answer are summed; an answer without any has 0.
 
         Raises:
-            RuntimeError: nothing has been answered yet.
+            RuntimeError: no call has been answered yet.
             ValueError: the reward is not a finite number, or too large for float32.
         """
         if not self.calls:
@@ -200,11 +200,11 @@ class Episode:
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
     def record_candidates(self, answers: Sequence[Answer], scores: Sequence[float]) -> None:
-        """Records alternative answers to one prompt with their scores, the data of preference training.
+        """Record alternative answers to one prompt with their scores, for preference training.
 
         Raises:
-            ValueError: there is not one finite score per answer, an answer is of another episode or a candidate
-                already, or the answers are to different prompts.
+            ValueError: there is not one finite score per answer, an answer is from another episode or is already a
+                candidate, or the answers are to different prompts.
         """
         if len(answers) != len(scores) or not answers:
             raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; wanted one score for each")
@@ -225,12 +225,12 @@ class Episode:
 
     @property
     def shaped_rewards(self) -> list[float] | None:
-        """One reward per answer when `reward_step` was used, else None."""
+        """Return one reward per answer if `reward_step` was used, else None."""
         return [self.step_rewards.get(call.index, 0.0) for call in self.calls] if self.step_rewards else None
 
     @property
     def id(self) -> str:
-        """A name for messages and logs, unique within a run."""
+        """Name for messages and logs, unique within a run."""
         return f"{('training', 'validation')[self.stream]}/{self.rollout_index}/{self.example_id}/{self.generation}"
 
     @property
@@ -240,20 +240,20 @@ class Episode:
 
     @property
     def key_ids(self) -> tuple[int, ...]:
-        """The uint32 numbers, in order, that are folded into the run's key for everything this episode samples."""
+        """The uint32 numbers that are folded, in order, into the run's key for all sampling of this episode."""
         digest = hashlib.sha256(self.example_id.encode()).digest()
         halves = int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
         return self.stream, self.rollout_index, *halves, self.generation
 
     @property
     def seed(self) -> int:
-        """A 64-bit seed for the agent's own randomness (opponents, tools): the same when the episode is repeated."""
+        """64-bit seed for the agent's own randomness (opponents, tools), the same when the episode is repeated."""
         text = repr((self.run_seed, *self.key_ids))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
     @property
     def random(self) -> random.Random:
-        """A fresh generator seeded with `seed`."""
+        """Return a new generator seeded with `seed`."""
         return random.Random(self.seed)
 
 
@@ -262,7 +262,7 @@ _current: ContextVar[Episode | None] = ContextVar("jaxft_episode")
 
 
 def episode() -> Episode:
-    """The episode that the calling code runs in.
+    """Return the episode that the calling code runs in.
 
     Raises:
         RuntimeError: called outside an episode.
@@ -277,24 +277,24 @@ def episode() -> Episode:
 
 
 def find_episode() -> Episode | None:
-    """The current episode; None outside one, where `llm.chat` records nothing."""
+    """Return the current episode; None outside one, where `llm.chat` records nothing."""
     return _current.get(None)
 
 
 def episode_of(context: contextvars.Context) -> Episode | None:
-    """The current episode in another context."""
+    """Return the current episode of another context."""
     return context.get(_current)
 
 
 def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a function so that it runs in the episode that called `in_episode`, in any thread or task.
+    """Wrap a function so that it runs in the current episode, in any thread or task.
 
-    A thread that an agent starts is in no episode: its calls would not be trained on, and their noise would depend on
-    the order of threads. `executor.submit(jaxft.in_episode(search), query)` carries the episode there, with the names
-    of its functions.
+    A thread that an agent starts is in no episode: its calls would not be trained on, and their random numbers would
+    depend on the order of threads. `executor.submit(jaxft.in_episode(search), query)` passes on the episode and the
+    names of its functions.
 
     Raises:
-        RuntimeError: called outside an episode, as a decorator of a module's function would be.
+        RuntimeError: called outside an episode, as by a decorator at module level.
     """
     episode()
     context = contextvars.copy_context()
@@ -315,9 +315,9 @@ def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def recording(current: Episode | None) -> Iterator[Episode | None]:
-    """Makes `current` the episode of this task and of the tasks that it starts.
+    """Make `current` the episode of this task and of the tasks that it starts.
 
-    With None they are outside of episodes on purpose, and `outside_calls` does not count their calls.
+    None marks them as outside of episodes on purpose: `outside_calls` does not count their calls.
     """
     if current is not None:
         with contextlib.suppress(RuntimeError):  # without a running event loop no thread will need it
@@ -334,7 +334,7 @@ _outside_calls = 0
 
 
 def note_outside_call() -> None:
-    """Counts a call of a language model outside of any episode, unless `recording(None)` allows it."""
+    """Count a call of a language model outside of any episode, unless `recording(None)` allows it."""
     global _outside_calls
     if _current.get(_UNSET) is _UNSET:
         with _lock:
@@ -342,7 +342,7 @@ def note_outside_call() -> None:
 
 
 def outside_calls() -> int:
-    """The number of language-model calls outside of any episode, of the whole process: they belong to no run."""
+    """Return the number of language-model calls outside of any episode, in the whole process."""
     return _outside_calls
 
 
@@ -350,7 +350,7 @@ _functions: ContextVar[tuple[str, ...]] = ContextVar("jaxft_functions", default=
 
 
 class named_function:
-    """Names the code that runs under it, as a context manager or as a decorator of a function, async or not.
+    """Name the code that runs under it, as a context manager or as a decorator of a function, async or not.
 
     `finetuning.target_functions` trains only on the calls made under given names. Names nest: a call under "search"
     under "planner" belongs to both.
@@ -401,5 +401,5 @@ class named_function:
 
 
 def current_functions() -> tuple[str, ...]:
-    """The names that the calling code runs under (`named_function`), outermost first."""
+    """Return the names that the calling code runs under (`named_function`), outermost first."""
     return _functions.get()

@@ -1,4 +1,4 @@
-"""The request that an engine takes, and the completion that it answers with."""
+"""Requests to an engine, and the completions that it returns."""
 
 import math
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. Its numbers become arrays on the device, so new values compile nothing.
+    """A prompt with its sampling parameters, which become arrays on the device, so that new values compile nothing.
 
     Attributes:
-        prompt_ids: the prompt, at least one token.
-        key_ids: the seed of the request: uint32 numbers, folded into the run's key in order.
-        max_tokens: the most tokens to sample.
+        prompt_ids: token ids of the prompt, at least one.
+        key_ids: seed of the request: uint32 numbers, folded into the run's key in order.
+        max_tokens: maximum number of tokens to sample.
         temperature, top_k, top_p, min_p: see `SamplingParams`.
-        stop_ids: token ids that end the completion; the sampled one belongs to it.
+        stop_ids: token ids that end the completion, which includes the sampled one.
         logit_bias: pairs of a token id and the value added to its logit, after the temperature; -inf forbids it.
         find_stop: returns how many of the sampled ids complete a stop string, or None.
         prefix_boundaries: token counts, ascending, at which the prefill of the prompt is split. A conversation is split
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """The tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`."""
+    """Tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`."""
 
     token_ids: list[int] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)

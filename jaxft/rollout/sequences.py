@@ -12,7 +12,7 @@ from jaxft.rollout.recorder import WORKFLOW, Call
 
 
 def is_targeted(call: Call, functions: Sequence[str] = (WORKFLOW,), model: str | None = None) -> bool:
-    """True if a call was made in one of `functions`, by the language model `model` (None: by any)."""
+    """Return True if a call was made in one of `functions`, to the language model `model` (None: to any)."""
     is_inside = WORKFLOW in functions or any(name in functions for name in call.functions)
     return is_inside and model in (None, call.llm)
 
@@ -30,9 +30,9 @@ class TokenSequence(BaseModel):
         behavior_logprobs: log-probability of each token under the distribution that it was drawn from.
         temperatures: sampling temperature of each token's call.
         policy_versions: version of the parameters that sampled each token.
-        turns: which answer of the episode, counted from 0 as they were asked for, a token belongs to; empty if unknown.
-        truncated: a length limit cut an answer of the row.
-        episode_truncated: a length limit cut the last answer of the episode, and the row ends with that answer.
+        turns: index of the answer that a token belongs to, by the order of the calls in the episode; empty if unknown.
+        truncated: True if a length limit cut an answer of the row.
+        episode_truncated: True if a length limit cut the last answer of the episode, and the row ends with it.
         llm: name of the language model that sampled; None if unknown.
     """
 
@@ -51,7 +51,7 @@ class TokenSequence(BaseModel):
 
 
 def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = is_targeted) -> list[TokenSequence]:
-    """The training rows of an episode's calls, in an order that depends on their tokens alone, never on timing.
+    """Return the training rows of an episode's calls, in an order that depends on their tokens only, never on timing.
 
     A call whose prompt starts with all tokens of another call of the same language model continues that call's row; any
     other call begins a row. Each token of a targeted call is trained exactly once. Other calls are context only, and a
@@ -59,7 +59,7 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
     """
     sequences: list[TokenSequence] = []
     turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
-    # A prefix sorts before what extends it.
+    # A prefix sorts before its extensions.
     for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
         longest = None
         for sequence in sequences:
@@ -99,13 +99,13 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
 
 
 def _without_tail(sequence: TokenSequence) -> TokenSequence:
-    """The row up to its last trained token; later tokens change nothing."""
+    """Cut a row after its last trained token; later tokens have no effect on training."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
     return sequence.model_copy(update={name: values[:end] for name, values in sequence if isinstance(values, list)})
 
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
-    """The messages of all calls for people to read; a call that a later one continues is not repeated."""
+    """Return the messages of all calls, for people to read; a call that a later one continues is not repeated."""
     messages: list[dict[str, str]] = []
     for index, call in enumerate(calls):
         answered = [*call.messages, {"role": "assistant", "content": call.content}]

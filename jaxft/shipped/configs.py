@@ -36,13 +36,13 @@ class LoraConfig(ConfigModel):
         default=16.0, gt=0.0, allow_inf_nan=False, description="Scale of an adapter's output, divided by rank."
     )
     targets: tuple[str, ...] = Field(
-        default=("*_proj",), description="Projections with an adapter, by name or path: q_proj, self_attn/*."
+        default=("*_proj",), description="Projections that get an adapter, by name or path: q_proj, self_attn/*."
     )
     use_rslora: bool = Field(
         default=False, description="Divide alpha by the square root of rank instead (arXiv 2312.03732)."
     )
     path: PathOrName | None = Field(
-        default=None, description="Folder of adapters in PEFT's format, whose own settings count; null: new adapters."
+        default=None, description="Folder of adapters in PEFT's format, with their own settings; null: new adapters."
     )
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the parameters.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None, description="Type of products and activations, where it is not that of parameters; null: dtype."
+        default=None, description="Type of products and activations; null: that of the parameters."
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
@@ -116,12 +116,12 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     """Trains a local_policy in this process."""
 
     llm: LLMRef = Field(description="Policy to train: an entry of llms of type local_policy.")
-    loss: LossConfig = Field(default=LossConfig(), description="Loss, its baseline, and its penalties.")
+    loss: LossConfig = Field(default=LossConfig(), description="Loss, advantage estimator, KL and penalties.")
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
     )
     microbatch_tokens: int = Field(
-        default=8192, ge=1, description="Largest number of tokens in one forward and backward pass."
+        default=8192, ge=1, description="Maximum number of tokens, padding included, in one forward and backward pass."
     )
     packing: bool | None = Field(
         default=None,
@@ -151,33 +151,37 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
 class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory_builder"):
     """Groups of episodes, one group per example."""
 
-    num_generations: int = Field(default=8, ge=1, description="Episodes of each example: its group.")
+    num_generations: int = Field(default=8, ge=1, description="Episodes per example, which form its group.")
 
 
 class EarlyStopConfig(ConfigModel):
-    """When a run ends before its last epoch, by its mean reward.
-
-    That is the validation reward if there is validation, and the training reward otherwise.
-    """
+    """Early stopping of a run by its mean reward: the validation reward, or without validation the training reward."""
 
     target_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: none."
+        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: no target."
     )
     patience: int | None = Field(
-        default=None, ge=1, description="Mean rewards in a row without a gain at which the run ends; null: any."
+        default=None,
+        ge=1,
+        description="Number of mean rewards in a row without a gain after which the run ends; null: no limit.",
     )
     min_gain: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="Least rise above the best mean reward that is a gain."
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Minimum rise above the best mean reward that counts as a gain.",
     )
 
 
 class LoggedTrainerConfig(TrainerConfig):
-    """Settings that both shipped trainers have."""
+    """Settings of both shipped trainers."""
 
     max_failed_fraction: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="Largest fraction of a collection's episodes that may fail."
+        default=0.5, gt=0.0, le=1.0, description="Maximum fraction of failed episodes in a collection."
     )
-    max_bad_updates: int = Field(default=3, ge=1, description="Non-finite updates in a row that end the run.")
+    max_bad_updates: int = Field(
+        default=3, ge=1, description="Number of non-finite updates in a row that ends the run."
+    )
 
 
 class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
@@ -186,7 +190,9 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     examples_per_update: int | None = Field(
         default=None, ge=1, description="Examples of an epoch, in a new order for each pass over the data; null: all."
     )
-    early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="When the run ends before num_epochs.")
+    early_stop: EarlyStopConfig = Field(
+        default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."
+    )
     show_episodes_every: int = Field(
         default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
     )
@@ -202,13 +208,15 @@ class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_b
 
     num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
     exhaustive_pairs: bool = Field(
-        default=True, description="Pair all candidates of a decision; otherwise the best with the worst."
+        default=True, description="Pair all candidates of a decision; false: only the best with the worst."
     )
     min_score_diff: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="Least difference between the scores of a pair."
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Minimum difference of the scores of a pair."
     )
     max_pairs_per_turn: int | None = Field(
-        default=None, ge=1, description="Most pairs of one decision, by difference; null: any number."
+        default=None,
+        ge=1,
+        description="Maximum number of pairs per decision, those of the largest difference; null: no limit.",
     )
     reward_from_score_diff: bool = Field(
         default=True, description="Reward a pair by the difference of its scores; otherwise by the higher score."
@@ -223,9 +231,13 @@ class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_b
 class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer"):
     """Some collections of episodes, then `finetuning.num_epochs` training jobs on all their pairs."""
 
-    num_runs: int = Field(default=1, ge=1, description="Collections of episodes before training.")
-    deduplicate_pairs: bool = Field(default=True, description="Train a pair once that was collected twice.")
-    max_pairs: int | None = Field(default=None, ge=1, description="Most pairs to train, by reward; null: any number.")
+    num_runs: int = Field(default=1, ge=1, description="Number of collections of episodes before training.")
+    deduplicate_pairs: bool = Field(
+        default=True, description="Train pairs that were collected several times only once."
+    )
+    max_pairs: int | None = Field(
+        default=None, ge=1, description="Maximum number of pairs to train, those of the highest reward; null: no limit."
+    )
     continue_on_collection_error: bool = Field(
-        default=False, description="Leave out a collection that fails; otherwise it ends the run."
+        default=False, description="Leave out a collection that fails; false: it ends the run."
     )

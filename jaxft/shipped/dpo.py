@@ -39,14 +39,14 @@ from jaxft.training.rows import why_no_calls
 
 
 class Candidate(NamedTuple):
-    """One of several answers to a prompt, and its score."""
+    """One of several answers to a prompt, with its score."""
 
     call: Call
     score: float
 
 
 class DPOTrajectoryBuilder(RolloutBuilder):
-    """Makes one trajectory of a pair, with two sequences, the chosen one first. An example's pairs are a group."""
+    """Makes one trajectory per pair, with two sequences, the chosen one first. The pairs of an example are a group."""
 
     trajectory_builder_config: DPOTrajectoryBuilderConfig
 
@@ -81,7 +81,7 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         return TrajectoryCollection(trajectories=[pairs for pairs in groups.values() if pairs], run_id=run_id, **about)
 
     def _decisions(self, outcomes: Sequence[EpisodeOutcome]) -> list[list[Candidate]]:
-        """Return the candidates of each decision of an example's episodes; none where training is not aimed at it."""
+        """Return the candidates of each decision of an example's episodes that is a training target."""
         decisions = []
         for outcome in outcomes:
             for calls, scores in outcome.episode.candidates:
@@ -126,9 +126,9 @@ def pairs_of(
     Candidates of equal scores, or with the same tokens, are never a pair.
 
     Args:
-        candidates: of one decision.
-        exhaustive: all pairs; or else only the best candidate with the worst.
-        min_score_diff: the least difference of a pair.
+        candidates: candidates of one decision.
+        exhaustive: True for all pairs, False for only the best candidate with the worst.
+        min_score_diff: minimum difference of the scores of a pair.
     """
     ranked = sorted(candidates, key=lambda candidate: -candidate.score)
     if exhaustive:
@@ -137,7 +137,7 @@ def pairs_of(
         pairs = [(ranked[0], ranked[-1])] if ranked else []
 
     def is_enough(diff: float) -> bool:
-        # Scores of 0.3 and 0.2 differ by 0.1, whatever floats make of it.
+        # Scores of 0.3 and 0.2 must differ by 0.1, although floats round the difference.
         return diff > 0 and (diff >= min_score_diff or math.isclose(diff, min_score_diff, rel_tol=1e-9))
 
     kept = [
@@ -224,7 +224,9 @@ class DPOTrainer(LoggedTrainer):
                     collection = await self.collect(run_id)
                     self.trajectory_builder.log_progress(run_id, collection.metrics)
             except UserCodeError as failure:
-                is_hopeless = isinstance(failure.error, ConfigError | PolicyError)  # the next would fail likewise
+                is_hopeless = isinstance(
+                    failure.error, ConfigError | PolicyError
+                )  # the next collection would fail, too
                 if is_hopeless or not self.trainer_config.continue_on_collection_error:
                     raise failure.error from None
                 self.log.console.message(f"{run_id} failed and is left out: {failure.summary}")
@@ -283,10 +285,10 @@ class DPOTrainer(LoggedTrainer):
 
 
 def join_metrics(collections: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several collections as those of one.
+    """Merge the metrics of several collections into those of one.
 
-    Means and quartiles are averaged, weighted by the episodes that ended well; extremes stay extremes, and counts are
-    summed.
+    Means and quartiles are averaged, weighted by the successful episodes; counts are summed, and minima and maxima are
+    taken over all collections.
 
     >>> join_metrics([{"episodes": 1, "reward_mean": 0.0, "reward_max": 0.0}, {"episodes": 3, "reward_mean": 1.0}])
     {'episodes': 4, 'reward_mean': 0.75, 'reward_max': 0.0}

@@ -27,7 +27,7 @@ from jaxft.training.rows import check_rewards, why_no_calls
 
 
 class GRPOTrajectoryBuilder(RolloutBuilder):
-    """Makes one trajectory of an episode, and one group of an example."""
+    """Makes one trajectory per episode, and one group per example."""
 
     def __init__(self, trajectory_builder_config: GRPOTrajectoryBuilderConfig) -> None:
         super().__init__(trajectory_builder_config, trajectory_builder_config.num_generations)
@@ -35,7 +35,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return the trajectories of a collection, a group per example in the order of `start_run`.
 
-        Failed and dropped episodes are left out; `metrics` and `failures` of the collection tell of them.
+        Failed and dropped episodes are left out; `metrics` counts them, and `failures` has a report of each failed one.
 
         Raises:
             ValueError: no collection of this name is in progress.
@@ -101,7 +101,7 @@ async def grpo_trajectory_builder(
 
 
 class GRPOTrainer(LoggedTrainer):
-    """Collects, chooses and trains once per epoch."""
+    """Trainer that collects groups, selects by the curriculum and trains, once per epoch."""
 
     trainer_config: GRPOTrainerConfig
 
@@ -113,11 +113,11 @@ class GRPOTrainer(LoggedTrainer):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Run all epochs and return the last status of each job.
 
-        The run ends early at the first job that does not complete, or when `early_stop` says so.
+        The run ends early at the first job that does not complete, or by the conditions of `early_stop`.
 
         Raises:
             TooManyFailures: too many episodes of an epoch failed.
-            NoLearningSignal: not one epoch had anything to learn from, and no target was reached.
+            NoLearningSignal: no epoch made an update, and no target was reached.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
         assert self.trajectory_builder is not None
@@ -196,7 +196,7 @@ class GRPOTrainer(LoggedTrainer):
     def _next_examples(self, epoch: int) -> dict[str, Any] | None:
         """Return the `meta` of `start_run` with the examples of an epoch; None for all examples.
 
-        The epochs walk through the dataset in an order that is shuffled anew for every pass.
+        Epochs iterate over the dataset, in an order that is reshuffled for every pass.
         """
         assert self.run_config is not None and self.trajectory_builder is not None
         ids = [item.id for item in self.trajectory_builder.examples]
@@ -214,7 +214,7 @@ class GRPOTrainer(LoggedTrainer):
         return {"example_ids": chosen}
 
     def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> None:
-        """Show a sample episode if one is due, and write down what `save_episodes` wants."""
+        """Show a sample episode if one is due, and write the episodes that `save_episodes` selects."""
         every = self.trainer_config.show_episodes_every
         trajectories = [trajectory for group in collection.trajectories for trajectory in group]
         shown = trajectories[:1] if every and epoch % every == 0 else []
@@ -228,7 +228,7 @@ class GRPOTrainer(LoggedTrainer):
         return {**super().state(), "early_stop": self._early_stop.state()}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Go on between two epochs; the configuration of early stopping may have changed."""
+        """Restore the state between two epochs; the configuration of early stopping may have changed."""
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
         self._stop_reason = self._early_stop.verdict()
@@ -256,11 +256,11 @@ class EarlyStop:
         self.is_target_reached = False
 
     def state(self) -> dict[str, Any]:
-        """Return all that decides the next verdicts, for JSON."""
+        """Return the rewards that the next decisions depend on, for JSON."""
         return {"best": self._best, "without_gain": self._without_gain, "last": self._last, "is_fresh": self._is_fresh}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state`."""
         self._best, self._without_gain = state["best"], state["without_gain"]
         self._last, self._is_fresh = state["last"], state["is_fresh"]
 

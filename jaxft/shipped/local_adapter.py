@@ -84,11 +84,11 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Make the learner, and load the reference if it is another checkpoint.
 
         Args:
-            adapter_config: its settings.
-            policy: what it trains.
-            warn: shows a sentence.
-            seed: shuffles minibatches.
-            bad_batches: keeps the batches of updates that were not finite; None: nobody does.
+            adapter_config: settings of the adapter.
+            policy: the policy to train.
+            warn: shows a warning.
+            seed: seed that shuffles minibatches.
+            bad_batches: writes the batches of non-finite updates; None: they are not written.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -120,7 +120,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Store the run's configuration.
 
         Raises:
-            ConfigError: training is aimed at another language model than the adapter's.
+            ConfigError: `finetuning.target_model` is another language model than the adapter's.
         """
         await super().initialize(run_config)
         if run_config.target_model not in (None, self.adapter_config.llm):
@@ -132,7 +132,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
 
     async def is_healthy(self) -> bool:
-        """True if all parameters are finite and a token can be sampled; otherwise a warning says what is wrong.
+        """Return True if all parameters are finite and a token can be sampled; otherwise show a warning with the cause.
 
         Raises:
             DeviceMemoryError: the device has too little memory to sample.
@@ -147,7 +147,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             return False
 
     async def warm_up(self) -> None:
-        """Compile all that requests and jobs can lead to; parameters, optimizer and version stay as they are."""
+        """Compile all programs of requests and jobs; parameters, optimizer state and policy version do not change."""
         longest = self.policy.engine.max_context_tokens
         with self._memory_errors():
             await self.policy.engine.warm_up()
@@ -160,7 +160,7 @@ class LocalTrainerAdapter(TrainerAdapter):
 
         Raises:
             NothingToTrain: no row has a token to train.
-            TrajectoryError: greedy or malformed rows are among them.
+            TrajectoryError: a row is greedy or malformed.
         """
         data, _ = self._lay_out(trajectories)
         return data.metrics | data.sampled.stale_fractions(self.policy.version)
@@ -171,7 +171,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         Raises:
             ValueError: the job's name is taken.
             NothingToTrain: no row has a token to train.
-            TrajectoryError: greedy or malformed rows are among them.
+            TrajectoryError: a row is greedy or malformed.
         """
         run_id = trajectories.run_id
         if run_id in self._jobs:
@@ -316,7 +316,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         return await self.policy.read(needs)
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
-        """Return what to change if a device has less than `memory`; None if it fits, or if nobody knows."""
+        """Return the settings to change if a device has less than `memory`; None if it fits, or if that is unknown."""
         return memory_advice(self.adapter_config, self.policy.engine, memory)
 
     def _memory_errors(self) -> AbstractContextManager[None]:
@@ -326,7 +326,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Return `save(values, arrays)`, called on the device thread.
 
         The values are counters; the arrays are those of policy, optimizer, reference and value head. A frozen base is
-        among them only if it is not that of its checkpoint.
+        included only if it differs from its checkpoint.
         """
 
         def saved(params: Any) -> T:
@@ -345,10 +345,10 @@ class LocalTrainerAdapter(TrainerAdapter):
             return await self.policy.read(saved)
 
     async def restore_state(self, values: dict[str, Any], read: Callable[[Any], Any]) -> None:
-        """Go on from a checkpoint.
+        """Restore the state of a checkpoint.
 
         Raises:
-            RestoreError: the checkpoint is of another model, another optimizer or another dtype.
+            RestoreError: the checkpoint has another model, another optimizer or another dtype.
         """
         llm, has_adapters = self.adapter_config.llm, "base" in values
         if has_adapters != (self.policy.model.lora is not None):
@@ -377,7 +377,7 @@ STAY = "parameters and optimiser state stay as they were"
 
 
 def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
-    """Return why a job that raised nothing was refused, or some of its updates; None if it was not."""
+    """Return why a job, or some of its updates, was refused although no error was raised; None if it was not."""
     stale = metrics.get("stale_trajectory_fraction", 0.0)
     if stale > config.max_stale_fraction:
         return f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {STAY}"
@@ -392,7 +392,7 @@ def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) ->
 
 
 def outcome(metrics: dict[str, float]) -> str:
-    """Return what a job did to the parameters, in words."""
+    """Describe, in words, the effect of a job on the parameters."""
     if metrics["nonfinite_updates"]:
         count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
         effect = STAY if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
@@ -405,11 +405,12 @@ def outcome(metrics: dict[str, float]) -> str:
 
 
 def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
-    """The parameters of the checkpoint that the KL is measured from. Adapters of a policy that has some are fresh
-    ones in the reference, which change nothing.
+    """Load the parameters of the reference policy of the KL from its checkpoint.
+
+    If the policy has adapters, the reference gets fresh ones, which have no effect.
 
     Raises:
-        ComponentError: the checkpoint is of another model than the policy, or should follow a policy with adapters.
+        ComponentError: the checkpoint has another model than the policy, or should follow a policy with adapters.
     """
     path, sharding = config.loss.reference.path, policy.model.sharding
     lora: Any = policy.model.lora
@@ -429,12 +430,12 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
 
 
 def memory_advice(config: LocalTrainerAdapterConfig, engine: Engine, memory: dict[str, float]) -> str | None:
-    """Return what to change if a device has less than all of `memory`; None if it fits, or if nobody knows.
+    """Return the settings to change if a device has less than all of `memory`; None if it fits, or if that is unknown.
 
     Args:
-        config: of the adapter.
-        engine: of its policy.
-        memory: MiB of each device by purpose, as `LocalTrainerAdapter.memory` returns them.
+        config: settings of the adapter.
+        engine: engine of the policy.
+        memory: MiB per device by purpose, as returned by `LocalTrainerAdapter.memory`.
     """
     has, needs = device_mebibytes(), sum(memory.values())
     if has is None or needs <= has:
@@ -457,7 +458,7 @@ def device_mebibytes() -> float | None:
 
 @contextlib.contextmanager
 def memory_errors(config: LocalTrainerAdapterConfig, engine: Engine) -> Iterator[None]:
-    """Turn an out-of-memory error of the device into a `DeviceMemoryError` that says what to lower."""
+    """Turn an out-of-memory error of the device into a `DeviceMemoryError` that names the settings to lower."""
     try:
         yield
     except RuntimeError as error:
@@ -469,12 +470,12 @@ def memory_errors(config: LocalTrainerAdapterConfig, engine: Engine) -> Iterator
 
 
 def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | None = None) -> str:
-    """Return which settings to lower, with their present values.
+    """Return the settings to lower, with their current values.
 
     Args:
-        config: of the adapter.
-        engine: of its policy.
-        purpose: what takes most of the memory, as `LocalTrainerAdapter.memory` names it; None if that is not known.
+        config: settings of the adapter.
+        engine: engine of the policy.
+        purpose: the key of `LocalTrainerAdapter.memory` with most of the memory; None if unknown.
     """
     microbatch = f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens})"
     llm = f"llms.{config.llm}"

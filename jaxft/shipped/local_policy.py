@@ -22,7 +22,7 @@ from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
 
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
-    """Yield a chat client of a fresh policy. `path` wins over `preset`, so that one override selects a checkpoint."""
+    """Yield a chat client of a new policy; `path` overrides `preset`, so that one option selects a checkpoint."""
     seed = builder.config.finetuning.seed
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
@@ -62,18 +62,18 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
 
 
 def base_name(path: str) -> str:
-    """The name under which others find a checkpoint: the absolute path of a folder, or the hub id."""
+    """Return the name of a checkpoint for other programs: the absolute path of a folder, or the hub id."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 
 
 def lora_of(config: LoraConfig | None) -> Lora | None:
-    """The `lora` of `init_model` and `load_model`: a folder of adapters wins over the numbers of fresh ones."""
+    """Return the `lora` of `init_model` and `load_model`; a folder of adapters overrides the settings of fresh ones."""
     return None if config is None else config.path or config.lora()
 
 
 def mesh_of(config: MeshConfig) -> Mesh:
-    """The mesh of all devices.
+    """Make the mesh of all devices.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
@@ -82,7 +82,7 @@ def mesh_of(config: MeshConfig) -> Mesh:
 
 
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
-    """The shape of the model, without reading weights."""
+    """Return the config of the model, without reading weights."""
     if config.path is not None:
         return load_config(local_folder(config.path) / "config.json")
     assert config.preset is not None
@@ -90,7 +90,7 @@ def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
 
 
 def sharding_table(config: LocalPolicyConfig) -> str | None:
-    """The partition of every parameter over the mesh of the configuration, as text; None without a mesh.
+    """Return the sharding of every parameter over the mesh of the configuration, as text; None without a mesh.
 
     A mesh whose sizes are all given can be planned without its devices.
 

@@ -1,4 +1,4 @@
-"""The base of the shipped trajectory builders: it runs the episodes of a collection and counts how they ended."""
+"""Base class of the shipped trajectory builders: runs the episodes of a collection and counts their outcomes."""
 
 import asyncio
 import difflib
@@ -19,7 +19,7 @@ ROLES = {role.value: role for role in EpisodeItemRole}
 
 
 class _Start(NamedTuple):
-    """The clock and the counters of the evaluation when a collection was started."""
+    """Clock and counters of the evaluation at the start of a collection."""
 
     seconds: float
     abandoned_episodes: int
@@ -49,7 +49,7 @@ class RolloutBuilder(TrajectoryBuilder):
 
         Args:
             run_id: name of the collection.
-            meta: `{"example_ids": [...]}` chooses examples, in that order; all take part without it.
+            meta: `{"example_ids": [...]}` selects examples, in that order; without it all are run.
 
         Raises:
             ValueError: a collection of this name is in progress, or an id is not in the dataset.
@@ -82,8 +82,8 @@ class RolloutBuilder(TrajectoryBuilder):
         """Wait for the episodes of a collection.
 
         Returns:
-            The episodes that ended well, by (example, generation), and the fields `metrics`, `timings` and `failures`
-            of the `TrajectoryCollection`, which count all of them.
+            The successful episodes, by (example, generation), and the fields `metrics`, `timings` and `failures` of the
+            `TrajectoryCollection`, which count all episodes.
 
         Raises:
             ValueError: no collection of this name is in progress.
@@ -103,7 +103,7 @@ class RolloutBuilder(TrajectoryBuilder):
         finished = [outcome for outcome in outcomes if outcome.error is None]
         unfinished = [outcome for outcome in outcomes if outcome.error is not None]
         failed = [outcome for outcome in unfinished if not outcome.episode.is_dropped]
-        # How many calls an episode makes before it fails may depend on the clock, and metrics do not.
+        # The number of calls of a failed episode may depend on the clock, on which metrics must not depend.
         calls = [call for outcome in finished for call in outcome.episode.calls]
         targeted = sum(map(self.is_target, calls))
         if calls:
@@ -127,7 +127,7 @@ class RolloutBuilder(TrajectoryBuilder):
         }
 
     def is_target(self, call: Call) -> bool:
-        """True if training is aimed at a call, by `finetuning.target_functions` and `target_model`."""
+        """Return True if a call is a training target, by `finetuning.target_functions` and `target_model`."""
         return is_targeted(call, self._finetuning.target_functions, self._finetuning.target_model)
 
     @property
@@ -139,11 +139,11 @@ class RolloutBuilder(TrajectoryBuilder):
         return {"collections": self._collections}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Go on counting collections."""
+        """Restore the number of collections."""
         self._collections = state["collections"]
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Keep the metrics of a collection in `progress`."""
+        """Store the metrics of a collection in `progress`."""
         self.progress[run_id] = dict(metrics)
 
 
@@ -164,9 +164,9 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
 
 
 def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return mean, least and greatest reward, and the quartiles of the groups' means; empty without rewards.
+    """Return mean, minimum and maximum reward, and the quartiles of the groups' means; empty without rewards.
 
-    Where rewards are 0 or 1, so are the least and the greatest. The quartiles say how much examples differ.
+    Minimum and maximum say little if rewards are 0 or 1; the quartiles show how much the examples differ.
 
     >>> reward_metrics([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # doctest: +NORMALIZE_WHITESPACE
     {'reward_mean': 0.5, 'reward_min': 0.0, 'reward_max': 1.0, 'group_reward_q25': 0.25, 'group_reward_q75': 0.75}
@@ -189,7 +189,7 @@ def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _check_targets(calls: Sequence[Call], targeted: int, config: FinetuneConfig) -> None:
-    """Raise a ConfigError if training is aimed at nothing that happened; `targeted` counts the calls it is aimed at."""
+    """Raise a ConfigError if no call was a training target; `targeted` counts the calls that were."""
     functions = sorted({name for call in calls for name in call.functions})
     for name in config.target_functions:
         if name in (WORKFLOW, *functions):

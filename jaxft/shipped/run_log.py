@@ -1,4 +1,4 @@
-"""The files that a trainer writes into the run directory, and what it shows on the console."""
+"""Logs of a trainer: files in the run directory, and output on the console."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +38,10 @@ class RunLog:
 
     Attributes:
         console: shows messages and progress.
-        metrics: numbers of each epoch that an equal run repeats, by run id.
-        timings: numbers of each epoch that a clock measured, by run id.
-        validations: a row per validation.
-        decode: functions from token ids to their text, by the name of the language model; empty where not known.
+        metrics: metrics of each epoch, by run id; equal in equal runs.
+        timings: measured times of each epoch, by run id.
+        validations: one row per validation.
+        decode: functions from token ids to text, by name of the language model; empty if unknown.
     """
 
     def __init__(self, directory: RunDirectory, console: Console) -> None:
@@ -64,7 +64,7 @@ class RunLog:
         return {"rewards": self._rewards, "validations": self.validations}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state`."""
         self._rewards, self.validations = list(state["rewards"]), list(state["validations"])
         self.save()
 
@@ -109,14 +109,14 @@ class RunLog:
         self.console.episode(title, messages)
 
     def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:
-        """Write down episodes with their tokens, then the reports of failed ones: example, error and traceback."""
+        """Write episodes with their tokens, then the reports of failed ones: example, error and traceback."""
         for trajectory in trajectories:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **self._without_secret_ids(trajectory)})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
 
     def pairs(self, collection: TrajectoryCollection) -> None:
-        """Write down the pairs of a collection."""
+        """Write the pairs of a collection."""
         pairs = [pair for group in collection.trajectories for pair in group]
         rows = [self._without_secret_ids(pair) for pair in pairs]
         for row in rows:
@@ -132,7 +132,7 @@ class RunLog:
         return [Trajectory.model_validate(json.loads(line)) for line in lines if line]
 
     def save(self) -> None:
-        """Write the histories and the plot as they stand."""
+        """Write the current histories and the reward plot."""
         if self._rewards:
             self._directory.write_json(REWARD_HISTORY_FILE, self._rewards)
         if self.validations:

@@ -1,4 +1,4 @@
-"""The base of the shipped trainers: collections, epochs with their training jobs, checkpoints and logs."""
+"""Base class of the shipped trainers: collections, epochs with their training jobs, checkpoints and logs."""
 
 import time
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ class LoggedTrainer(Trainer):
     calls `collect`, and puts the metrics of its epoch into `log.metrics` and `log.timings`.
 
     Attributes:
-        log: the files of the run and what the console shows.
+        log: log files of the run, and its console output.
         epoch: number of the next epoch, from 0.
-        learned_epochs: how many epochs applied an update.
+        learned_epochs: number of epochs that applied an update.
         statuses: last status of each job.
     """
 
@@ -65,7 +65,7 @@ class LoggedTrainer(Trainer):
         return row["avg_reward"]
 
     async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
-        """Call `checkpoint`, and measure how long it held up the loop."""
+        """Call `checkpoint`, and measure how long it blocked the loop."""
         started = time.perf_counter()
         self.log.console.status("saving")
         await self.checkpoint(step, score=score, is_last=is_last)
@@ -75,7 +75,8 @@ class LoggedTrainer(Trainer):
         """Run one epoch with its job, and log it; return its metrics, or None if the job did not complete.
 
         Raises:
-            JobFailed: `max_bad_updates` updates in a row were not finite, or strict_compile forbids what was compiled.
+            JobFailed: `max_bad_updates` updates in a row were not finite, or a program was compiled under
+                strict_compile.
         """
         assert self.trainer_adapter is not None
         started, status = time.perf_counter(), None
@@ -122,7 +123,7 @@ class LoggedTrainer(Trainer):
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
         """Raise if `strict_compile` is on and a job other than the first of this process compiled something.
 
-        The first job may compile, as what jobs do beside their updates is not warmed up.
+        The first job may compile, as the warm-up does not cover the operations outside of updates.
         """
         is_first, self._is_warm = not self._is_warm, True
         if compiled and not is_first and self.run_config is not None and self.run_config.strict_compile:
@@ -134,7 +135,7 @@ class LoggedTrainer(Trainer):
     def _count_epoch(self, status: TrainingJobStatus | None, metrics: Mapping[str, Any]) -> bool:
         """Count an epoch and its job, None if nothing was submitted; return True if the run goes on.
 
-        A backend that does not count its updates is believed to have made one.
+        A backend that does not count its updates is assumed to have made one.
         """
         if status is not None:
             self.statuses.append(status)
@@ -158,16 +159,16 @@ class LoggedTrainer(Trainer):
         Args:
             run_id: the epoch.
             why: the reason, in words.
-            lacks_signal: True if other rewards would have taught something.
+            lacks_signal: True if the cause is the rewards, so that other rewards would give a signal.
         """
         self._why_nothing_was_learned, self._lacks_signal = why, lacks_signal
         self.log.console.message(f"{run_id}: {why}")
 
     def check_learned(self, advice: str = "") -> None:
-        """Raise if no epoch of the run has made an update; `advice` is added where the rewards were at fault.
+        """Raise if no epoch of the run has made an update; `advice` is added if the rewards are the cause.
 
         Raises:
-            NoLearningSignal: the message holds the reason that the last epoch gave.
+            NoLearningSignal: no epoch has made an update; the message contains the reason of the last epoch.
         """
         if not self.learned_epochs:
             raise NoLearningSignal(
@@ -210,7 +211,7 @@ class LoggedTrainer(Trainer):
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Go on between two epochs."""
+        """Restore the state between two epochs."""
         counters = state["progress"]
         self.epoch, self.learned_epochs = counters["epoch"], counters["learned_epochs"]
         self._bad_updates, self._validated_epoch = counters["bad_updates"], counters["validated_epoch"]
