@@ -187,7 +187,7 @@ class Sharding:
         if count % self.row_shards:
             sizes = " x ".join(f"{name} {self.mesh.shape[name]}" for name in ROW_AXES)
             raise ValueError(
-                f"{count} {what} do not divide over the {self.row_shards} parts of the mesh ({sizes}); wanted a "
+                f"{count} {what} do not divide over the {self.row_shards} row shards of the mesh ({sizes}); wanted a "
                 f"multiple of {self.row_shards}"
             )
 

@@ -145,7 +145,7 @@ class Episode:
         if not self._is_over:
             return
         self._refusals += 1
-        if self._refusals > 1:  # an agent that catches the error and asks again must not use all of the processor
+        if self._refusals > 1:  # an agent that catches the error and asks again must not busy-loop
             await asyncio.sleep(1.0)
         raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
 

@@ -86,7 +86,7 @@ def test_what_does_not_divide_is_named():
 
 def test_rows_that_do_not_divide():
     sharding(2, 4, 2).check_rows(16, "rows")
-    with pytest.raises(ValueError, match=r"13 rows do not divide over the 8 parts of the mesh \(data 2 x fsdp 4\)"):
+    with pytest.raises(ValueError, match=r"13 rows do not divide over the 8 .* \(data 2 x fsdp 4\)"):
         sharding(2, 4, 2).check_rows(13, "rows")
 
 
@@ -96,12 +96,12 @@ def test_a_batch_that_does_not_divide():
     model = decoder(config, sharding=sharding(2, 2, 2))
     batch = jaxft.Batch(np.zeros((6, 8), np.int32), np.ones((6, 8), bool), np.ones(6, np.float32))
     update = jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"6 rows of a microbatch do not divide over the 4 parts of the mesh"):
+    with pytest.raises(ValueError, match=r"6 rows of a microbatch do not divide over the 4 "):
         update.microbatches(batch)
     assert len(jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0), microbatch_rows=4).microbatches(batch)) == 2
-    with pytest.raises(ValueError, match=r"6 slots do not divide over the 4 parts"):
+    with pytest.raises(ValueError, match=r"6 slots do not divide over the 4 "):
         ModelRunner(model, seed=0, slots=6, length=64, prefix_cache_rows=8)
-    with pytest.raises(ValueError, match=r"9 stored prompts do not divide over the 4 parts"):
+    with pytest.raises(ValueError, match=r"9 stored prompts do not divide over the 4 "):
         ModelRunner(model, seed=0, slots=8, length=64, prefix_cache_rows=9)
 
 

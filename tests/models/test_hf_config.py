@@ -167,9 +167,9 @@ def test_sizes_have_no_default(key):
 
 
 def test_a_family_that_cannot_say_it_is_refused():
-    with pytest.raises(ModelFileError, match="mistral .*qkv_bias=True, mlp_bias=True"):
+    with pytest.raises(ModelFileError, match=r"mistral .*qkv_bias=True, mlp_bias=True"):
         config_json(replace(tiny["mistral"], qkv_bias=True, mlp_bias=True), "float32")
-    with pytest.raises(ModelFileError, match="llama .*sliding_window=4"):
+    with pytest.raises(ModelFileError, match=r"llama .*sliding_window=4"):
         config_json(replace(tiny["llama"], sliding_window=4), "float32")
 
 
