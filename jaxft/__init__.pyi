@@ -1,7 +1,7 @@
 """The public names, for type checkers and for `jaxft/__init__.py`, which imports each when it is first used.
 
 The namespaces hold what only code of a loss, a builder or a sampler of its own needs; names of everyday use stand here,
-those of `jaxft.losses` and `jaxft.advantages` in both places, as in optax.
+some of them in both places, as in optax.
 """
 
 from . import (

@@ -1,1 +1,4 @@
-"""Benchmark cases. Each file has `run(workload) -> Measured`; a comparison with peers calls the same functions."""
+"""Benchmark cases. Each file has `run(workload) -> Measured`; `harness` has no model, so `run(shapes, repeats)`.
+
+A comparison with peers calls the same functions.
+"""

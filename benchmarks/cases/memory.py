@@ -1,4 +1,4 @@
-"""Bytes by purpose: parameters, optimiser state, cache, and the temporary memory of a rollout and an update."""
+"""Bytes by purpose: parameters, optimiser state, cache, temporaries of an update, and the peak in a rollout."""
 
 import jax
 import jax.numpy as jnp

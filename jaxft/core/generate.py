@@ -1,6 +1,6 @@
 """Batched generation: each prompt is prefilled once for all its generations, and rows decode until all have ended.
 
-`decode` is the one loop that samples; `generate` and the engine of a live policy both call it.
+`_decode_until` is the one loop that samples: under `generate`, and under `decode`, which the engine calls.
 Letters: `P` prompts, `G` generations of each, `R = P G` rows, `L` padded prompt length, `N` new tokens, `S` stop ids.
 """
 

@@ -123,7 +123,7 @@ class ModelRunner:
         self._row_shards, self._sub_batch_rows = 1, sub_batch_rows(slots)
         if model.sharding is not None:  # each shard of the mesh has slots and cached prompts of its own
             model.sharding.check_rows(slots, "slots")
-            model.sharding.check_rows(prefix_cache_rows, "stored prompts")
+            model.sharding.check_rows(prefix_cache_rows, "prefix_cache_rows")
             self._row_shards, self._sub_batch_rows = model.sharding.row_shards, None
         self._written_blocks = [0] * slots  # of each slot; later blocks hold zeros
         self.tried: dict[int, bool] = {}

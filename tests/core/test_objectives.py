@@ -123,6 +123,13 @@ def test_denominators_are_counted_where_none_are_given(bigram, params, loss_fn):
     np.testing.assert_allclose(2 * half, counted[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("missing", ["old_values", "returns"])
+def test_ppo_wants_values_and_returns(bigram, params, missing):
+    batch = BATCH._replace(old_values=jnp.zeros((4, 6)), returns=jnp.ones((4, 6)))._replace(**{missing: None})
+    with pytest.raises(ValueError, match=r"batch\.old_values or batch\.returns is None"):
+        ppo_loss(bigram, {"policy": params, "value_head": None}, batch)
+
+
 def test_refusals(bigram, params):
     with pytest.raises(ValueError, match=r"batch\.advantages is None; a policy loss needs one advantage per row"):
         loss_of(grpo_loss, bigram, params, BATCH._replace(advantages=None))

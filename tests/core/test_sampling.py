@@ -243,6 +243,12 @@ def test_values_outside_their_range_are_refused(values, message):
         sampling_params(2, **values)
 
 
+@pytest.mark.parametrize("values", [dict(temperature=1e-6), dict(temperature=3.4e38), dict(top_p=1.0), dict(min_p=0.0)])
+def test_the_ends_of_the_ranges_are_taken(values):
+    check_sampling(**(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values))
+    sampling_params(2, **values)
+
+
 # --- Logit bias.
 
 

@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_divide():
     assert len(jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0), microbatch_rows=4).microbatches(batch)) == 2
     with pytest.raises(ValueError, match=r"6 slots do not divide over the 4 "):
         ModelRunner(model, seed=0, slots=6, length=64, prefix_cache_rows=8)
-    with pytest.raises(ValueError, match=r"9 stored prompts do not divide over the 4 "):
+    with pytest.raises(ValueError, match=r"9 prefix_cache_rows do not divide over the 4 "):
         ModelRunner(model, seed=0, slots=8, length=64, prefix_cache_rows=9)
 
 

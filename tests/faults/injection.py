@@ -35,25 +35,31 @@ class KillPoint(NamedTuple):
 
 KILL_POINTS = {
     "during a save": KillPoint("jaxft.runs.checkpoint", "Checkpoints.save", is_after=True),
-    "update": KillPoint("jaxft.training.learner", "Learner._batch"),
+    "update": KillPoint("jaxft.core.update", "Update.__call__"),
     "between arrays and manifest": KillPoint("jaxft.runs.checkpoint", "write_manifest"),
-    "rollout": KillPoint("jaxft.rollout.engine", "advance"),
+    "rollout": KillPoint("jaxft.rollout.model_runner", "ModelRunner.advance"),
     "before a save": KillPoint("jaxft.runs.checkpoint", "Checkpoints.save"),
     "after the update": KillPoint("jaxft.training.learner", "Learner.learn", is_after=True),
     "half of the logs": KillPoint("jaxft.runs.directory", "RunDirectory.append_jsonl", is_after=True),
     "after the manifest": KillPoint("jaxft.runs.checkpoint", "write_manifest", is_after=True),
-    "judging": KillPoint("jaxft.harness.evaluation", "run_evaluators"),
+    "evaluators": KillPoint("jaxft.harness.evaluation", "run_evaluators"),
     "while old steps go": KillPoint("shutil", "rmtree", is_after=True),
-    "during the export": KillPoint("jaxft.models.hf", "write_manifest"),
+    "during the export": KillPoint("jaxft.models.hf_files", "write_manifest"),
 }
 
 
-def call_at(point: KillPoint, count: int, action: Callable[[], Any]) -> None:
-    """Wraps the point's function so that `action` is called when it is reached for the `count`-th time, from 0."""
+def owner_of(point: KillPoint) -> tuple[Any, str]:
+    """The module or class that holds the point's function, and its name there."""
     owner: Any = importlib.import_module(point.module)
     *parents, name = point.name.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
+    return owner, name
+
+
+def call_at(point: KillPoint, count: int, action: Callable[[], Any]) -> None:
+    """Wraps the point's function so that `action` is called when it is reached for the `count`-th time, from 0."""
+    owner, name = owner_of(point)
     function, reached = getattr(owner, name), [0]
 
     @functools.wraps(function)

@@ -25,7 +25,7 @@ from tests.faults.injection import KILL_POINTS, kill_after, run, start
 HERE = Path(__file__).parent
 RUNS = ("grpo", "everything", "dpo", "lora")
 KILLED = -9
-OFTEN = {"rollout": 30, "judging": 50, "half of the logs": 10, "during the export": 1}
+OFTEN = {"rollout": 30, "evaluators": 50, "half of the logs": 10, "during the export": 1}
 """How often some points are reached in a run, about."""
 
 
@@ -62,8 +62,10 @@ def kill_once(name: str, folder: Path, number: int, draw: random.Random, seconds
         number_of_signal = signal.SIGTERM if number % 6 == 5 else signal.SIGKILL
         where += f", {number_of_signal.name}"
         code = kill_after(start(arguments, log=log), moment, number_of_signal)
-    if code not in (KILLED, 128 + signal.SIGTERM, -signal.SIGTERM):
-        where += " (not reached)" if code == 0 else f" (ended with {code})"
+    if code == 0:
+        where += " (not reached)"
+    elif code not in (KILLED, 128 + signal.SIGTERM, -signal.SIGTERM):
+        raise SystemExit(f"{name}, kill {number} ({where}): it ended with {code}; see {log}\n{log.read_text()[-3000:]}")
     if number % 4 == 3:
         moment = draw.uniform(0.2 * seconds, seconds)
         again = resume(folder) if (folder / "config.yml").exists() else arguments

@@ -24,6 +24,7 @@ from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
 from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.runs.directory import RunDirectory
+from tests.faults.injection import KILL_POINTS, owner_of
 from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)
 
 
@@ -646,6 +647,10 @@ def test_other_versions_are_said(run_file, capsys):
     Path("run/environment.json").write_text(json.dumps(about))
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     assert "warning: optax was 0.0.1 when the run was begun and is" in capsys.readouterr().out
+
+
+def test_every_point_to_kill_a_run_at_is_a_function():
+    assert all(callable(getattr(*owner_of(point))) for point in KILL_POINTS.values())
 
 
 def test_changes_in_words():

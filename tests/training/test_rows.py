@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxft.errors import TrajectoryError
+from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import Trajectory, TrajectoryCollection
 from jaxft.training.config import LossConfig
 from jaxft.training.rows import collect_rewards, gather_rows, with_usable_rewards
@@ -21,6 +21,19 @@ def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
     assert order == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)]
     assert [row.trajectory for row in gathered.rows] == [0, 1, 2, 3, 4]
     assert [row.sequence.tokens[1] for row in gathered.rows] == [10, 11, 12, 10, 11]
+
+
+def test_a_job_with_nothing_to_train_names_the_cause(make_group):
+    def refusal(group, **metrics):
+        collection = TrajectoryCollection(trajectories=[group], run_id="any", metrics=metrics)
+        with pytest.raises(NothingToTrain) as refused:
+            gather_rows(collection, llm="policy", mask_truncated=False)
+        return str(refused.value)
+
+    group = make_group(None, None)
+    assert "2 of them without a usable reward" in refusal(group) and "`sequences` are None" not in refusal(group)
+    assert "`sequences` are None" in refusal([each.model_copy(update={"sequences": None}) for each in group])
+    assert "3 failed, 1 were dropped" in refusal(group, episodes=4, failed_episodes=3, dropped_episodes=1)
 
 
 def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
