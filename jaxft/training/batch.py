@@ -263,48 +263,6 @@ def _scores(job: TrainingBatch, score: Scorer) -> Scored:
     return jax.tree.map(joined, *jax.device_get(scored))
 
 
-def divide(
-    job: TrainingBatch, planner: BatchPlanner, num_minibatches: int, num_iterations: int, seed: str
-) -> list[TrainingBatch]:
-    """Split a job into one minibatch per update: whole trajectories, reshuffled in each iteration."""
-    if num_minibatches == 1:
-        return [job] * num_iterations
-    minibatches = []
-    for iteration in range(num_iterations):
-        order = np.unique(job.trajectories).tolist()
-        random.Random(f"{seed} {iteration}").shuffle(order)
-        for members in np.array_split(np.array(order), min(num_minibatches, len(order))):
-            minibatches.append(select_sequences(job, np.flatnonzero(np.isin(job.trajectories, members)), planner))
-    return minibatches
-
-
-def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlanner) -> TrainingBatch:
-    """Return a batch of some sequences of a job, in tables of their own; the job itself if all are chosen.
-
-    Args:
-        job: the job, with scores and advantages.
-        chosen: indices of the sequences, ascending.
-        planner: planner of the job.
-    """
-    if len(chosen) == len(job.trajectories):
-        return job
-    packing, shapes = planner.plan(job.packing.lengths[chosen].tolist())
-    index, is_chosen = token_index(packing), np.isin(job.places[0], chosen)
-    source = tuple(each[is_chosen] for each in job.tokens)
-
-    def moved(table: Any, fill: int = 0) -> Any:
-        result = np.full((packing.height, packing.width), fill, table.dtype)
-        result[index.tokens] = table[source]
-        return result
-
-    batch: Batch = jax.tree.map(moved, job.batch)
-    if planner.packed:
-        ids: Any = segments(packing)[0]  # counted from 1 in each row
-        batch = batch._replace(segment_ids=ids)
-    turns = moved(job.turns, fill=-1)
-    return TrainingBatch(batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen])
-
-
 def compute_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
 ) -> tuple[TrainingBatch, dict[str, float]]:
@@ -407,6 +365,48 @@ def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
         if before.size:
             rewards[np.flatnonzero(turns == before[-1])[-1]] += steps[turn]
     return rewards
+
+
+def divide(
+    job: TrainingBatch, planner: BatchPlanner, num_minibatches: int, num_iterations: int, seed: str
+) -> list[TrainingBatch]:
+    """Split a job into one minibatch per update: whole trajectories, reshuffled in each iteration."""
+    if num_minibatches == 1:
+        return [job] * num_iterations
+    minibatches = []
+    for iteration in range(num_iterations):
+        order = np.unique(job.trajectories).tolist()
+        random.Random(f"{seed} {iteration}").shuffle(order)
+        for members in np.array_split(np.array(order), min(num_minibatches, len(order))):
+            minibatches.append(select_sequences(job, np.flatnonzero(np.isin(job.trajectories, members)), planner))
+    return minibatches
+
+
+def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlanner) -> TrainingBatch:
+    """Return a batch of some sequences of a job, in tables of their own; the job itself if all are chosen.
+
+    Args:
+        job: the job, with scores and advantages.
+        chosen: indices of the sequences, ascending.
+        planner: planner of the job.
+    """
+    if len(chosen) == len(job.trajectories):
+        return job
+    packing, shapes = planner.plan(job.packing.lengths[chosen].tolist())
+    index, is_chosen = token_index(packing), np.isin(job.places[0], chosen)
+    source = tuple(each[is_chosen] for each in job.tokens)
+
+    def moved(table: Any, fill: int = 0) -> Any:
+        result = np.full((packing.height, packing.width), fill, table.dtype)
+        result[index.tokens] = table[source]
+        return result
+
+    batch: Batch = jax.tree.map(moved, job.batch)
+    if planner.packed:
+        ids: Any = segments(packing)[0]  # counted from 1 in each row
+        batch = batch._replace(segment_ids=ids)
+    turns = moved(job.turns, fill=-1)
+    return TrainingBatch(batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen])
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:
