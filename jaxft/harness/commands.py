@@ -74,7 +74,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     given = [path for path, _ in overrides]
     missing = [path for path in about.get(MASKED, []) if path not in given]
     if missing:
-        hint = "is a secret, which the run directory does not store: give it again, as in --set"
+        hint = "holds a secret, which the run directory does not store: give it again, as in --set"
         raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
     where = json.dumps(literal(str(folder.absolute())))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
