@@ -4,6 +4,7 @@ The default test compares gradients on a mesh with all three axes; the slow one 
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 def agreement(out, *options):
     command = [sys.executable, "benchmarks/scaling.py", "--out", str(out), *options]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # With the emitters of fused loops, as for users: without them a mesh of one device changes the last bits.
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(out.read_text())["found"]
 

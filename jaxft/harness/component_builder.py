@@ -10,11 +10,17 @@ from contextvars import ContextVar
 from typing import Any
 
 from jaxft.errors import (
+    CheckFailed,
     ComponentError,
     ConfigError,
     DatasetError,
     DiskFull,
     JaxftError,
+    JobFailed,
+    NoLearningSignal,
+    NothingToTrain,
+    TooManyFailures,
+    TrajectoryError,
     UserCodeError,
     did_you_mean,
     user_code,
@@ -260,8 +266,23 @@ async def _close(what: str, generator: Any) -> None:
         raise ComponentError(f"{what}: its factory yielded twice")
 
 
+KEPT_ERRORS = (
+    ComponentError,
+    ConfigError,
+    DatasetError,
+    DiskFull,
+    CheckFailed,
+    JobFailed,
+    NoLearningSignal,
+    NothingToTrain,
+    TooManyFailures,
+    TrajectoryError,
+)
+"""Errors of a factory that keep their class and exit code; their messages name the place."""
+
+
 def _failure(what: str, failure: UserCodeError) -> JaxftError:
-    if isinstance(failure.error, ComponentError | ConfigError | DatasetError | DiskFull):  # names its place already
+    if isinstance(failure.error, KEPT_ERRORS):
         return failure.error
     # A wrong value or file is explained by the message alone; any other error is a bug and needs its traceback.
     is_input = isinstance(failure.error, JaxftError | ValueError | OSError)

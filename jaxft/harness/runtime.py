@@ -200,9 +200,16 @@ def _logging_to(console: Console, level: str) -> Iterator[None]:
     root, handler = logging.getLogger(), LogHandler(console)
     handler.setLevel(level.upper())
     handler.addFilter(_is_shown)
-    before, earlier = root.level, [(each, each.level) for each in root.handlers]
-    for each, its_level in earlier:
-        each.setLevel(max(its_level, before))
+    before, earlier = root.level, list(root.handlers)
+
+    def was_taken(record: logging.LogRecord) -> bool:
+        logger = logging.getLogger(record.name)
+        while logger.level == logging.NOTSET and logger.parent is not None:
+            logger = logger.parent
+        return logger is not root or record.levelno >= before
+
+    for each in earlier:
+        each.addFilter(was_taken)
     root.addHandler(handler)
     root.setLevel(min(before, handler.level))
     try:
@@ -210,8 +217,8 @@ def _logging_to(console: Console, level: str) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         root.setLevel(before)
-        for each, its_level in earlier:
-            each.setLevel(its_level)
+        for each in earlier:
+            each.removeFilter(was_taken)
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

@@ -64,7 +64,8 @@ def _blocking(
                 "chat_sync waits for its reply, and this thread runs an event loop, which could not answer meanwhile: "
                 "write `await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
             )
-        episode, call = find_episode(), chat(self, *args, **kwargs)
+        call: Coroutine[Any, Any, Reply] = getattr(self, chat.__name__)(*args, **kwargs)  # a subclass may have its own
+        episode = find_episode()
         return asyncio.run(call) if episode is None else episode.wait_for(call)
 
     return chat_sync

@@ -130,7 +130,11 @@ class Checkpoints:
         """
         saved, old = checkpoint.state["layout"], _with_old_names(like)
         differences = _differences(saved, layout(like))
-        has_old_names = bool(differences) and not _differences(saved, layout(old))
+        has_old_names, structure = False, jax.tree.structure
+        if str(structure(old)) != str(structure(like)) and not _differences(saved, layout(old)):
+            # A frozen base has names but no leaves: they are in orbax's metadata, not in the layout.
+            metadata = self.folder / str(checkpoint.step) / "arrays" / "_METADATA"
+            has_old_names = b'"ends"' in metadata.read_bytes()
         if has_old_names:
             like = old
         elif differences:

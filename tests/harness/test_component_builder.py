@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from jaxft.errors import ComponentError, ConfigError, DatasetError
+from jaxft.errors import ComponentError, ConfigError, DatasetError, JobFailed
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.registry import (
@@ -41,6 +41,8 @@ class BadConfig(LLMConfig, name="toy_bad"):
 async def bad(config, builder):
     if config.how == "missing file":
         open("/nowhere/weights")  # noqa: SIM115
+    if config.how == "job":
+        raise JobFailed("job 'x' failed")
     if config.how == "bug":
         raise KeyError("bug")
     if config.how != "nothing":
@@ -180,6 +182,12 @@ def test_a_broken_factory_is_named(toy_run, tmp_path, how, message):
     for name in ("bad", "user"):
         with pytest.raises(ComponentError, match=message):
             build(toy_run, tmp_path, lambda builder, name=name: builder.get_llm(name))
+
+
+def test_an_error_of_a_factory_keeps_its_exit_code(toy_run, tmp_path):
+    toy_run["llms"]["bad"] = {"_type": "toy_bad", "how": "job"}
+    with pytest.raises(JobFailed, match="job 'x' failed"):
+        build(toy_run, tmp_path, lambda builder: builder.get_llm("bad"))
 
 
 def test_what_breaks_its_contract_is_named(toy_run, tmp_path):

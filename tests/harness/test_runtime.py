@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -200,6 +201,26 @@ def test_a_signal_closes_everything(number, code):
         os.kill(process.pid, number)
         assert process.stdout.read() == "closed\n"
     assert process.returncode == code
+
+
+def test_handlers_of_a_program_take_the_records_that_they_took_before():
+    root, own, taken = logging.getLogger(), logging.getLogger("a_programs_own"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: taken.append(record.getMessage())
+    root.addHandler(handler)
+    own.setLevel(logging.DEBUG)
+
+    async def main():
+        for logger in (own, logging.getLogger("another")):
+            logger.debug(f"debug of {logger.name}")
+            logger.warning(f"warning of {logger.name}")
+
+    try:
+        assert root.level == logging.WARNING and exit_code_of(main) == 0
+    finally:
+        root.removeHandler(handler)
+        own.setLevel(logging.NOTSET)
+    assert taken == ["debug of a_programs_own", "warning of a_programs_own", "warning of another"]
 
 
 DIVIDED_CPU = """

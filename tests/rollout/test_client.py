@@ -232,6 +232,14 @@ def test_chat_sync_makes_the_same_call_as_chat(client):
     assert len(client.chat_sync(QUESTION, max_tokens=3).token_ids) == 3
 
 
+def test_chat_sync_asks_the_chat_of_a_subclass(policy):
+    class Short(ChatClient):
+        async def chat(self, messages):
+            return await super().chat(messages, max_tokens=2)
+
+    assert len(Short(policy, "player").chat_sync(QUESTION).token_ids) == 2
+
+
 def test_chat_sync_is_refused_where_an_event_loop_runs(client):
     async def main():
         client.chat_sync(QUESTION)

@@ -392,3 +392,22 @@ def test_a_decoder_saved_under_the_first_names_is_restored(directory, has_head):
     restored = checkpoints.arrays(newest, state(False, 0.0))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, restored, state(False, 1.0))
+
+
+@pytest.mark.parametrize("has_old_names", [True, False])
+def test_adapters_saved_beside_a_frozen_base_of_either_names_are_restored(directory, has_old_names):
+    """The base is not in the checkpoint, but its names are."""
+
+    def state(has_old_names, value):
+        base = {"embed": None, "final_norm": {"scale": None}, "layers": {"kernel": None}}
+        if has_old_names:
+            base = {"ends": {"embedding": None, "norm": {"scale": None}}, "layers": {"kernel": None}}
+        return {"params": {"base": base, "adapter": {"layers": {"lora_a": jnp.full((2, 2), value)}}}}
+
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {}, state(has_old_names, 1.0))
+    checkpoints.wait()
+    restored = checkpoints.arrays(checkpoints.newest(print), state(False, 0.0))
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, state(False, 1.0))
+    assert jax.tree.structure(restored) == jax.tree.structure(state(False, 1.0))
