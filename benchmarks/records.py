@@ -39,7 +39,7 @@ class MeasuredRates(BaseModel):
 
 
 class LimitShare(BaseModel):
-    """How close a measurement comes to the limit of the device.
+    """The fraction of the device's limit that a measurement reaches.
 
     Attributes:
         limit_seconds: least time that the device needs for the work.

@@ -43,7 +43,7 @@ directory = RunDirectory.create(sys.argv[1])
 
 
 def limited(tmp_path, program):
-    """How a program ends that may not write files longer than its `limit`."""
+    """Run a program that may not write files longer than its `limit`; return the completed process."""
     return subprocess.run(
         [sys.executable, "-c", LIMITED + program, tmp_path / "run"], capture_output=True, text=True, timeout=120
     )

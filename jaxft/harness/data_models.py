@@ -304,7 +304,9 @@ class FinetuneConfig(ConfigModel):
     curriculum_learning: CurriculumLearningConfig = Field(
         default=CurriculumLearningConfig(), description="Selection of the groups that an epoch trains."
     )
-    checkpoints: CheckpointConfig = Field(default=CheckpointConfig(), description="How often the run is saved.")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="Schedule and number of the checkpoints."
+    )
     strict_compile: bool = Field(
         default=False,
         description="Compile every program before the first epoch, and fail if a later epoch compiles another.",

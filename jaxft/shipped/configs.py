@@ -78,7 +78,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
-        description="What the backward pass computes again to save memory. none: nothing. dots: everything but "
+        description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
         "products with weights. full: whole layers.",
     )
     mesh: MeshConfig | None = Field(
@@ -99,7 +99,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     )
     long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
         default="fail",
-        description="What happens to a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
+        description="Treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
         "raises an error, and the episode fails unless it catches that. drop: the same, but a training episode counts "
         "in dropped_episodes and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or "
         "half of the context is left for the answer (truncated_prompts counts such calls).",

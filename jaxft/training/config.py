@@ -52,7 +52,7 @@ class CorrectionConfig(ConfigModel):
 
 
 class PreferenceConfig(ConfigModel):
-    """How dpo compares the two answers of a pair."""
+    """Loss of dpo on the two answers of a pair."""
 
     kind: Literal["sigmoid", "ipo"] = Field(
         default="sigmoid", description="Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."
@@ -79,19 +79,19 @@ class LossConfig(ConfigModel):
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
         default=None,
-        description="How the losses of tokens become one. seq_mean_token_mean: the mean over trajectories (see "
-        "weigh) of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum "
+        description="Average of the tokens' losses. seq_mean_token_mean: the mean over trajectories (see weigh) "
+        "of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum "
         "divided by max_completion_tokens per trajectory. null: that of the published loss.",
     )
     weigh: Literal["trajectory", "sequence"] = Field(
         default="trajectory",
-        description="What counts once in the loss. trajectory: a trajectory, however many sequences it has. "
+        description="Unit that counts once in the loss. trajectory: a trajectory, however many sequences it has. "
         "sequence: each of its sequences. Ratios of importance_level 'sequence' are those of sequences "
         "in both cases.",
     )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None,
-        description="Whether a token or a sequence has a ratio; null: sequence for gspo, token for others.",
+        description="Level of the importance ratio, one per token or sequence; null: sequence for gspo, else token.",
     )
     clip_low: float | None = Field(
         default=None, gt=0.0, le=1.0, description="Clips the ratio at 1 - clip_low; null: 3e-4 for gspo, else 0.2."
@@ -249,7 +249,7 @@ class OptimizerConfig(ConfigModel):
     )
     warmup_updates: int = Field(default=0, ge=0, description="Updates of the linear warm-up.")
     decay_updates: int | None = Field(
-        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: for constant."
+        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: constant schedule."
     )
     end_fraction: float = Field(
         default=0.1, ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak."

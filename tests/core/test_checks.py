@@ -1,4 +1,4 @@
-"""What every public function does with shapes that disagree, and with numbers of other types."""
+"""Every public function refuses shapes that disagree, and takes or refuses numbers of other types."""
 
 import inspect
 from functools import partial

@@ -615,7 +615,7 @@ FIRST, SECOND = np.divmod(np.arange(V * V), V)
 
 
 def make_logits():
-    """Of the first token `[V]`, and of the second after each first one `[V V]`."""
+    """Return logits of the first token `[V]`, and of the second token after each first one `[V V]`."""
     return {"first": DRAW.normal(size=V), "second": DRAW.normal(size=(V, V))}
 
 

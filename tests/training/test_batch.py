@@ -160,7 +160,7 @@ class Found:
 
 
 def found(groups, scores=None, behind=None, packed=False, **knobs):
-    """What is found for the sequences of the scorable trajectories.
+    """Return advantages, returns and lengths of the sequences of the scorable trajectories.
 
     Args:
         scores: tables of numbers per token, the same for each sequence, or a list of those.

@@ -9,7 +9,7 @@ import jaxft
 
 
 class MyTrainerConfig(jaxft.TrainerConfig, name="my_trainer"):
-    """How many failures the loop tolerates."""
+    """The number of failures that the loop tolerates."""
 
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0, description="The run ends when more episodes fail.")
 
