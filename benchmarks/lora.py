@@ -79,7 +79,10 @@ def update_bytes(model: jaxft.Model, params: Any, vocab_size: int) -> dict[str, 
         "gradients and optimiser": device_bytes(None, trainable(model, state.params))
         + device_bytes(None, state.opt_state),
     }
-    temporary = update.temporary_bytes(state, batch)  # with the sums of the gradients
+    compiled = (
+        update.programs(state, jax.tree.map(lambda table: table[:1], batch))["gradient"]().compile().memory_analysis()
+    )
+    temporary = compiled.temp_size_in_bytes + compiled.output_size_in_bytes  # with the sums of the gradients
     return sizes | {"whole update": sizes["parameters"] + device_bytes(None, state.opt_state) + temporary}
 
 

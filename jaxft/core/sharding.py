@@ -178,6 +178,10 @@ class Sharding:
             self.check_rows(leaf.shape[0], "rows")
         return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
 
+    def place_cache(self, tree: Any) -> Any:
+        """Copy keys and values `[rows, heads, ...]` to their devices; a tree of shapes gets shardings instead."""
+        return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES, "tensor"), tree))
+
     def check_rows(self, count: int, what: str) -> None:
         """Raise unless this many rows divide over the row shards.
 
@@ -216,6 +220,18 @@ def devices_of(sharding: Sharding | None) -> list[Any]:
     config: Any = jax.config  # whose attributes are made at run time
     default = config.jax_default_device
     return [default] if isinstance(default, jax.Device) else jax.devices()[:1]
+
+
+def platform_of(sharding: Sharding | None) -> str:
+    """Return the platform of the devices that compute, `devices_of(sharding)`: "cpu", "gpu" or "tpu".
+
+    Programs are chosen by it and not by `jax.default_backend()`, the platform of the process, which may also hold a
+    policy on a CPU beside one on a GPU, or compile for devices that it does not have.
+
+    >>> platform_of(Sharding(make_mesh(devices=jax.devices("cpu")[:1])))
+    'cpu'
+    """
+    return str(devices_of(sharding)[0].platform)
 
 
 def constrain(sharding: Sharding | None, tree: Any) -> Any:

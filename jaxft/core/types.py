@@ -45,6 +45,8 @@ class Model(NamedTuple):
         sharding: the partition over a mesh of devices; None on a single device.
         lora: rank, scale and targets of adapters, when parameters are `{"base": ..., "adapter": ...}` and only the
             adapters are trained (`jaxft.core.partition`); None when all parameters are.
+        with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
+            the backward pass recomputes; None if there is only one.
     """
 
     config: Hashable
@@ -55,6 +57,7 @@ class Model(NamedTuple):
     decode_layout: Callable[[Params], Params] = same_params
     sharding: Sharding | None = None
     lora: Hashable = None
+    with_remat: Callable[[Any], "Model"] | None = None
 
 
 class Scored(NamedTuple):

@@ -193,24 +193,22 @@ class Update:
     def _placed(self, parts: list[Batch]) -> list[Batch]:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
-    def temporary_bytes(self, state: TrainState, batch: Batch | Sequence[Batch]) -> int:
-        """Return the bytes per device that the largest compiled microbatch needs beside the state: sums, temporaries.
+    def programs(self, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs of an update of several microbatches like `batch`, by name.
 
-        Shapes may be given instead of arrays.
+        `gradient` adds a microbatch to the sums, and `step` makes the optimizer step; both find the sums among their
+        arguments. An update of a single microbatch is one program, which needs less. Shapes suffice.
         """
-        parts, largest = self._placed(self.microbatches(batch)), 0
+        (part,) = self._placed([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)
-        if len(parts) == 1:
-            analysis: Any = self._whole.lower(state, parts[0]).compile().memory_analysis()
-            return analysis.temp_size_in_bytes
-        for part in parts:
-            counts = jax.eval_shape(count_tokens, part.completion_mask, part.segment_ids, part.trajectory_tokens)
-            reports = self._reported(state.params, part, counts)
-            sums = jax.eval_shape(lambda params, reports=reports: self._no_sums(params, reports), state.params)
-            sums = sums if self._sharding is None else self._sharding.place(sums)
-            compiled: Any = self._add.lower(state.params, sums, part, counts).compile().memory_analysis()
-            largest = max(largest, compiled.temp_size_in_bytes + compiled.output_size_in_bytes)
-        return largest
+        counts = jax.eval_shape(count_tokens, part.completion_mask, part.segment_ids, part.trajectory_tokens)
+        reports = self._reported(state.params, part, counts)
+        sums = jax.eval_shape(lambda params: self._no_sums(params, reports), state.params)
+        sums = sums if self._sharding is None else self._sharding.place(sums)
+        return {
+            "gradient": lambda: self._add.lower(state.params, sums, part, counts),
+            "step": lambda: self._finish.lower(state, sums),
+        }
 
     def _reported(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":
         fields = jax.tree.structure(part)

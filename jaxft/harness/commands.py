@@ -102,6 +102,8 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             show(f"components   {', '.join(type(component).__name__ for component in components)}")
             if not await adapter.is_healthy():
                 raise CheckFailed(UNHEALTHY)
+            for path, value in session.builder.chosen.items():
+                show(f"chosen       {path}: {value}")
             memory = await adapter.memory()
             for purpose, size in memory.items():
                 show(f"memory       {size:10.1f} MiB  {purpose}")

@@ -4,7 +4,7 @@ Factories receive the `ComponentBuilder` and ask it for other components by thei
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -59,6 +59,7 @@ class ComponentBuilder:
         directory: the run directory.
         console: the console of the run.
         devices: descriptions of the devices that the components compute on.
+        chosen: the values that components chose for fields set to `auto`, by the path of the field.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ComponentBuilder:
         self.directory = directory
         self.console = console
         self.devices: list[str] = []
+        self.chosen: dict[str, str] = {}
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
 
@@ -91,6 +93,17 @@ class ComponentBuilder:
         self.devices = list(dict.fromkeys([*self.devices, *devices]))
         if self._lender is not None:
             self._lender.add_devices(devices)
+
+    def add_choices(self, path: str, values: Mapping[str, str]) -> None:
+        """Record, for `environment.json`, the values chosen for the fields of a component that are `auto`.
+
+        Args:
+            path: path of the component, as in `llms.policy`.
+            values: the chosen values by field.
+        """
+        self.chosen |= {f"{path}.{field}": value for field, value in values.items()}
+        if self._lender is not None:
+            self._lender.add_choices(path, values)
 
     async def get_llm(self, name: str) -> Any:
         """Return the language model `llms.<name>`."""

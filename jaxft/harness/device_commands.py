@@ -81,6 +81,7 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
     show(f"{'writable':<14} {folder}")
     if config is not None:
         show(f"{'configuration':<14} no faults")
+        _show_choices(show, config)
     if sharding:
         _show_sharding(show, config)
     show("all checks passed")
@@ -99,6 +100,18 @@ def _show_devices(show: Callable[[str], None]) -> None:
         memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
         show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
     show(f"{'cores':<14} {os.cpu_count()}")
+
+
+def _show_choices(show: Callable[[str], None], config: Config) -> None:
+    """Show the values that fields set to `auto` have on this machine."""
+    for name, llm in config.llms.items():
+        if llm.choices is not None:
+            try:
+                values = pkgutil.resolve_name(llm.choices)(llm)
+            except ValueError as error:
+                show(f"llms.{name:<9} not on this machine: {error}")
+                continue
+            show(f"llms.{name:<9} {', '.join(f'{field} {value}' for field, value in values.items())}")
 
 
 def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:

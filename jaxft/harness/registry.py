@@ -55,10 +55,13 @@ class LLMConfig(ComponentConfig):
         sharding_table: `module:function` of a function from the configuration to a table of the parameters' sharding,
             or None without a mesh; it raises ValueError for an impossible mesh. None if this process holds no
             parameters.
+        choices: `module:function` of a function from the configuration to the values that fields set to `auto` have on
+            this machine, by field. None if there are no such fields.
     """
 
     component_kind = "llm"
     sharding_table: ClassVar[str | None] = None
+    choices: ClassVar[str | None] = None
 
 
 class WorkflowConfig(ComponentConfig):

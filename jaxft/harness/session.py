@@ -103,7 +103,7 @@ class Session:
                 raise CheckFailed(UNHEALTHY)
             if self.config.finetuning.strict_compile:
                 await (await self.adapter()).warm_up()
-            self._note_devices()
+            self._note_environment()
             statuses = await self._run(trainer)
             await self.checkpointing.wait()
         finally:
@@ -121,10 +121,11 @@ class Session:
             raise NoLearningSignal(f"{type(trainer).__name__} trained nothing: {last}")
         return statuses
 
-    def _note_devices(self) -> None:
-        """Write the devices to `environment.json`, as soon as they are known."""
-        if self.about is not None and self.about["devices"] != self.builder.devices:
-            self.about["devices"] = list(self.builder.devices)
+    def _note_environment(self) -> None:
+        """Write devices, and what was chosen for them, to `environment.json`, as soon as they are known."""
+        found = {"devices": list(self.builder.devices), "chosen": dict(self.builder.chosen)}
+        if self.about is not None and any(self.about[name] != value for name, value in found.items()):
+            self.about |= found
             self.directory.write_json(ENVIRONMENT_FILE, self.about)
 
     async def _run(self, trainer: Trainer) -> list[TrainingJobStatus]:
@@ -206,7 +207,7 @@ class Session:
         evaluation = await self.builder.get_evaluation()
         examples = await self.builder.get_dataset() if items is None else items
         outcomes = await evaluation.validate(examples, temperature=temperature, num_generations=num_generations)
-        self._note_devices()
+        self._note_environment()
         self.console.status("")
         output = evaluation.summarize(outcomes)
         if outcomes and output.num_failed == output.num_episodes:
@@ -319,7 +320,7 @@ async def open_session(
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
     """Write `environment.json` and `config.yml`, open `run.log`, and return the content of `environment.json`."""
     config, directory = builder.config, builder.directory
-    about = _environment(config, builder.devices) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
+    about = _environment(builder) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
     directory.write_json(ENVIRONMENT_FILE, about)
     directory.write_text(CONFIG_FILE, resolved_yaml(config))
     builder.console.keep(directory.file(LOG_FILE))
@@ -341,7 +342,7 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
         for path, (old, new) in changes.items():
             checkpointing.log(f"changed: {path}: {old!r} -> {new!r}")
         step = None if checkpointing.found is None else checkpointing.found.step
-        for warning in record(directory, step, changes, _environment(config, builder.devices, directory.path)):
+        for warning in record(directory, step, changes, _environment(builder, directory.path)):
             checkpointing.log(f"warning: {warning}")
         directory.remove([RESULT_FILE, MODEL_FOLDER])
         directory.remove(entry.name for entry in directory.path.glob(f".{MODEL_FOLDER}.*.unfinished"))
@@ -357,14 +358,14 @@ def _way_on(checkpointing: Checkpointing, directory: RunDirectory) -> str:
     return "start the run again" + (", with --overwrite" if is_run(directory.path) else "")
 
 
-def _environment(config: Config, devices: Sequence[str], *others: Path) -> dict[str, Any]:
+def _environment(builder: ComponentBuilder, *others: Path) -> dict[str, Any]:
     """Return the `environment` of this process, with the commit of the first source that is in a repository.
 
     The sources are the configuration file, the modules it imports, the script, and then `others`.
     """
-    modules = [Path(module) for module in config.imports if Path(module).is_absolute()]
+    modules = [Path(module) for module in builder.config.imports if Path(module).is_absolute()]
     sources = [source for source in (config_file.get(), *modules, script(), *others) if source is not None]
-    return environment(devices, sources)
+    return environment(builder.devices, sources) | {"chosen": dict(builder.chosen)}
 
 
 def _has_trained(status: TrainingJobStatus) -> bool:

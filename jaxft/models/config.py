@@ -154,6 +154,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-58m": replace(_qwen3(32000, 512, 1536, 8, 8, 4, 64), tie_word_embeddings=False),
     "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
+    "qwen3-8b": replace(_qwen3(151936, 4096, 12288, 36, 32, 8, 128), tie_word_embeddings=False),
 }
 """Shapes by name, for `init_model`. The two smallest have the vocabulary of the embedded character tokenizer."""
 

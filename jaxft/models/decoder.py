@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -203,12 +203,24 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
     return shapes
 
 
-Remat = Literal["none", "dots", "full"]
-"""Checkpoint policies (arXiv 1604.06174): recompute nothing, all but products with weights, or whole layers."""
+Remat = Literal["none", "dots", "attention", "full"]
+"""Checkpoint policies (arXiv 1604.06174), the fastest first: recompute nothing, all but products with weights and
+attention kernels, all but attention kernels, or whole layers."""
+
+REMATS: tuple[Remat, ...] = get_args(Remat)
+
+
+def _is_attention_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return True for the forward passes of the attention kernels (`jaxft.models.flash`)."""
+    return primitive.name in ("pallas_call", "dot_product_attention_fwd_wrapper")
+
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_attention_kernel
+    ),
+    "attention": _is_attention_kernel,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -329,7 +341,10 @@ def _decoder(
     def by_cache(cache: Any) -> Any:
         return cache if sharding is None else sharding.constrain_cache(cache)
 
-    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora)
+    def with_remat(remat: Remat) -> Model:
+        return _decoder(config, remat, compute_dtype, lora, sharding)
+
+    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, with_remat)
 
 
 def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:

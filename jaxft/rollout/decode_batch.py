@@ -73,6 +73,22 @@ def empty_slots(model: Model, slots: int, cache_length: int, dtype: Any) -> Deco
     return _constrain(model, DecodeBatch(state, rows))
 
 
+def cache_shapes(model: Model, rows: int, length: int, dtype: Any) -> Cache:
+    """Return the shapes, with shardings, of `empty_cache`."""
+    cache = jax.eval_shape(lambda: empty_cache(model, rows, length, dtype))
+    return cache if model.sharding is None else model.sharding.place_cache(cache)
+
+
+def slot_shapes(model: Model, slots: int, cache_length: int, dtype: Any) -> DecodeBatch:
+    """Return the shapes, with shardings, of `empty_slots`."""
+    shapes = jax.eval_shape(lambda: empty_slots(model, slots, cache_length, dtype))
+    if model.sharding is None:
+        return shapes
+    cache = model.sharding.place_cache(shapes.state.cache)
+    state, rows = model.sharding.place_rows((shapes.state._replace(cache=()), shapes.rows))
+    return DecodeBatch(state._replace(cache=cache), rows)
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def prefill(model: Model, num_blocks: int, params: Params, prefix_cache: Cache, chunks: PrefillChunks) -> Cache:
     """Add the keys and values of prompt chunks to the prefix cache, each after the tokens that its row holds."""

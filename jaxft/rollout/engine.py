@@ -115,6 +115,10 @@ class Engine:
         """Bytes on each device of the keys and values of slots and prefix cache."""
         return self._runner.cache_bytes(dtype)
 
+    def programs(self, params: Params) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the largest programs of sampling, by name; see `ModelRunner.programs`."""
+        return self._runner.programs(params)
+
     def clear_prefix_cache(self) -> None:
         """Clear the prefix cache, as the parameters change; call it on the device thread."""
         self._runner.clear_prefix_cache()

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
 from jaxft.core.sampling import LogitBias, SamplingParams
-from jaxft.core.sharding import device_bytes
+from jaxft.core.sharding import device_bytes, platform_of
 from jaxft.core.types import Cache, Model, Params
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
@@ -27,10 +27,12 @@ from jaxft.rollout.decode_batch import (
     admit,
     advance,
     advance_sub_batch,
+    cache_shapes,
     copy_rows,
     empty_cache,
     empty_slots,
     prefill,
+    slot_shapes,
     trial_slots,
 )
 from jaxft.rollout.prefix_cache import (
@@ -53,11 +55,15 @@ ADMISSION_ROWS = 8
 """Rows of the programs that copy prompts, within the prefix cache or into slots."""
 
 PREFILL_TOKENS = {"cpu": 256}
-"""Rows times width of a prefill program, by backend: few on a CPU, which is as efficient on few tokens as on many."""
+"""Rows times width of a prefill program, by platform: few on a CPU, which is as efficient on few tokens as on many."""
 PREFILL_TOKENS_ELSEWHERE = 2048
 
+PREFILL_POSITIONS = 8192
+"""Limit of rows times cache positions of a prefill program, except on a CPU: the program gathers whole rows of the
+cache. 8,192 positions of a model of 0.6 billion parameters are 0.9 GiB."""
+
 SUB_BATCH_ROWS = {"cpu": 8}
-"""Rows of a sub-batch, by backend; other backends decode all slots in one program."""
+"""Rows of a sub-batch, by platform; other platforms decode all slots in one program."""
 
 STEP_COST, ROW_COST = 10_000, 400
 """Costs of a decoding step and of each of its rows, in positions of the cache that are read in the same time. Measured
@@ -118,9 +124,11 @@ class ModelRunner:
         self._model = model
         self._prefix_index = PrefixCache(prefix_cache_rows)
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
-        self._prefill_tokens = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS_ELSEWHERE)
+        platform = platform_of(model.sharding)
+        self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
+        self._prefill_positions = None if platform == "cpu" else PREFILL_POSITIONS
         self._arrays: _Arrays | None = None
-        self._row_shards, self._sub_batch_rows = 1, sub_batch_rows(slots)
+        self._row_shards, self._sub_batch_rows = 1, sub_batch_rows(slots, platform)
         if model.sharding is not None:  # each shard of the mesh has slots and cached prompts of its own
             model.sharding.check_rows(slots, "slots")
             model.sharding.check_rows(prefix_cache_rows, "prefix_cache_rows")
@@ -219,11 +227,33 @@ class ModelRunner:
         width = MIN_CHUNK_TOKENS
         while width <= min(MAX_CHUNK_TOKENS, chunk_width(self.length)):
             for num_blocks in blocks[blocks.index(self._blocks_for(width // 2 + 1)) :]:
-                arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, self._chunks([], width))
+                arrays.prefix_cache = prefill(
+                    model, num_blocks, params, arrays.prefix_cache, self._chunks([], width, num_blocks)
+                )
             width *= 2
         if self._sub_batch_rows is not None:
             self._try_sub_batches(params, blocks)
         jax.block_until_ready((arrays.prefix_cache, arrays.slots))
+
+    def programs(self, params: Params) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the largest programs of sampling, by name: `prefill` and `decode`.
+
+        Args:
+            params: the weights to decode with, or their shapes with shardings.
+        """
+        model, dtype = self._model, compute_dtype(params)
+        num_blocks = max(block_capacities(self.length))
+        widths = [MIN_CHUNK_TOKENS << i for i in range(MAX_CHUNK_TOKENS.bit_length())]
+        widths = [width for width in widths if width <= min(MAX_CHUNK_TOKENS, chunk_width(self.length))]
+        width = max(widths, key=lambda width: (self._rows(width, num_blocks), width))
+        slots = slot_shapes(model, self.slots, self.length, dtype)
+        cache = cache_shapes(model, self.prefix_cache_rows, self.length, dtype)
+        chosen = np.zeros(self.slots, bool)
+        chunks = self._chunks([], width, num_blocks)
+        return {
+            "prefill": lambda: prefill.lower(model, num_blocks, params, cache, chunks),
+            "decode": lambda: advance.lower(model, num_blocks, params, slots, chosen, DISPATCH_TOKENS),
+        }
 
     def _try_sub_batches(self, params: Params, block_counts: Sequence[int]) -> None:
         """Record in `tried` if a sub-batch samples the bits of the program of all slots; all slots must be idle."""
@@ -264,8 +294,8 @@ class ModelRunner:
             arrays.prefix_cache = copy_rows(model, num_blocks, arrays.prefix_cache, *self._copies(copied))
         for depth in range(max((len(plan.chunks) for plan in plans), default=0)):
             chunks = [plan.chunks[depth] for plan in plans if len(plan.chunks) > depth]
-            for (width, num_blocks), batch in batches(chunks, self._chunk_shape, lambda shape: self._rows(shape[0])):
-                padded_chunks = self._chunks(batch, width)
+            for (width, num_blocks), batch in batches(chunks, self._chunk_shape, lambda shape: self._rows(*shape)):
+                padded_chunks = self._chunks(batch, width, num_blocks)
                 arrays.prefix_cache = prefill(model, num_blocks, params, arrays.prefix_cache, padded_chunks)
         for (num_blocks, _), admitted in batches(planned, self._admission_shape, lambda _: ADMISSION_ROWS):
             admission = self._admission(admitted, filler=admitted[0][1])
@@ -288,11 +318,15 @@ class ModelRunner:
     def _chunk_shape(self, chunk: PrefillChunk) -> tuple[int, int]:
         return chunk.width, self._blocks_for(chunk.start + len(chunk.tokens))
 
-    def _rows(self, width: int) -> int:
-        return self._row_shards * max(1, self._prefill_tokens // width)
+    def _rows(self, width: int, num_blocks: int) -> int:
+        """Return the rows of a prefill program of chunks of this width, which reads so many blocks of the cache."""
+        rows = self._prefill_tokens // width
+        if self._prefill_positions is not None:
+            rows = min(rows, self._prefill_positions // block_capacities(self.length)[num_blocks])
+        return self._row_shards * max(1, rows)
 
-    def _chunks(self, chunks: Sequence[PrefillChunk], width: int) -> PrefillChunks:
-        rows = self._rows(width)
+    def _chunks(self, chunks: Sequence[PrefillChunk], width: int, num_blocks: int) -> PrefillChunks:
+        rows = self._rows(width, num_blocks)
         tokens = np.zeros((rows, width), np.int32)
         for row, chunk in zip(tokens, chunks, strict=False):
             row[: len(chunk.tokens)] = chunk.tokens
@@ -370,13 +404,13 @@ def batches(
             yield shape, alike[start : start + rows]
 
 
-def sub_batch_rows(slots: int) -> int | None:
-    """Return the rows of a compact sub-batch; None if the backend has none, or there are too few slots for two.
+def sub_batch_rows(slots: int, platform: str) -> int | None:
+    """Return the rows of a compact sub-batch; None if the platform has none, or there are too few slots for two.
 
-    >>> sub_batch_rows(15) is None
-    True
+    >>> sub_batch_rows(16, "cpu"), sub_batch_rows(15, "cpu"), sub_batch_rows(256, "gpu")
+    (8, None, None)
     """
-    rows = SUB_BATCH_ROWS.get(jax.default_backend())
+    rows = SUB_BATCH_ROWS.get(platform)
     return rows if rows is not None and slots >= 2 * rows else None
 
 

@@ -205,6 +205,12 @@ class Policy:
         """Bytes on each device of weights that only decoding uses, and of the key-value caches."""
         return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))
 
+    def sampling_temporary_bytes(self, params: Params) -> int:
+        """Return the bytes per device of temporaries of the largest programs of sampling, which are compiled."""
+        programs = self.engine.programs(self._relayout.shapes(params))
+        compiled = [lower().compile().memory_analysis() for lower in programs.values()]
+        return max(each.temp_size_in_bytes for each in compiled)
+
     def close(self) -> None:
         """Finish queued work and end the device thread."""
         self._device.close()
@@ -245,6 +251,11 @@ class Relayout:
         new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
         sharding = None if self._model.sharding is None else self._model.sharding.gathered()
         return device_bytes(sharding, jax.tree.unflatten(structure, new))
+
+    def shapes(self, params: Params) -> Params:
+        """Return the shapes, with shardings, of the weights to decode with."""
+        shapes = jax.eval_shape(self._model.decode_layout, params)
+        return shapes if self._model.sharding is None else self._model.sharding.gathered().place(shapes)
 
     def dtype(self, params: Params) -> Any:
         """The dtype of activations, keys and values."""

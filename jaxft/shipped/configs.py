@@ -62,6 +62,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     """A model in this process: a Hugging Face checkpoint, or random weights in the shape of a preset."""
 
     sharding_table = "jaxft.shipped.local_policy:sharding_table"
+    choices = "jaxft.shipped.local_policy:choices"
 
     path: PathOrName | None = Field(
         default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
@@ -72,14 +73,21 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     tokenizer: PathOrName | None = Field(
         default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the parameters.")
-    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None, description="Type of products and activations; null: that of the parameters."
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and "
+        "TPUs.",
     )
-    remat: Literal["none", "dots", "full"] = Field(
-        default="dots",
+    compute_dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        default="auto",
+        description="Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 "
+        "on GPUs and TPUs, that of the parameters on CPUs. null: that of the parameters.",
+    )
+    remat: Literal["auto", "none", "dots", "attention", "full"] = Field(
+        default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
-        "products with weights. full: whole layers.",
+        "products with weights and attention. attention: all but attention. full: whole layers. auto: the first of "
+        "these whose compiled update fits the device's memory; dots on CPUs.",
     )
     mesh: MeshConfig | None = Field(
         default=None, description="Devices that share the model, rows and requests; null: the first device."

@@ -5,7 +5,6 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
+from jaxft.core.sharding import platform_of
 from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
@@ -36,6 +35,7 @@ from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
+from jaxft.training.memory import device_mebibytes, peak
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
@@ -80,6 +80,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         warn: Callable[[str], object] = print,
         seed: int = 0,
         bad_batches: BadBatches | None = None,
+        *,
+        chooses_remat: bool = False,
+        note_remat: Callable[[str], object] = lambda remat: None,
     ) -> None:
         """Make the learner, and load the reference if it is another checkpoint.
 
@@ -89,6 +92,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             warn: shows a warning.
             seed: seed that shuffles minibatches.
             bad_batches: writes the batches of non-finite updates; None: they are not written.
+            chooses_remat: True to take the fastest checkpoint policy that fits an accelerator's memory, instead of the
+                model's own.
+            note_remat: called with the checkpoint policy that was chosen.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -110,6 +116,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             seed=seed,
             ref_params=load_reference(adapter_config, policy) if has_own_reference else None,
         )
+        self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         self._has_warned = False
         self._jobs: dict[str, _Job] = {}
@@ -117,7 +124,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._reported_compiles = 0
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Store the run's configuration.
+        """Store the run's configuration, and choose the checkpoint policy if that is left to the adapter.
 
         Raises:
             ConfigError: `finetuning.target_model` is another language model than the adapter's.
@@ -130,6 +137,17 @@ class LocalTrainerAdapter(TrainerAdapter):
                     f"'{self.adapter_config.llm}'"
                 ]
             )
+        if self._chooses_remat:
+            self._note_remat(await self.policy.read(self._choose_remat))
+
+    def _choose_remat(self, params: Any) -> str:
+        """Choose the checkpoint policy, on the device thread, and return its name."""
+        limit = device_mebibytes(self.policy.model.sharding)
+        if platform_of(self.policy.model.sharding) == "cpu" or limit is None:
+            return "dots"  # that of the model
+        cache = self.policy.sampling_bytes(params)[1] / 2**20
+        longest = self.policy.engine.max_context_tokens
+        return self.learner.choose_remat(params, longest, lambda memory: peak({**memory, "sampling": cache}) <= limit)
 
     async def is_healthy(self) -> bool:
         """Return True if all parameters are finite and a token can be sampled; otherwise show a warning with the cause.
@@ -305,19 +323,23 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def memory(self) -> dict[str, float]:
         """Return the MiB that each device needs, by purpose; compiles the largest update.
 
-        The purposes are those of `Learner.memory`, the weights of the sampler, and its cache (`sampling`).
+        The purposes are those of `Learner.memory`, the caches of the sampler (`sampling`), its weights, and the
+        temporaries of its programs. An update and a rollout take turns, so what only one of them needs is not added.
         """
 
         def needs(params: Any) -> dict[str, float]:
             weights, cache = self.policy.sampling_bytes(params)
             training = self.learner.memory(params, self.policy.engine.max_context_tokens)
-            return {**training, "sampling weights": weights / 2**20, "sampling": cache / 2**20}
+            temporary = self.policy.sampling_temporary_bytes(params)
+            sizes = {"sampling": cache, "sampling weights": weights, "sampling temporaries": temporary}
+            return training | {purpose: size / 2**20 for purpose, size in sizes.items()}
 
-        return await self.policy.read(needs)
+        with self._memory_errors():
+            return await self.policy.read(needs)
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         """Return the settings to change if a device has less than `memory`; None if it fits, or if that is unknown."""
-        return memory_advice(self.adapter_config, self.policy.engine, memory)
+        return memory_advice(self.adapter_config, self.policy, memory)
 
     def _memory_errors(self) -> AbstractContextManager[None]:
         return memory_errors(self.adapter_config, self.policy.engine)
@@ -429,31 +451,22 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
     return params
 
 
-def memory_advice(config: LocalTrainerAdapterConfig, engine: Engine, memory: dict[str, float]) -> str | None:
-    """Return the settings to change if a device has less than all of `memory`; None if it fits, or if that is unknown.
+def memory_advice(config: LocalTrainerAdapterConfig, policy: Policy, memory: dict[str, float]) -> str | None:
+    """Return the settings to change if a device has less than the peak of `memory`; None if it fits or is unknown.
 
     Args:
         config: settings of the adapter.
-        engine: engine of the policy.
+        policy: the policy.
         memory: MiB per device by purpose, as returned by `LocalTrainerAdapter.memory`.
     """
-    has, needs = device_mebibytes(), sum(memory.values())
+    has, needs = device_mebibytes(policy.model.sharding), peak(memory)
     if has is None or needs <= has:
         return None
     largest = max(memory, key=lambda purpose: memory[purpose])
     return (
         f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
-        f"{remedy(config, engine, largest)}"
+        f"{remedy(config, policy.engine, largest)}"
     )
-
-
-def device_mebibytes() -> float | None:
-    """Return the memory of one device: an accelerator's, or the machine's divided by its number of CPU devices."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None and device.platform == "cpu":
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    return None if limit is None else limit / 2**20
 
 
 @contextlib.contextmanager
@@ -483,7 +496,7 @@ def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | Non
         return f"{microbatch}, or {llm}.{engine.sizes}"
     if purpose == "update":
         return f"{microbatch}, or set {llm}.remat to full"
-    if purpose == "sampling":
+    if purpose.startswith("sampling"):
         return f"lower {llm}.{engine.sizes}"
     return (
         f"train adapters ({llm}.lora), divide the model over more devices ({llm}.mesh, fsdp or tensor), or keep its "
@@ -498,4 +511,12 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")
     log = builder.console.message
     bad_batches = BadBatches(builder.directory, log, llm.policy.tokenizer.decode)
-    yield LocalTrainerAdapter(config, llm.policy, log, builder.config.finetuning.seed, bad_batches)
+    yield LocalTrainerAdapter(
+        config,
+        llm.policy,
+        log,
+        builder.config.finetuning.seed,
+        bad_batches,
+        chooses_remat=builder.config.llms[config.llm].remat == "auto",
+        note_remat=lambda remat: builder.add_choices(f"llms.{config.llm}", {"remat": remat}),
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, make_mesh
+from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes, parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
@@ -27,14 +27,16 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
+    mesh = None if config.mesh is None else mesh_of(config.mesh)
+    dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
-        "dtype": config.dtype,
-        "compute_dtype": config.compute_dtype,
-        "remat": config.remat,
+        "dtype": dtype,
+        "compute_dtype": compute_dtype,
+        "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
         "lora": lora_of(config.lora),
     }
     if config.mesh is not None:
-        options |= {"mesh": mesh_of(config.mesh), "strict": config.mesh.strict}
+        options |= {"mesh": mesh, "strict": config.mesh.strict}
     if folder is not None:
         model, params = load_model(folder, key=key, **options)
     else:
@@ -57,8 +59,42 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     policy.compiles.show = builder.console.compiling
     builder.add_devices(policy.devices())
     name = next(name for name, llm in builder.config.llms.items() if llm is config)
+    builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     yield ChatClient(policy, name, config.long_prompts)
     policy.close()
+
+
+def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None]:
+    """Return the dtypes of parameters and of products, in which `auto` stands for the best ones on a platform.
+
+    On GPUs and TPUs products are bfloat16, as float32 ones take 8 times as long or more, and the parameters that are
+    trained stay float32, in which small updates are not lost.
+
+    Args:
+        config: configuration of the policy.
+        platform: "cpu", "gpu" or "tpu".
+
+    >>> dtypes_of(LocalPolicyConfig(preset="qwen3-1m"), "tpu"), dtypes_of(LocalPolicyConfig(preset="qwen3-1m"), "cpu")
+    (('float32', 'bfloat16'), ('float32', None))
+    >>> dtypes_of(LocalPolicyConfig(preset="qwen3-1m", lora=LoraConfig()), "gpu")
+    ('bfloat16', 'bfloat16')
+    """
+    is_fast, has_adapters = platform != "cpu", config.lora is not None
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if is_fast and has_adapters else "float32"
+    compute_dtype = config.compute_dtype if config.compute_dtype != "auto" else "bfloat16" if is_fast else None
+    return dtype, compute_dtype
+
+
+def choices(config: LocalPolicyConfig) -> dict[str, str]:
+    """Return the values of the fields set to `auto` on this machine's devices, and the platform they were chosen for.
+
+    Raises:
+        ValueError: the mesh does not fit the number of devices.
+    """
+    platform = platform_of(None if config.mesh is None else Sharding(mesh_of(config.mesh)))
+    dtype, compute_dtype = dtypes_of(config, platform)
+    remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen with the first job"
+    return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
 
 
 def base_name(path: str) -> str:
@@ -99,9 +135,10 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
     """
     if config.mesh is None:
         return None
-    shape, dtype = shape_of(config), jnp.dtype(config.dtype)
+    shape = shape_of(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     mesh = mesh_of(config.mesh) if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    dtype = jnp.dtype(dtypes_of(config, platform_of(Sharding(mesh)))[0])
     sharding = sharding_for(shape, mesh, strict=config.mesh.strict)
     params = parameter_shapes(shape, lora_spec(lora_of(config.lora)))
     base = params.get(BASE, params)

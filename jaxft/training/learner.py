@@ -15,6 +15,8 @@ from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import can_use_flash
 from jaxft.models.config import DecoderConfig
+from jaxft.models.decoder import REMATS
+from jaxft.rollout.device import is_out_of_memory
 from jaxft.training.bad_batches import BadUpdate
 from jaxft.training.batch import (
     RECORDED,
@@ -124,11 +126,11 @@ class Learner:
         Raises:
             ValueError: settings of the loss exclude each other.
         """
-        self._model = model
         self._loss_config = loss
         limits = (max_sampler_diff, max_disagreeing_fraction) if loss.is_policy_loss else None
         unweighted = loss.model_copy(update={"reward_weights": None})  # not the update's, and no dict can be hashed
-        self._optimizer, self._update = update_of(model, unweighted, optimizer, limits)
+        self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits)
+        self._use(model)
         self._schedule = make_schedule(optimizer)
         self._microbatch_tokens = microbatch_tokens
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
@@ -136,13 +138,38 @@ class Learner:
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
         self._needs_old = loss.is_policy_loss and (self._has_several_updates or in_reward or loss.name == "ppo")
-        self._scored = partial(scored, model)
         self.opt_state: Any = None
         self.step: Any = None
         self.ref_params = ref_params
         self.value_head: Params | None = None
         self.jobs = self.bad_updates = 0
         self._applied_jobs = 0
+
+    def _use(self, model: Model) -> None:
+        """Train this model from now on; it must have the parameters of the last one."""
+        self._model, self._scored = model, partial(scored, model)
+        self._optimizer, self._update = self._update_of(model)
+
+    def choose_remat(self, params: Params, longest: int, fits: Callable[[dict[str, float]], bool]) -> str:
+        """Train from now on with the fastest checkpoint policy whose compiled programs fit; return its name.
+
+        Args:
+            params: parameters of the policy, or their shapes.
+            longest: tokens of the longest row.
+            fits: called with the result of `memory`; True if a device has so much. An out-of-memory error of the
+                compiler counts as False. If nothing fits, the policy that needs least is taken.
+        """
+        model = self._model
+        assert model.with_remat is not None
+        for remat in REMATS:
+            self._use(model.with_remat(remat))
+            try:
+                if fits(self.memory(params, longest)):
+                    break
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        return remat
 
     def learn(
         self,
@@ -219,31 +246,44 @@ class Learner:
     def memory(self, params: Params, longest: int) -> dict[str, float]:
         """Return the MiB per device, by purpose, that a job on rows of `longest` tokens needs.
 
-        This compiles the job's update, and changes no state. `update` is the memory of the compiled program without
-        the gradients: activations, and one chunk of logits.
+        This compiles the job's programs, and changes no state. `update` is their temporary memory: activations, one
+        chunk of logits, and the gradients of one microbatch; `gradients` are the sums over microbatches.
         """
-        trained: Any = jax.eval_shape(lambda p: p, params)
-        if self._loss_config.name == "ppo":
-            head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
-            trained = {"policy": trained, "value_head": head}
-        state = jax.eval_shape(lambda p: init_train_state(p, self._optimizer, self._model), trained)
-        self._packing = choose_packing(self._model, params, self._packing)
-        width = padded_width(longest)
-        batch = jax.eval_shape(lambda: self._empty_batch(self._planner().heights(width)[0], width))
+        state = self._state_shapes(params)
 
         def size(tree: Any) -> float:
             return device_bytes(self._model.sharding, tree) / 2**20
 
-        moved = trainable(self._model, trained)
+        moved = trainable(self._model, state.params)
         reference = trainable(self._model, params) if self.ref_params is None else self.ref_params
-        gradients = size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved))
+        compiled = [lower().compile().memory_analysis() for lower in self.programs(params, longest).values()]
         return {
             "parameters": size(state.params),
             "optimizer": size(state.opt_state),
             "reference": size(reference) if self._loss_config.needs_reference else 0.0,
-            "gradients": gradients,
-            "update": max(0.0, self._update.temporary_bytes(state, batch) / 2**20 - gradients),
+            "gradients": size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved)),
+            "update": max(each.temp_size_in_bytes for each in compiled) / 2**20,
         }
+
+    def programs(self, params: Params, longest: int) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs of a job on rows of `longest` tokens, by name; see `Update`.
+
+        Args:
+            params: parameters of the policy, or their shapes with shardings.
+            longest: tokens of the longest row.
+        """
+        self._packing = choose_packing(self._model, params, self._packing)
+        width = padded_width(longest)
+        batch = jax.eval_shape(lambda: self._empty_batch(self._planner().heights(width)[0], width))
+        return self._update.programs(self._state_shapes(params), batch)
+
+    def _state_shapes(self, params: Params) -> TrainState:
+        """Return the shapes of the state that an update replaces."""
+        trained: Any = jax.eval_shape(lambda p: p, params)
+        if self._loss_config.name == "ppo":
+            head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
+            trained = {"policy": trained, "value_head": head}
+        return jax.eval_shape(lambda p: init_train_state(p, self._optimizer, self._model), trained)
 
     def warm_up(self, params: Params, longest: int) -> Params:
         """Compile all scores and updates, by running them on empty microbatches for rows of up to `longest` tokens.

@@ -1,0 +1,136 @@
+"""Accelerators to plan for: their limits, and their names as in `h200x1`, `v5e-8`.
+
+Limits are the makers' own: memory, its bandwidth, dense bfloat16 operations and links to other chips. No program gets
+all of them, so times computed from them are lower bounds.
+"""
+
+import re
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """An accelerator, as one jax device.
+
+    Attributes:
+        name: name in messages.
+        platform: platform of jax: "gpu" or "tpu".
+        memory_bytes: bytes that programs and their arrays can have; of a GPU, all that it has.
+        bytes_per_second: bandwidth of its memory.
+        flops_per_second: dense bfloat16 operations.
+        link_bytes_per_second: bytes that it sends to other chips of its host or pod, all links together.
+    """
+
+    name: str
+    platform: str
+    memory_bytes: int
+    bytes_per_second: float
+    flops_per_second: float
+    link_bytes_per_second: float
+
+
+CHIPS = {
+    "a100": Chip("NVIDIA A100-SXM4-80GB", "gpu", 85_094_825_984, 2_039e9, 312e12, 300e9),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "gpu", 84_929_347_584, 3_350e9, 989e12, 450e9),
+    "h200": Chip("NVIDIA H200", "gpu", 150_754_820_096, 4_800e9, 989e12, 450e9),
+    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 200e9),
+    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1_640e9, 918e12, 448e9),
+    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2_765e9, 459e12, 600e9),
+}
+"""Chips by the first part of a target's name."""
+
+CORES = {"v5p": 2}
+"""TensorCores of a chip that are one jax device; the makers' names, such as v5p-16, count these."""
+
+CHIPS_PER_HOST = {"v5e": 8, "v6e": 8, "v5p": 4, "a100": 8, "h100": 8, "h200": 8}
+"""Largest number of chips in one host, and so in one process of jaxft."""
+
+TOPOLOGIES = {
+    "v5e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"},
+    "v6e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"},
+    "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"},
+}
+"""Shapes of TPU slices by number of chips; a single chip is compiled for as one of four."""
+
+SIZES_OF_GPUS = (1, 2, 4, 8)
+
+GPU_DEVICE = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory}
+  shared_memory_per_block_optin: {optin} cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
+"""
+"""Description of a GPU that XLA compiles for, as its `GpuTargetConfigProto` in text."""
+
+HOPPER = {"shared": 233472, "cores": 132, "fpus": 128, "l2": 52428800, "clock": 1.98, "optin": 232448, "major": 9}
+AMPERE = {"shared": 167936, "cores": 108, "fpus": 64, "l2": 41943040, "clock": 1.41, "optin": 166912, "major": 8}
+
+
+class Target(NamedTuple):
+    """A number of equal chips: a host, or a slice of a TPU pod."""
+
+    name: str
+    kind: str
+    chips: int
+
+    @property
+    def chip(self) -> Chip:
+        """One of the chips."""
+        return CHIPS[self.kind]
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts; jaxft runs on one."""
+        return -(-self.chips // CHIPS_PER_HOST[self.kind])
+
+    @property
+    def topology(self) -> str:
+        """The name by which the compiler knows it, such as `v5e:2x4`; for GPUs `1x1x8`."""
+        if self.chip.platform == "gpu":
+            return f"1x1x{self.chips}"
+        return f"{self.kind}:{TOPOLOGIES[self.kind][self.chips]}"
+
+    @property
+    def gpu_description(self) -> str:
+        """The description of a GPU to compile for."""
+        generation = AMPERE if self.kind == "a100" else HOPPER
+        return GPU_DEVICE.format(
+            name=self.chip.name,
+            memory=self.chip.memory_bytes,
+            bandwidth=int(self.chip.bytes_per_second),
+            **generation,
+        )
+
+
+def find_target(name: str) -> Target:
+    """Return the target of a name such as `h200x1` (GPUs) or `v5e-8` (TPUs; of v5p the number of TensorCores).
+
+    Raises:
+        ValueError: there is no such target; the message lists them.
+
+    >>> find_target("v5p-16").topology, find_target("h100x8").topology, find_target("v5e-16").hosts
+    ('v5p:2x2x2', '1x1x8', 2)
+    """
+    found = re.fullmatch(r"([a-z0-9]+)([x-])([0-9]+)", name)
+    if found is not None and found[1] in CHIPS:
+        kind, count = found[1], int(found[3])
+        is_gpu = CHIPS[kind].platform == "gpu"
+        chips, rest = divmod(count, CORES.get(kind, 1))
+        if (found[2] == "x") == is_gpu and not rest and chips in (SIZES_OF_GPUS if is_gpu else TOPOLOGIES[kind]):
+            return Target(name, kind, chips)
+    raise ValueError(f"target is {name!r}; wanted one of {', '.join(target_names())}")
+
+
+def target_names() -> list[str]:
+    """Return the names of all targets.
+
+    >>> target_names()[:2], target_names()[-1]
+    (['a100x1', 'a100x2'], 'v5p-128')
+    """
+    gpus = [f"{kind}x{count}" for kind in CHIPS if CHIPS[kind].platform == "gpu" for count in SIZES_OF_GPUS]
+    return gpus + [f"{kind}-{count * CORES.get(kind, 1)}" for kind, shapes in TOPOLOGIES.items() for count in shapes]

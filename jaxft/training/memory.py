@@ -1,0 +1,45 @@
+"""Memory of a run, in MiB per device by purpose: the peak over its phases, and the memory that a device has."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from jaxft.core.sharding import Sharding, devices_of
+
+PHASES = {
+    "update": ("gradients", "update"),
+    "rollout": ("sampling weights", "sampling temporaries"),
+}
+"""Purposes whose memory only one phase of a run has; that of all other purposes is held throughout."""
+
+
+def peak(memory: Mapping[str, float]) -> float:
+    """Return the largest memory of a phase: what is held throughout, and what the phase has beside it.
+
+    >>> peak({"parameters": 4.0, "gradients": 4.0, "update": 1.0, "sampling weights": 2.0, "sampling": 8.0})
+    17.0
+    """
+    return max(map(sum, phases(memory).values()))
+
+
+def phases(memory: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the memory of each purpose that a phase has, by phase.
+
+    >>> phases({"parameters": 4.0, "update": 1.0, "sampling weights": 2.0})
+    {'update': [4.0, 1.0], 'rollout': [4.0, 2.0]}
+    """
+    elsewhere = {phase: {each for other, only in PHASES.items() if other != phase for each in only} for phase in PHASES}
+    return {phase: [size for purpose, size in memory.items() if purpose not in elsewhere[phase]] for phase in PHASES}
+
+
+def device_mebibytes(sharding: Sharding | None) -> float | None:
+    """Return the memory of one of the devices that compute: an accelerator's, or a share of the machine's for a CPU.
+
+    None where the device does not say.
+    """
+    device = devices_of(sharding)[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return None if limit is None else limit / 2**20
