@@ -13,9 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as triton
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -162,53 +159,105 @@ def _cudnn(window: int | None, is_interpreted: bool, segment_ids: None, q: Array
     return mixed
 
 
-BLOCK = 64
+TRITON_BLOCKS = {
+    "block_q": 128,
+    "block_k": 64,
+    "block_q_dkv": 32,
+    "block_kv_dkv": 64,
+    "block_q_dq": 64,
+    "block_kv_dq": 32,
+}
+"""Tokens of a tile, which lengths are padded to a multiple of.
+
+With 8 warps, these are the largest whose registers `ptxas` spills none of, at head widths of 64 and 128 on A100 (up to
+235 of 255 registers) and H200 (218); they need 66 KiB of shared memory on the former and 98 KiB on the latter. Tiles of
+64 in the backward pass spill 40 bytes a thread on H200 and 352 on A100; no tile was timed.
+"""
 
 
 def _pallas(window: None, is_interpreted: bool, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
-    length, head_dim = q.shape[1], q.shape[-1]
-    repeated = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))  # the kernel has no grouped heads
-    q, k, v = (_pad_tokens(x, 1, -length % BLOCK) for x in (q, *repeated))
+    # Importing Pallas takes half a second, which users of CPUs are spared.
+    from jax.experimental.pallas.ops.gpu import attention as triton
+
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel has no grouped heads
+    added = -length % max(TRITON_BLOCKS.values())
+    q, k, v, segment_ids = (_pad_tokens(x, added) for x in (q, k, v, segment_ids))
     mixed: Array = triton.mha(
         q,
         k,
         v,
-        _pad_tokens(segment_ids, 1, -length % BLOCK),
-        sm_scale=head_dim**-0.5,
+        segment_ids,
+        sm_scale=q.shape[-1] ** -0.5,
         causal=True,
-        block_sizes=triton.BlockSizes(*[BLOCK] * 6),
+        block_sizes=triton.BlockSizes(**TRITON_BLOCKS),
+        num_warps=8,
         interpret=is_interpreted,
     )
     return mixed[:, :length]
 
 
-LANES = 128
-RESIDUALS = "splash_residuals"
-LARGEST_BLOCK = 512
+LANES, LARGEST_SPLASH_BLOCK = 128, 512
+"""Blocks of the splash kernels are multiples of the lanes of a vector register."""
+
+
+def splash_block(length: int) -> int:
+    """Return the tokens of a block: those of equal blocks, rounded up to a multiple of 128 that is at most 512.
+
+    A block of 512 fits into the 16 MiB of VMEM that the compiler gives to a kernel at head widths up to 256, also in
+    float32.
+
+    >>> [splash_block(length) for length in (16, 512, 768, 1024, 1536)]
+    [128, 512, 384, 512, 512]
+    """
+    blocks = -(-length // LARGEST_SPLASH_BLOCK)
+    return -(-length // (blocks * LANES)) * LANES
+
+
+SAVED = "attention"
+"""Name of splash attention's output and normalisers, the residuals of its backward pass."""
 
 
 def _splash(window: int | None, is_interpreted: bool, segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+    # Imported here for the reason of `_pallas`.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
     length, heads, head_dim = q.shape[1:]
-    count = -(-length // LARGEST_BLOCK)
-    block = -(-length // (count * LANES)) * LANES
-    padded = count * block
-    shape = padded, padded
+    block = splash_block(length)
+    added = -length % block
+    shape = length + added, length + added
     mask = splash_mask.CausalMask(shape) if window is None else splash_mask.LocalMask(shape, (window - 1, 0), 0)
+    # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
+    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
     kernel = splash.make_splash_mha_single_device(
         splash_mask.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(*[block] * 8),
-        residual_checkpoint_name=RESIDUALS,
+        block_sizes=splash.BlockSizes(**sizes),
+        residual_checkpoint_name=SAVED,
         interpret=is_interpreted,
     )
-    scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
-    q, k, v = (_pad_tokens(x.swapaxes(1, 2), 2, padded - length) for x in (scaled, k, v))  # [B H T h]
-    if segment_ids is None:
-        mixed = jax.vmap(kernel)(q, k, v)
-    else:
-        ids = _pad_tokens(segment_ids, 1, padded - length)
-        mixed = jax.vmap(kernel)(q, k, v, splash.SegmentIds(ids, ids))
-    return mixed[:, :, :length].swapaxes(1, 2)
+    # The kernel does not scale. In float32, so that XLA can drop the rounding of the queries before it.
+    q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    q, k, v = (_pad_tokens(x, added).swapaxes(1, 2) for x in (q, k, v))  # [B H T h]
+    ids = None
+    if segment_ids is not None:
+        segment_ids = _pad_tokens(segment_ids, added)
+        ids = splash.SegmentIds(segment_ids, segment_ids)
+    mixed = jax.vmap(kernel)(q, k, v, ids)
+    return mixed.swapaxes(1, 2)[:, :length]
 
 
-def _pad_tokens(x: Array, axis: int, count: int) -> Array:
-    return jnp.pad(x, [(0, count if i == axis else 0) for i in range(x.ndim)]) if count else x
+def saves_kernels(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Return True for what the backward pass of a kernel needs of the forward pass, as a policy of `jax.checkpoint`.
+
+    With it, the backward pass does not call the forward kernel a second time.
+    """
+    if primitive.name == "name":  # splash
+        return bool(params["name"] == SAVED)
+    if primitive.name == "custom_vjp_call":  # Triton: the forward pass of `mha` calls `mha`
+        return any(call.params.get("name") == "mha" for call in params["call_jaxpr"].eqns)
+    return primitive.name.startswith("dot_product_attention_fwd")  # cuDNN
+
+
+def _pad_tokens(x: Array, added: int) -> Array:
+    return jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) if added else x
