@@ -1,12 +1,12 @@
-"""Rotary embeddings, attention over cache blocks or fused, and the cache of keys and values.
+"""Rotary embeddings, attention over cache blocks, and the cache of keys and values.
 
 Letters: `B` rows, `T` tokens, `S` positions of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
 width, `P = h / 2` pairs that a rotation turns.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,61 +59,87 @@ LayerBlocks = list[LayerCache]
 """Cache blocks of one layer, in the order of their positions."""
 
 
-AMPERE, HOPPER = (8, 0), (9, 0)
-"""Compute capabilities of NVIDIA's GPUs."""
-
-
-def can_use_flash(dtype: Any, head_dim: int, devices: Iterable[Any]) -> bool:
-    """Return True if cuDNN's fused attention supports heads of this width and dtype on all of these devices.
-
-    The limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128, those
-    from Hopper on of up to 256.
-
-    >>> can_use_flash(jnp.bfloat16, 128, jax.devices("cpu"))
-    False
-    """
-    weakest = min(map(compute_capability, devices), default=(0, 0))
-    widest = 256 if weakest >= HOPPER else 128 if weakest >= AMPERE else 0
-    return dtype in (jnp.bfloat16, jnp.float16) and head_dim <= widest and head_dim % 8 == 0
-
-
-def compute_capability(device: Any) -> tuple[int, ...]:
-    """Return the compute capability of a CUDA GPU, such as (9, 0); (0, 0) for any other device, also AMD's GPUs.
-
-    >>> compute_capability(jax.devices("cpu")[0])
-    (0, 0)
-    """
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
-        return 0, 0
-    return tuple(int(part) for part in device.compute_capability.split("."))
-
-
-def flash_attention(
-    q: Float[Array, "B T H h"],
-    k: Float[Array, "B T K h"],
-    v: Float[Array, "B T K h"],
+def visible_keys(
+    places: Int[Array, "#B T"],
+    keys: Int[Array, "S"],
     window: int | None,
-    implementation: Literal["xla", "cudnn"],
-) -> Float[Array, "B T H h"]:
-    """Return causal attention within rows of one sequence each, without writing the scores to memory.
+    query_segments: Int[Array, "B T"] | None = None,
+    key_segments: Int[Array, "B S"] | None = None,
+) -> Bool[Array, "#B T S"]:
+    """Return which keys each query sees: its own place and earlier ones of its segment, within the window.
 
-    Right padding needs no mask, as no real token sees later positions.
+    >>> visible_keys(jnp.array([[1, 2]]), jnp.arange(3), 2).astype(int).tolist()
+    [[[1, 1, 0], [0, 1, 1]]]
     """
-    mixed: Any = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
-    return mixed
+    distance = places[:, :, None] - keys[None, None, :]  # [B T S]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if query_segments is not None and key_segments is not None:
+        visible &= query_segments[:, :, None] == key_segments[:, None, :]
+    return visible
+
+
+MOST_SCORES = 2**28
+"""Number of scores, on each device, from which on attention goes over its queries in chunks; 1 GiB in float32."""
+
+
+def chunk_of(shape: Sequence[int], keys: int, devices: int) -> int:
+    """Return how many queries of a row may be computed at once, for queries `[B T H ...]` that see this many keys.
+
+    >>> chunk_of((8, 2048, 16), 2048, devices=1), chunk_of((8, 4096, 16), 4096, devices=1)
+    (1024, 512)
+    """
+    rows, length, heads = shape[:3]
+    return max(1, min(length, MOST_SCORES * devices // (rows * heads * keys)))
+
+
+def attend_in_chunks(
+    q: Float[Array, "B T H h"],
+    blocks: Sequence[LayerCache],
+    places: Int[Array, "#B T"],
+    window: int | None,
+    segment_ids: Int[Array, "B T"] | None,
+    chunk: int,
+) -> Float[Array, "B T H h"]:
+    """Return `attend` of `chunk` queries at a time, so that its memory, gradients included, is linear in tokens.
+
+    Args:
+        q: queries.
+        blocks: keys and values of all positions.
+        places: position of each query among the keys.
+        window: number of positions that a token sees, itself included; None for all before it.
+        segment_ids: sequence of each token in packed rows; keys are those of the same tokens.
+        chunk: queries of a row that are computed at once.
+    """
+    length = q.shape[1]
+    keys = jnp.arange(sum(block.keys.shape[-1] for block in blocks))
+    # Gradients of keys and values are summed over chunks, which bfloat16 would round each time.
+    wide = [jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), block) for block in blocks]
+
+    def cut(x: Array) -> Array:  # [B T ...] to [T/chunk B chunk ...]
+        x = jnp.pad(x, [(0, -length % chunk if i == 1 else 0) for i in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend_chunk(part: tuple[Array, Array, Array | None]) -> Array:
+        q, places, segments = part
+        narrow = [jax.tree.map(lambda x, to: x.astype(to.dtype), *pair) for pair in zip(wide, blocks, strict=True)]
+        return attend(q, narrow, visible_keys(places, keys, window, segments, segment_ids))
+
+    parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids)
+    mixed = jnp.moveaxis(jax.lax.map(attend_chunk, parts), 0, 1)  # [B T/chunk chunk H h]
+    return mixed.reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
 
 
 def attend(
-    q: Float[Array, "B T H h"], blocks: Sequence[LayerCache], visible: Bool[Array, "B T S"]
+    q: Float[Array, "B T H h"],
+    blocks: Sequence[LayerCache],
+    visible: Bool[Array, "#B T S"],
+    *,
+    in_halves: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Return softmax attention to all visible positions of all blocks.
+    """Return softmax attention to all visible positions of all blocks; `in_halves` is that of `invariant_sum`.
 
     Query heads of a group share one matrix product instead of repeating their keys and values. Blocks are computed one
     by one and added up, so that a block in which a row sees nothing changes no bit of its result.
@@ -133,7 +159,7 @@ def attend(
         first += block.keys.shape[-1]
     largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
     weights = [jnp.exp(s - largest) for s in scores]
-    mass = reduce(jnp.add, [invariant_sum(w, decoding=length == 1) for w in weights])  # [B K G T 1]
+    mass = reduce(jnp.add, [invariant_sum(w, in_halves=in_halves) for w in weights])  # [B K G T 1]
     parts = [
         jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
         for w, block in zip(weights, blocks, strict=True)

@@ -21,22 +21,24 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Rules, Sharding, constrain, devices_of, gather_params, path_text
+from jaxft.core.sharding import Rules, Sharding, constrain, devices_of, gather_params, path_text, platform_of
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
     LayerCache,
     attend,
-    can_use_flash,
-    flash_attention,
+    attend_in_chunks,
+    chunk_of,
     join_blocks,
     rotary,
     rotate,
     split_blocks,
+    visible_keys,
     write_token,
     write_tokens,
 )
 from jaxft.models.config import DecoderConfig, Family, LoraSpec
+from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, saves_kernels
 from jaxft.models.layers import Linear, RMSNorm, look_up
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 
@@ -47,9 +49,11 @@ class Context(NamedTuple):
     cos: Float[Array, "B T P"]
     sin: Float[Array, "B T P"]
     positions: Int[Array, "B T"]
-    visible: Bool[Array, "B T S"]
+    places: Int[Array, "#B T"]  # position of each token among the keys
+    visible: Bool[Array, "B T S"] | None  # None where the reference computes chunk by chunk
+    segment_ids: Int[Array, "B T"] | None
     sharding: Sharding | None
-    is_plain: bool  # rows of one sequence, no cache: causal attention within the window
+    in_halves: bool  # for `invariant_sum`: one token a row, on a CPU
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
@@ -94,26 +98,44 @@ class Attention(nnx.Module):
         k = self.k_proj(x).reshape(rows, length, self.kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(rows, length, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         q, k, v = by_heads(context.sharding, (q, k, v))
 
-        if context.is_plain and can_use_flash(q.dtype, self.head_dim, devices_of(context.sharding)):
-            mixed = flash_attention(q, k, v, self.window, "cudnn")
+        if cache is None and (kernel := self.choose_kernel(q, context)) != "xla":
+            mixed = row_attention(
+                q, k, v, kernel=kernel, window=self.window, segment_ids=context.segment_ids, sharding=context.sharding
+            )
             return self.o_proj(mixed.reshape(rows, length, -1)), None
 
         now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if cache is None:
-            attended = attend(q, [now], context.visible)
+            attended = self.attend(q, [now], context)
         elif length == 1:
             cache = write_token(cache, now, context.positions[:, 0])
-            attended = attend(q, cache, context.visible)
+            attended = self.attend(q, cache, context)
         else:
             whole = write_tokens(join_blocks(cache), now, context.positions[:, 0])
-            attended = attend(q, [whole], context.visible)
+            attended = self.attend(q, [whole], context)
             cache = split_blocks(whole, [block.values.shape[2] for block in cache])
         attended = by_heads(context.sharding, attended)
         return self.o_proj(attended.reshape(rows, length, -1)), cache
+
+    def choose_kernel(self, q: Float[Array, "B T H h"], context: Context) -> Kernel:
+        """Choose the kernel of rows without a cache, and log the choice."""
+        devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
+        choice = choose_kernel(q.dtype, self.head_dim, self.window, devices, has_segments=has_segments)
+        if q.shape[1] > 1:  # a single token is a question about shapes
+            announce(choice, q.dtype, self.head_dim, self.window, devices[0], has_segments)
+        return choice.kernel
+
+    def attend(self, q: Float[Array, "B T H h"], blocks: LayerBlocks, context: Context) -> Float[Array, "B T H h"]:
+        """Return the reference's attention, chunk by chunk where the scores of all queries are too large."""
+        if context.visible is not None:
+            return attend(q, blocks, context.visible, in_halves=context.in_halves)
+        devices = 1 if context.sharding is None else context.sharding.devices
+        chunk = chunk_of(q.shape, sum(block.keys.shape[-1] for block in blocks), devices)
+        return attend_in_chunks(q, blocks, context.places, self.window, context.segment_ids, chunk)
 
 
 class FeedForward(nnx.Module):
@@ -147,9 +169,10 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
     ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
-        attended, cache = self.self_attn(by_rows(context.sharding, self.input_layernorm(x)), context, cache)
+        normed = by_rows(context.sharding, self.input_layernorm(x, in_halves=context.in_halves))
+        attended, cache = self.self_attn(normed, context, cache)
         x = by_rows(context.sharding, x + attended)
-        normed = by_rows(context.sharding, self.post_attention_layernorm(x))
+        normed = by_rows(context.sharding, self.post_attention_layernorm(x, in_halves=context.in_halves))
         return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), cache
 
 
@@ -205,22 +228,17 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
 
 Remat = Literal["none", "dots", "attention", "full"]
 """Checkpoint policies (arXiv 1604.06174), the fastest first: recompute nothing, all but products with weights and
-attention kernels, all but attention kernels, or whole layers."""
+attention kernels, all but attention kernels, or whole layers. Attention of the reference is always recomputed."""
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
-
-
-def _is_attention_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return True for the forward passes of the attention kernels (`jaxft.models.flash`)."""
-    return primitive.name in ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_attention_kernel
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, saves_kernels
     ),
-    "attention": _is_attention_kernel,
+    "attention": saves_kernels,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -287,7 +305,7 @@ def _decoder(
                 x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
             cache = by_cache(tuple(zip(*updated, strict=True)))
-        return bind_norm(outer["final_norm"])(x), cache
+        return bind_norm(outer["final_norm"])(x, in_halves=context.in_halves), cache
 
     def bind_layers(params: Params) -> list[Block]:
         if "transposed_layers" not in params:
@@ -376,20 +394,19 @@ def make_context(
     """
     cos, sin = rotary(config, positions)
     if cache is None:
-        query = key = jnp.arange(positions.shape[1])
-        query = query[None, :, None]
+        keys = jnp.arange(positions.shape[1])
+        places = keys[None]
     elif segment_ids is None:
-        query, key = positions[:, :, None], jnp.arange(sum(block[0].keys.shape[-1] for block in cache))
+        places, keys = positions, jnp.arange(sum(block[0].keys.shape[-1] for block in cache))
     else:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
-    distance = query - key[None, None, :]  # [B T S]
-    visible = distance >= 0
-    if config.sliding_window is not None:
-        visible &= distance < config.sliding_window
-    if segment_ids is not None:
-        visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
-    visible = jnp.broadcast_to(visible, (*positions.shape, visible.shape[-1]))
-    return Context(cos, sin, positions, visible, sharding, is_plain=cache is None and segment_ids is None)
+    (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
+    visible = None
+    if chunk_of((rows, length, config.num_heads), keys.size, devices) == length:
+        visible = visible_keys(places, keys, config.sliding_window, segment_ids, segment_ids)
+        visible = jnp.broadcast_to(visible, (rows, length, keys.size))
+    in_halves = length == 1 and platform_of(sharding) == "cpu"
+    return Context(cos, sin, positions, places, visible, segment_ids, sharding, in_halves)
 
 
 DECODER_RULES: Rules = (

@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Int
 from jaxft.models.config import LoraSpec
 
 
-def invariant_sum(x: Float[Array, "*N S"], *, decoding: bool) -> Float[Array, "*N 1"]:
-    """Return the sum over the last axis, with `keepdims`; in decoding, its bits do not depend on the number of rows.
+def invariant_sum(x: Float[Array, "*N S"], *, in_halves: bool) -> Float[Array, "*N 1"]:
+    """Return the sum over the last axis, with `keepdims`; added in halves, its bits do not depend on the other axes.
 
     XLA for CPU chooses the order of a reduction by the size of the whole array, so that the last bits of a row depend
-    on the number of rows. Decoding, where that number changes, adds halves repeatedly instead, at the same cost or
-    less.
+    on the number of rows. Decoding on CPUs, where that number changes, adds halves repeatedly instead, at the same cost
+    or less.
 
-    >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), decoding=True).tolist()
+    >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), in_halves=True).tolist()
     [[15.0]]
     """
-    if not decoding or jax.default_backend() != "cpu":
+    if not in_halves:
         return x.sum(axis=-1, keepdims=True)
     while (size := x.shape[-1]) > 1:
         half = size // 2
@@ -117,8 +117,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "B T *N D"]) -> Float[Array, "B T *N D"]:
+    def __call__(self, x: Float[Array, "B T *N D"], *, in_halves: bool) -> Float[Array, "B T *N D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = invariant_sum(wide**2, decoding=x.shape[1] == 1) / x.shape[-1]
+        mean = invariant_sum(wide**2, in_halves=in_halves) / x.shape[-1]
         normed = wide * jax.lax.rsqrt(mean + self.eps)
         return normed.astype(x.dtype) * self.scale[...]

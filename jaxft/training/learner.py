@@ -13,9 +13,9 @@ from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.sharding import device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
-from jaxft.models.attention import can_use_flash
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import REMATS
+from jaxft.models.flash import choose_kernel
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.training.bad_batches import BadUpdate
 from jaxft.training.batch import (
@@ -42,23 +42,26 @@ def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
 
 
 def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
-    """Return whether to pack rows: `wanted`, or for None True without fused attention; False if the model cannot."""
+    """Return whether to pack rows: `wanted`; for None, whether attention is as fast with packed rows; False if the
+    model cannot."""
     if wanted is None:
-        wanted = not takes_fused_attention(model, params)
+        wanted = not is_slowed_by_packing(model, params)
     return wanted and can_pack(model, params)
 
 
-def takes_fused_attention(model: Model, params: Params) -> bool:
-    """True if padded rows use cuDNN's fused attention, which cannot separate packed sequences."""
+def is_slowed_by_packing(model: Model, params: Params) -> bool:
+    """True if a fused kernel takes the model's attention in rows of one sequence, and none in packed rows."""
     config = model.config
     if not isinstance(config, DecoderConfig):
         return False
-    return can_use_flash(hidden_state(model, params).dtype, config.head_dim, devices_of(model.sharding))
+    kind = hidden_state(model, params).dtype, config.head_dim, config.sliding_window, devices_of(model.sharding)
+    padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
+    return padded != "xla" and packed == "xla"
 
 
 def can_pack(model: Model, params: Params) -> bool:
     """True if the model keeps the segments of a row apart; a bridged network does not."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
+    tokens = jnp.zeros((1, 1), jnp.int32)
     try:
         jax.eval_shape(lambda: model.apply(params, tokens, tokens, segment_ids=tokens))
     except ValueError:

@@ -1,23 +1,22 @@
 """The decoder: neither padding, order, packing nor the cache changes the distribution of a token."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.objectives import grpo_loss
-from jaxft.core.sharding import AXES, device_bytes, devices_of
+from jaxft.core.sharding import AXES, device_bytes
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
-from jaxft.models.attention import LayerCache, attend, can_use_flash, flash_attention
+from jaxft.models.attention import LayerCache, attend
 from jaxft.models.config import PRESETS, model_preset
 from jaxft.models.decoder import RULES, decoder, make_context, parameters_table, rules_table, sharding_for
 from jaxft.models.load import init_model
@@ -245,82 +244,6 @@ def test_scores_in_bfloat16_are_scaled_in_float32():
     wide = attend(q, [LayerCache(keys, values)], visible)
     narrow = attend(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, [LayerCache(keys, values)])), visible)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0.01, atol=1e-6)
-
-
-# --- Fused attention.
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_fused_attention_is_asked_for_what_attention_is_here(window):
-    """On a GPU cuDNN serves the same call."""
-    config = replace(SMALL, sliding_window=window)
-    key = jax.random.key(0)
-    q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (2, 24, heads, 8)) for i, heads in enumerate((4, 2, 2)))
-    positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
-    context = make_context(config, positions, None, None)
-    expected = attend(q, [LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))], context.visible)
-    found = flash_attention(q, k, v, window, "xla")
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert context.is_plain and not make_context(config, positions, None, positions).is_plain
-
-
-@dataclass(frozen=True, eq=False)
-class Device:
-    """The attributes of a device that tell its abilities; only GPUs have a `compute_capability`."""
-
-    platform: str
-    client: SimpleNamespace
-    compute_capability: str
-
-
-def device(platform, version, capability=""):
-    return Device(platform, SimpleNamespace(platform_version=version), capability)
-
-
-H100, A100 = device("gpu", "PJRT C API\ncuda 12090", "9.0"), device("gpu", "PJRT C API\ncuda 12090", "8.0")
-T4, MI300 = device("gpu", "PJRT C API\ncuda 12090", "7.5"), device("gpu", "PJRT C API\nrocm 60300", "gfx942")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "devices", "expected"),
-    [
-        (jnp.bfloat16, 64, [H100], True),
-        (jnp.float16, 256, [H100], True),
-        (jnp.bfloat16, 128, [A100, A100], True),
-        (jnp.bfloat16, 256, [A100], False),
-        (jnp.bfloat16, 256, [H100, A100], False),
-        (jnp.bfloat16, 64, [H100, T4], False),
-        (jnp.bfloat16, 64, [MI300], False),
-        (jnp.float32, 64, [H100], False),
-        (jnp.bfloat16, 264, [H100], False),
-        (jnp.bfloat16, 60, [H100], False),
-        (jnp.bfloat16, 64, [device("tpu", "PJRT C API\nTFRT TPU v5")], False),
-        (jnp.bfloat16, 64, jax.devices("cpu"), False),
-        (jnp.bfloat16, 64, [], False),
-    ],
-)
-def test_fused_attention_is_used_where_its_conditions_hold(dtype, head_dim, devices, expected):
-    assert can_use_flash(jnp.dtype(dtype), head_dim, devices) is expected
-
-
-def test_the_devices_of_the_mesh_decide_about_fused_attention():
-    one = jax.devices()[:1]
-    mesh = Mesh(np.array([H100, A100]).reshape(2, 1, 1), AXES)
-    assert devices_of(sharding_for(SMALL, mesh)) == [H100, A100]
-    assert devices_of(None) == one
-    assert devices_of(sharding_for(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 5])
-def test_fused_attention_gives_the_logprobs_of_the_other(window):
-    model, params = with_window(window) if window else peaked()
-    narrow = decoder(model.config, compute_dtype=jnp.bfloat16)
-    tokens = random_tokens(4, 64)
-    fused = token_logprobs(narrow, params, tokens).logprobs
-    segments = jnp.ones_like(tokens)  # packed rows are not fused
-    plain = token_logprobs(narrow, params, tokens, segment_ids=segments).logprobs
-    assert float(jnp.abs(fused - plain).mean()) < 0.01
 
 
 CONFIG = replace(model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=264, qkv_bias=True, mlp_bias=True)

@@ -13,6 +13,7 @@ from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
+from jaxft.models.flash import Choice
 from jaxft.training.batch import Row, compute_advantages, make_batch, with_scores
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner, merge_metrics
@@ -72,13 +73,16 @@ def test_packed_and_padded_rows_make_the_same_update(job, start):
     assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-5)
 
 
-def test_rows_are_not_packed_where_fused_attention_takes_them(job, start, monkeypatch):
+def test_rows_are_not_packed_where_only_rows_of_one_sequence_have_a_kernel(job, start, monkeypatch):
     def batch_rows(**options):
         return learn(job, start, {"name": "grpo"}, microbatch_tokens=16, **options)[2][0]["batch_rows"]
 
     assert batch_rows() == batch_rows(packing=True) == 2
-    monkeypatch.setattr(learner_module, "can_use_flash", lambda dtype, head_dim, devices: True)
-    assert (batch_rows(), batch_rows(packing=True)) == (4, 2)
+    for packed, rows in (("xla", 4), ("pallas", 2)):
+        choices = {False: Choice("cudnn", ""), True: Choice(packed, "")}
+        choose = lambda *kind, has_segments, choices=choices: choices[has_segments]  # noqa: E731
+        monkeypatch.setattr(learner_module, "choose_kernel", choose)
+        assert (batch_rows(), batch_rows(packing=True)) == (rows, 2)
 
 
 def test_several_updates_divide_by_the_policy_before_the_first(job, start):

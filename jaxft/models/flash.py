@@ -1,0 +1,263 @@
+"""Attention of whole rows by a fused kernel: the choice of the kernel, and its call on one device or on a mesh.
+
+A fused kernel (arXiv 2205.14135) never writes the scores to memory, so its memory is linear in tokens. All kernels are
+JAX's own: cuDNN and a Triton kernel for NVIDIA's GPUs, splash attention for TPUs. What no kernel takes goes to the
+reference, `jaxft.models.attention.attend`.
+Letters: `B` rows, `T` tokens, `H` query heads, `K` key/value heads, `h` head width.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxft.core.sharding import ROW_AXES, Sharding, devices_of
+
+logger = logging.getLogger(__name__)
+
+Kernel = Literal["xla", "cudnn", "pallas", "splash"]
+"""`xla` is the reference; `cudnn` and `pallas` run on NVIDIA's GPUs, `splash` on TPUs."""
+
+
+class Choice(NamedTuple):
+    """A kernel, and the reason why it was chosen, in words."""
+
+    kernel: Kernel
+    reason: str
+
+
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities of NVIDIA's GPUs."""
+
+
+def compute_capability(device: Any) -> tuple[int, ...]:
+    """Return the compute capability of a CUDA GPU, such as (9, 0); (0, 0) for any other device, also AMD's GPUs.
+
+    >>> compute_capability(jax.devices("cpu")[0])
+    (0, 0)
+    """
+    if device.platform != "gpu":
+        return 0, 0
+    parts = str(device.compute_capability).split(".")  # "9.0" of an H100, "gfx942" of an MI300
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else (0, 0)
+
+
+def choose_kernel(
+    dtype: Any, head_dim: int, window: int | None, devices: Sequence[Any], *, has_segments: bool
+) -> Choice:
+    """Return the kernel that takes attention of this kind on all of these devices, else the reference, and why.
+
+    Args:
+        dtype: dtype of queries, keys and values.
+        head_dim: head width.
+        window: number of positions that a token sees, itself included; None for all before it.
+        devices: devices that compute; those of a compile-only topology do too.
+        has_segments: True for packed rows.
+
+    >>> choose_kernel(jnp.bfloat16, 128, None, jax.devices("cpu"), has_segments=True).kernel
+    'xla'
+    """
+    platforms = {device.platform for device in devices}
+    dtype = jnp.dtype(dtype)
+    if platforms == {"gpu"}:
+        return _choose_for_gpu(dtype, head_dim, window, min(map(compute_capability, devices)), has_segments)
+    if platforms == {"tpu"}:
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return Choice("xla", f"the splash kernel takes bfloat16 and float32, not {dtype.name}")
+        return Choice("splash", "TPU")
+    return Choice("xla", "there is no kernel for this platform")
+
+
+def _choose_for_gpu(
+    dtype: Any, head_dim: int, window: int | None, weakest: tuple[int, ...], has_segments: bool
+) -> Choice:
+    if weakest < AMPERE:
+        return Choice("xla", "kernels need NVIDIA's GPUs from Ampere on (compute capability 8.0)")
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return Choice("xla", f"kernels of GPUs take bfloat16 and float16, not {dtype.name}")
+    if has_segments and window is not None:
+        return Choice("xla", "no kernel of GPUs takes packed rows and a sliding window together")
+    name: Kernel = "pallas" if has_segments else "cudnn"
+    widest = 128 if has_segments or weakest < HOPPER else 256
+    if head_dim > widest or head_dim % 8:
+        return Choice("xla", f"{name} takes head widths up to {widest} on this GPU, in steps of 8, not {head_dim}")
+    return Choice(name, "NVIDIA GPU")
+
+
+def announce(choice: Choice, dtype: Any, head_dim: int, window: int | None, device: Any, has_segments: bool) -> None:
+    """Log a choice, once a process: a kernel as information, the reference as a warning. Nothing on CPUs."""
+    if device.platform == "cpu":
+        return
+    rows = "packed rows" if has_segments else "rows of one sequence"
+    seen = "" if window is None else f", window {window}"
+    shape = f"{device.device_kind}, {jnp.dtype(dtype).name}, head width {head_dim}, {rows}{seen}"
+    if choice.kernel == "xla":
+        _log_once(logging.WARNING, f"attention: reference implementation ({shape}): {choice.reason}")
+    else:
+        _log_once(logging.INFO, f"attention: {choice.kernel} kernel ({shape})")
+
+
+@cache
+def _log_once(level: int, text: str) -> None:
+    logger.log(level, "%s", text)
+
+
+def row_attention(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    *,
+    kernel: Kernel,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    sharding: Sharding | None = None,
+) -> Float[Array, "B T H h"]:
+    """Return causal softmax attention within rows by a fused kernel; scores are scaled by `h**-0.5`.
+
+    On a mesh each device computes its own rows and heads, without communication. On CPUs kernels are interpreted,
+    which is slow and shows their values.
+
+    Args:
+        q: queries; `H` is a multiple of `K`.
+        k: keys.
+        v: values.
+        kernel: kernel that takes the arguments, by `choose_kernel`.
+        window: number of positions that a token sees, itself included; None for all before it.
+        segment_ids: sequence of each token in packed rows; tokens see their own sequence. None where rows hold one
+            sequence: right padding needs no mask, as no real token sees later positions.
+        sharding: sharding of the model, or None for one device.
+    """
+    is_interpreted = all(device.platform == "cpu" for device in devices_of(sharding))
+    compute = partial({"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}[kernel], window, is_interpreted)
+    if sharding is None:
+        return compute(segment_ids, q, k, v)
+    # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
+    spec = sharding.cut(k.shape, ROW_AXES, None, "tensor").spec
+    return jax.shard_map(
+        compute,
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(spec[0]), spec, spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )(segment_ids, q, k, v)
+
+
+def _cudnn(window: int | None, is_interpreted: bool, segment_ids: None, q: Array, k: Array, v: Array) -> Array:
+    mixed: Array = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="xla" if is_interpreted else "cudnn",
+    )
+    return mixed
+
+
+TRITON_BLOCKS = {
+    "block_q": 128,
+    "block_k": 64,
+    "block_q_dkv": 32,
+    "block_kv_dkv": 64,
+    "block_q_dq": 64,
+    "block_kv_dq": 32,
+}
+"""Tokens of a tile, which lengths are padded to a multiple of.
+
+With 8 warps, these are the largest whose registers `ptxas` spills none of, at head widths of 64 and 128 on A100 (up to
+235 of 255 registers) and H200 (218); they need 66 KiB of shared memory on the former and 98 KiB on the latter. Tiles of
+64 in the backward pass spill 40 bytes a thread on H200 and 352 on A100; no tile was timed.
+"""
+
+
+def _pallas(window: None, is_interpreted: bool, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
+    # Importing Pallas takes half a second, which users of CPUs are spared.
+    from jax.experimental.pallas.ops.gpu import attention as triton
+
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel has no grouped heads
+    added = -length % max(TRITON_BLOCKS.values())
+    q, k, v, segment_ids = (_pad_tokens(x, added) for x in (q, k, v, segment_ids))
+    mixed: Array = triton.mha(
+        q,
+        k,
+        v,
+        segment_ids,
+        sm_scale=q.shape[-1] ** -0.5,
+        causal=True,
+        block_sizes=triton.BlockSizes(**TRITON_BLOCKS),
+        num_warps=8,
+        interpret=is_interpreted,
+    )
+    return mixed[:, :length]
+
+
+LANES, LARGEST_SPLASH_BLOCK = 128, 512
+"""Blocks of the splash kernels are multiples of the lanes of a vector register."""
+
+
+def splash_block(length: int) -> int:
+    """Return the tokens of a block: those of equal blocks, rounded up to a multiple of 128 that is at most 512.
+
+    A block of 512 fits into the 16 MiB of VMEM that the compiler gives to a kernel at head widths up to 256, also in
+    float32.
+
+    >>> [splash_block(length) for length in (16, 512, 768, 1024, 1536)]
+    [128, 512, 384, 512, 512]
+    """
+    blocks = -(-length // LARGEST_SPLASH_BLOCK)
+    return -(-length // (blocks * LANES)) * LANES
+
+
+SAVED = "attention"
+"""Name of splash attention's output and normalisers, the residuals of its backward pass."""
+
+
+def _splash(window: int | None, is_interpreted: bool, segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+    # Imported here for the reason of `_pallas`.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+    length, heads, head_dim = q.shape[1:]
+    block = splash_block(length)
+    added = -length % block
+    shape = length + added, length + added
+    mask = splash_mask.CausalMask(shape) if window is None else splash_mask.LocalMask(shape, (window - 1, 0), 0)
+    # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
+    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
+    kernel = splash.make_splash_mha_single_device(
+        splash_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(**sizes),
+        residual_checkpoint_name=SAVED,
+        interpret=is_interpreted,
+    )
+    # The kernel does not scale. In float32, so that XLA can drop the rounding of the queries before it.
+    q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    q, k, v = (_pad_tokens(x, added).swapaxes(1, 2) for x in (q, k, v))  # [B H T h]
+    ids = None
+    if segment_ids is not None:
+        segment_ids = _pad_tokens(segment_ids, added)
+        ids = splash.SegmentIds(segment_ids, segment_ids)
+    mixed = jax.vmap(kernel)(q, k, v, ids)
+    return mixed.swapaxes(1, 2)[:, :length]
+
+
+def saves_kernels(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Return True for what the backward pass of a kernel needs of the forward pass, as a policy of `jax.checkpoint`.
+
+    With it, the backward pass does not call the forward kernel a second time.
+    """
+    if primitive.name == "name":  # splash
+        return bool(params["name"] == SAVED)
+    if primitive.name == "custom_vjp_call":  # Triton: the forward pass of `mha` calls `mha`
+        return any(call.params.get("name") == "mha" for call in params["call_jaxpr"].eqns)
+    return primitive.name.startswith("dot_product_attention_fwd")  # cuDNN
+
+
+def _pad_tokens(x: Array, added: int) -> Array:
+    return jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) if added else x
