@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -94,9 +95,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
     ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
         rows, length, _ = x.shape
-        q = self.q_proj(x).reshape(rows, length, self.heads, self.head_dim)
-        k = self.k_proj(x).reshape(rows, length, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(rows, length, self.kv_heads, self.head_dim)
+        q, k, v = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q = q.reshape(rows, length, self.heads, self.head_dim)
+        k, v = (x.reshape(rows, length, self.kv_heads, self.head_dim) for x in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
@@ -106,7 +107,7 @@ class Attention(nnx.Module):
             mixed = row_attention(
                 q, k, v, kernel=kernel, window=self.window, segment_ids=context.segment_ids, sharding=context.sharding
             )
-            return self.o_proj(mixed.reshape(rows, length, -1)), None
+            return checkpoint_name(self.o_proj(mixed.reshape(rows, length, -1)), PROJECTED), None
 
         now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if cache is None:
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
             attended = self.attend(q, [whole], context)
             cache = split_blocks(whole, [block.values.shape[2] for block in cache])
         attended = by_heads(context.sharding, attended)
-        return self.o_proj(attended.reshape(rows, length, -1)), cache
+        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), cache
 
     def choose_kernel(self, q: Float[Array, "B T H h"], context: Context) -> Kernel:
         """Choose the kernel of rows without a cache, and log the choice."""
@@ -226,17 +227,24 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
     return shapes
 
 
-Remat = Literal["none", "dots", "attention", "full"]
+Remat = Literal["none", "dots", "projections", "attention", "full"]
 """Checkpoint policies (arXiv 1604.06174), the fastest first: recompute nothing, all but products with weights and
-attention kernels, all but attention kernels, or whole layers. Attention of the reference is always recomputed."""
+attention kernels, all but attention kernels and their projections, all but attention kernels, or whole layers. From
+`dots` on, attention of the reference is recomputed."""
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
+
+PROJECTED = "attention projections"
+"""Checkpoint name of the outputs of attention's projections."""
 
 
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, saves_kernels
+    ),
+    "projections": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.save_only_these_names(PROJECTED), saves_kernels
     ),
     "attention": saves_kernels,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -47,7 +47,8 @@ def init_model(
         dtype: dtype of the parameters; adapters are float32.
         compute_dtype: dtype of products and activations; None for that of the parameters.
         remat: activations that the backward pass recomputes to save memory: none, all but products with weights and
-            attention kernels (`dots`), all but attention kernels (`attention`), or whole layers (`full`).
+            attention kernels (`dots`), all but attention and its projections (`projections`), all but attention kernels
+            (`attention`), or whole layers (`full`).
         lora: low-rank adapters, of which alone the weights are trained; None for a model without adapters.
         mesh: mesh of `make_mesh` to shard the parameters over, see `sharding_for`; None for one device.
         strict: True to raise, instead of warning, if a dimension does not divide over the mesh.
