@@ -1,0 +1,448 @@
+"""Figures read from the text of compiled programs: exact, against numbers that a reader can work out.
+
+Texts are of four kinds: written here in the forms that compilers print, compiled here for the CPU, compiled here for
+eight CPU devices in a process of its own, and compiled for a TPU v5e and an H200 (`data/`, from which kernels' code,
+source locations and tuning were cut).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from jaxft.planning.hlo import read
+from jaxft.planning.hlo_text import Array
+
+DATA = Path(__file__).parent / "data"
+
+
+def module(entry, before="", header="HloModule m"):
+    return f"{header}\n\n{before}\n\nENTRY %main () -> f32[] {{\n{entry}\n}}\n"
+
+
+def one(line, *parameters, **options):
+    """Figures of a program of one instruction, with its operands as parameters."""
+    given = [f"  %p{i} = {of_type} parameter({i})" for i, of_type in enumerate(parameters)]
+    return read(module("\n".join([*given, "  ROOT %r = " + line]), **options))
+
+
+@pytest.mark.parametrize(
+    ("of_type", "shapes", "sizes"),
+    [
+        ("f32[2,3]{1,0}", ["f32[2,3]"], [24]),
+        ("f32[2,3]", ["f32[2,3]"], [24]),
+        ("s32[]", ["s32[]"], [4]),
+        ("pred[7]{0}", ["pred[7]"], [7]),
+        ("c64[2]{0}", ["c64[2]"], [16]),
+        ("f8e4m3fn[16]{0}", ["f8e4m3fn[16]"], [16]),
+        ("f8e8m0fnu[4]{0}", ["f8e8m0fnu[4]"], [4]),
+        ("s4[3,5]{1,0:E(4)}", ["s4[3,5]"], [8]),  # 60 bits
+        ("u4[16]{0}", ["u4[16]"], [8]),
+        ("f32[<=8,16]{1,0}", ["f32[8,16]"], [512]),
+        ("s32[]{:T(128)}", ["s32[]"], [512]),
+        ("bf16[3,100]{1,0:T(8,128)(2,1)}", ["bf16[3,100]"], [8 * 128 * 2]),
+        ("bf16[100,3]{0,1:T(8,128)(2,1)}", ["bf16[100,3]"], [8 * 128 * 2]),  # the first dimension is the minor one
+        ("bf16[5,8,128]{2,1,0:T(8,128)(2,1)S(1)}", ["bf16[5,8,128]"], [5 * 8 * 128 * 2]),
+        ("bf16[1024]{0:T(1024)(128)(2,1)}", ["bf16[1024]"], [2048]),
+        (
+            "(f32[2]{0}, (s8[3]{0}, token[]), /*index=2*/bf16[4]{0})",
+            ["f32[2]", "s8[3]", "token[]", "bf16[4]"],
+            [8, 3, 0, 8],
+        ),
+        ("()", [], []),
+    ],
+)
+def test_types(of_type, shapes, sizes):
+    arguments = read(module(f"  ROOT %p = {of_type} parameter(0)")).arguments
+    assert [str(array) for array in arguments] == shapes
+    assert [array.bytes for array in arguments] == sizes
+
+
+def test_parts_of_a_layout():
+    (array,) = read(module("  ROOT %p = bf16[8,100]{0,1:T(8,128)(2,1)S(1)} parameter(0)")).arguments
+    assert array == Array("bf16", (8, 100), (0, 1), "(8,128)(2,1)", 1)
+    assert array.device_bytes == 0  # inside the chip
+    assert array._replace(tiles="").device_bytes == 1600  # a GPU's memory for messages
+
+
+CUBLAS = (
+    'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "lhs", "rhs", "flops"),
+    [
+        (
+            "f32[4,8,32]{2,1,0} dot(%p0, %p1), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+            "rhs_contracting_dims={1}",
+            "f32[4,8,16]",
+            "f32[4,16,32]",
+            2 * 4 * 8 * 16 * 32,
+        ),
+        ("f32[] dot(p0, p1), lhs_contracting_dims={0}, rhs_contracting_dims={0}", "f32[16]", "f32[16]", 2 * 16),
+        (
+            "f32[8,32]{1,0} dot(f32[8,16]{1,0} %p0, f32[16,32]{1,0:T(8,128)} %p1), lhs_contracting_dims={1}",
+            "f32[8,16]",
+            "f32[16,32]",
+            2 * 8 * 16 * 32,
+        ),
+        (
+            "f32[8,32]{1,0} dot(f32[8,16]{1,0} p0, f32[16,32]{1,0} p1), lhs_contracting_dims={1}",
+            "f32[8,16]",
+            "f32[16,32]",
+            2 * 8 * 16 * 32,
+        ),
+        ("(bf16[8,32]{1,0}, s8[64]{0}) custom-call(%p0, %p1), " + CUBLAS, "bf16[8,16]", "bf16[16,32]", 2 * 8 * 16 * 32),
+        (
+            'bf16[8,32]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul", '
+            'backend_config={"onednn_matmul_config":{"transpose_a":true}}',
+            "bf16[16,8]",
+            "bf16[16,32]",
+            2 * 8 * 16 * 32,
+        ),
+        ("bf16[8,32]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf", "bf16[8,16]", "bf16[16,32]", 2 * 8 * 16 * 32),
+        ("bf16[8,32]{1,0} convolution(%p0, %p1), dim_labels=fb_oi->bf", "bf16[16,8]", "bf16[32,16]", 2 * 8 * 16 * 32),
+        # A product with two batch dimensions, 4 x 2: each output meets one element that is not between dilated ones.
+        (
+            "bf16[4,2,8,32]{3,2,1,0} convolution(%p0, %p1), window={size=4x2 stride=3x1 lhs_dilate=4x2}, "
+            "dim_labels=01bf_01io->01bf",
+            "bf16[4,2,8,16]",
+            "bf16[4,2,16,32]",
+            4 * 2 * 2 * 8 * 16 * 32,
+        ),
+        # A contraction over two dimensions, 5 and 16.
+        (
+            "bf16[8,1,32]{2,1,0} convolution(%p0, %p1), window={size=5}, dim_labels=b0f_0io->b0f",
+            "bf16[8,5,16]",
+            "bf16[5,16,32]",
+            5 * 2 * 8 * 16 * 32,
+        ),
+        # Two products in one: of the two positions of each output one is padding.
+        (
+            "bf16[8,2,32]{2,1,0} convolution(%p0, %p1), window={size=2 pad=1_1 rhs_reversal=1}, "
+            "dim_labels=b0f_0io->b0f",
+            "bf16[8,1,16]",
+            "bf16[2,16,32]",
+            2 * 2 * 8 * 16 * 32,
+        ),
+        # 6 outputs of a window of 3 on 6 elements, padded: 18 positions less the two on padding; 4 groups of features.
+        (
+            "f32[2,6,8]{2,1,0} convolution(%p0, %p1), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f, "
+            "feature_group_count=4",
+            "f32[2,6,8]",
+            "f32[3,2,8]",
+            16 * 2 * 2 * 2 * 8,
+        ),
+        # A gradient of grouped kernels: batches of 4 in two groups, each output feature sees two of them.
+        (
+            "f32[2,1,8]{2,1,0} convolution(%p0, %p1), window={size=6}, dim_labels=b0f_0io->b0f, batch_group_count=2",
+            "f32[4,6,3]",
+            "f32[6,3,8]",
+            6 * 2 * 2 * 3 * 8,
+        ),
+    ],
+)  # fmt: skip
+def test_flops_of_a_product(line, lhs, rhs, flops):
+    program = one(line, lhs, rhs)
+    assert program.flops == flops
+    assert [(product.lhs, product.rhs, product.times) for product in program.products] == [(lhs, rhs, 1)]
+    assert program.kernels == ()
+
+
+DOT = "f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"  # 128 flops
+LOOP = """
+%body (c: (s32[], f32[4,4], s32[])) -> (s32[], f32[4,4], s32[]) {{
+  %c = (s32[], f32[4,4]{{1,0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %copied = s32[] copy(%i)
+  %two = s32[] constant(2)
+  %next = s32[] add(%copied, %two)
+  %x = f32[4,4]{{1,0}} get-tuple-element(%c), index=1
+  %end = s32[] get-tuple-element(%c), index=2
+  %y = {dot}
+  ROOT %t = (s32[], f32[4,4]{{1,0}}, s32[]) tuple(%next, %y, {end})
+}}
+
+%condition (c: (s32[], f32[4,4], s32[])) -> pred[] {{
+  %c.1 = (s32[], f32[4,4]{{1,0}}, s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%c.1), index=0
+  %end.1 = s32[] get-tuple-element(%c.1), index=2
+  ROOT %lt = pred[] compare(%i.1, %end.1), direction=LT
+}}
+"""
+TURN = """
+  %x = f32[4,4]{1,0} parameter(0)
+  %start = s32[] constant(-1)
+  %end = s32[] constant(6)
+  %t = (s32[], f32[4,4]{1,0}, s32[]) tuple(%start, %x, %end)
+  ROOT %while.1 = (s32[], f32[4,4]{1,0}, s32[]) while(%t), condition=%condition, body=%body"""
+
+
+@pytest.mark.parametrize(
+    ("known", "end", "trips"),
+    [
+        (', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}', "%end", 7),
+        ("", "%end", 4),  # from -1 to 6 by 2, with an end that the loop carries
+        ("", "%next", None),  # an end that changes
+    ],
+)
+def test_turns_of_a_loop(known, end, trips):
+    program = read(module(TURN + known, LOOP.format(dot=DOT, end=end)))
+    turns = trips or 1
+    assert program.loops == (("while.1", (trips,)),)
+    assert program.unknown_loops == (() if trips else ("while.1",))
+    assert program.products == (("f32[4,4]", "f32[4,4]", "f32[4,4]", 128, turns),)
+    # Once: three arrays of 64 bytes, an addition and a copy of integers; the condition runs once more than the body.
+    assert program.bytes == turns * (3 * 64 + 3 * 4 + 2 * 4) + (turns + 1) * (2 * 4 + 1)
+
+
+def test_loops_in_loops_multiply():
+    outer = LOOP.format(dot="f32[4,4]{1,0} get-tuple-element(%while.2), index=1", end="%end")
+    outer = outer.replace("%body", "%outer").replace("%condition", "%ends").replace(
+        "  %y =",
+        "  %zero = s32[] constant(0)\n"
+        "  %t.2 = (s32[], f32[4,4]{1,0}, s32[]) tuple(%zero, %x, %end)\n"
+        "  %while.2 = (s32[], f32[4,4]{1,0}, s32[]) while(%t.2), condition=%condition, body=%body\n"
+        "  %y =",
+    )  # fmt: skip
+    entry = TURN.replace("%condition", "%ends").replace("%body", "%outer")
+    program = read(module(entry, LOOP.format(dot=DOT, end="%end") + outer))
+    assert program.loops == (("while.1", (4,)), ("while.2", (4, 3)))  # the end of the inner loop is that of the outer
+    assert program.flops == 12 * 128
+
+
+BRANCHES = """
+%cheap (a: (f32[4,4])) -> f32[4,4] {
+  %a = (f32[4,4]{1,0}) parameter(0)
+  ROOT %x = f32[4,4]{1,0} get-tuple-element(%a), index=0
+}
+
+%costly (b: (f32[4,4])) -> f32[4,4] {
+  %b = (f32[4,4]{1,0}) parameter(0)
+  %x = f32[4,4]{1,0} get-tuple-element(%b), index=0
+  %y = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %z = f32[4,4]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "branches",
+    ["true_computation=%cheap, false_computation=%costly", "branch_computations={%costly, %cheap}"],
+)
+def test_of_a_conditional_the_most_expensive_branch_counts(branches):
+    given = "f32[4,4]{1,0} conditional(%p0, %p1, %p1), " + branches
+    assert one(given, "s32[]", "(f32[4,4]{1,0})", before=BRANCHES).flops == 2 * 128
+
+
+def test_calls_and_asynchronous_calls_run():
+    before = BRANCHES.replace("(f32[4,4]{1,0}) parameter", "(f32[4,4]{1,0}) parameter")
+    assert one("f32[4,4]{1,0} call(%p0), to_apply=%costly", "(f32[4,4]{1,0})", before=before).flops == 256
+    start = "((f32[4,4]{1,0}), f32[4,4]{1,0}, s32[]) async-start(%p0), calls=%costly"
+    entry = f"""
+  %p0 = (f32[4,4]{{1,0}}) parameter(0)
+  %start = {start}
+  ROOT %done = f32[4,4]{{1,0}} async-done(%start)"""
+    program = read(module(entry, before))
+    assert (program.flops, program.bytes) == (256, 2 * 3 * 64)
+
+
+FUSIONS = """
+%slice_and_update (a: f32[10,64], b: f32[10,64], i: s32[]) -> f32[10,64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,64]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,64}
+  %b = f32[10,64]{1,0} parameter(1)
+  %sum = f32[1,64]{1,0} add(%row, %row)
+  ROOT %new = f32[10,64]{1,0} dynamic-update-slice(%b, %sum, %i, %zero)
+}
+
+%made_and_updated (u: f32[1,64], i: s32[]) -> f32[10,64] {
+  %u = f32[1,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = f32[] constant(0)
+  %all = f32[10,64]{1,0} broadcast(%zero), dimensions={}
+  ROOT %new = f32[10,64]{1,0} dynamic-update-slice(%all, %u, %i, %i)
+}
+
+%gathered_and_passed (table: f32[10,64], rows: s32[3], other: f32[5]) -> (f32[3,64], f32[5]) {
+  %table = f32[10,64]{1,0} parameter(0)
+  %rows = s32[3]{0} parameter(1)
+  %other = f32[5]{0} parameter(2)
+  %seen = f32[10,64]{1,0} bitcast(%table)
+  %found = f32[3,64]{1,0} gather(%seen, %rows), offset_dims={1}, slice_sizes={1,64}
+  ROOT %both = (f32[3,64]{1,0}, f32[5]{0}) tuple(%found, %other)
+}
+
+%sliced_and_summed (a: f32[10,64]) -> f32[64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %row = f32[1,64]{1,0} slice(%a), slice={[2:3], [0:64]}
+  ROOT %sum = f32[64]{0} reduce(%a, %zero), dimensions={0}, to_apply=%add
+}
+
+%outer (a: f32[10,64], i: s32[]) -> f32[1,64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %inner = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%row
+}
+
+%row (a: f32[10,64], i: s32[]) -> f32[1,64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %r = f32[1,64]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,64}
+}
+"""
+ROW, TABLE = 256, 2560
+
+
+@pytest.mark.parametrize(
+    ("line", "parameters", "traffic"),
+    [
+        ("f32[10,64]{1,0} add(%p0, %p0)", ["f32[10,64]{1,0}"], 3 * TABLE),
+        ("f32[10,64]{1,0} bitcast(%p0)", ["f32[10,64]{1,0}"], 0),
+        ("f32[1,64]{1,0} dynamic-slice(%p0, %p1, %p1)", ["f32[10,64]{1,0}", "s32[]"], 2 * ROW + 8),
+        ("f32[3,64]{1,0} gather(%p0, %p1), offset_dims={1}", ["f32[10,64]{1,0}", "s32[3]{0}"], 6 * ROW + 12),
+        ("f32[10,64]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)", ["f32[10,64]", "f32[1,64]", "s32[]"], 2 * ROW + 8),
+        ("f32[10,64]{1,0} scatter(%p0, %p1, %p2), to_apply=%add", ["f32[10,64]", "s32[3]", "f32[3,64]"], 6 * ROW + 12),
+        (
+            "f32[10,64]{1,0} fusion(%p0, %p1, %p2), kind=kLoop, calls=%slice_and_update",
+            ["f32[10,64]", "f32[10,64]", "s32[]"],
+            2 * ROW + 4,
+        ),
+        ("f32[10,64]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%made_and_updated", ["f32[1,64]", "s32[]"], TABLE + 260),
+        (
+            "(f32[3,64]{1,0}, f32[5]{0}) fusion(%p0, %p1, %p2), kind=kLoop, calls=%gathered_and_passed",
+            ["f32[10,64]", "s32[3]", "f32[5]"],
+            6 * ROW + 12,
+        ),
+        ("f32[64]{0} fusion(%p0), kind=kLoop, calls=%sliced_and_summed", ["f32[10,64]"], TABLE + ROW),
+        ("f32[1,64]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%outer", ["f32[10,64]", "s32[]"], 2 * ROW + 4),
+        # A TPU: nothing is read from device memory, where the table is inside the chip.
+        ("f32[8,128]{1,0:T(8,128)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 4096),
+        ("f32[8,128]{1,0:T(8,128)S(1)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 0),
+        (
+            "(f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p0)",
+            ["f32[8,128]{1,0:T(8,128)}"],
+            4096,
+        ),
+        (
+            "((f32[32,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p0), slice={[0:8]}",
+            ["f32[32,128]{1,0:T(8,128)}"],
+            4096,
+        ),
+        ('bf16[9]{0} custom-call(%p0), custom_call_target="ConcatBitcast"', ["bf16[9]"], 0),
+    ],
+)  # fmt: skip
+def test_traffic(line, parameters, traffic):
+    assert one(line, *parameters, before=FUSIONS).bytes == traffic
+
+
+EIGHT = "HloModule m, num_partitions=8"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "size", "group"),
+    [
+        ("f32[32]{0} all-gather(%p0), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}", "all-gather", 128, 2),
+        ("f32[32]{0} all-gather(%p0), replica_groups=[2,4]<=[8]T(1,0), dimensions={0}", "all-gather", 128, 4),
+        ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'b'}", "all-gather", 128, 4),
+        ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'a','b'}", "all-gather", 128, 8),
+        ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", "all-gather", 128, 2),
+        ("f32[16]{0} all-reduce(%p0), replica_groups={}, to_apply=%add", "all-reduce", 64, 8),
+        ("f32[2]{0} reduce-scatter(%p0), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add", "reduce-scatter", 64, 8),
+        ("f32[16]{0} all-to-all(%p0), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 64, 8),
+        ("f32[16]{0} collective-permute(%p0), source_target_pairs={{0,1},{1,2},{2,0}}", "collective-permute", 64, 3),
+        ("f32[16]{0} all-reduce-start(%p0), replica_groups=[1,8]<=[8], to_apply=%add", "all-reduce", 64, 8),
+        ("(f32[16]{0}, f32[32]{0}) all-gather-start(%p0), replica_groups=[4,2]<=[8]", "all-gather", 128, 2),
+        (
+            "((f32[16]{0}, f32[16]{0}), (f32[2]{0}, f32[2]{0})) reduce-scatter-start(%p0, %p0), "
+            "replica_groups=[1,8]<=[8], to_apply=%add",
+            "reduce-scatter",
+            128,
+            8,
+        ),
+        (
+            "(f32[16]{0}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p0), "
+            "source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            64,
+            2,
+        ),
+    ],
+)
+def test_messages(line, kind, size, group):
+    program = one(line, "f32[16]{0}", header=EIGHT)
+    assert [(c.kind, c.bytes, c.group_size, c.times) for c in program.collectives] == [(kind, size, group, 1)]
+
+
+@pytest.mark.parametrize(
+    ("line", "changes_layout"),
+    [
+        ("f32[4,8]{1,0} copy(%p0)", False),
+        ("f32[4,8]{0,1} copy(%p0)", True),
+        ("f32[4,8]{1,0:T(8,128)} copy(%p0)", True),
+        ("f32[8,4]{1,0} transpose(%p0), dimensions={1,0}", True),
+        ("f32[8,4]{0,1} transpose(%p0), dimensions={1,0}", False),
+        ("f32[8,4]{1,0} fusion(%p0), kind=kLoop, calls=%transposed", True),
+        ("f32[4,8]{1,0} negate(%p0)", None),
+        ("f32[4,8]{1,0} fusion(%p0), kind=kLoop, calls=%negated", None),
+    ],
+)
+def test_copies(line, changes_layout):
+    before = """
+%transposed (a: f32[4,8]) -> f32[8,4] {
+  %a = f32[4,8]{1,0} parameter(0)
+  ROOT %t = f32[8,4]{1,0} transpose(%a), dimensions={1,0}
+}
+
+%negated (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %n = f32[4,8]{1,0} negate(%a)
+  ROOT %c = f32[4,8]{1,0} copy(%n)
+}
+"""
+    copies = one(line, "f32[4,8]{1,0}", before=before).copies
+    assert [copy.changes_layout for copy in copies] == ([] if changes_layout is None else [changes_layout])
+    assert all(copy.result.shape in ((4, 8), (8, 4)) for copy in copies)
+
+
+def test_donated_arguments():
+    header = (
+        "HloModule m, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1, 2}: (0, {3}, must-alias) }, "
+        "buffer_donor={ (2, {}), (3, {0, 1}) }, entry_computation_layout={()->f32[]}"
+    )
+    program = read(module("  ROOT %p = f32[] parameter(0)", header=header))
+    assert program.aliases == {(0,): (1, ()), (1, 2): (0, (3,))}
+    assert program.donors == ((2, ()), (3, (0, 1)))
+
+
+def test_an_instruction_over_several_lines_with_braces_in_strings():
+    line = r"""f32[4]{0} custom-call(%p0), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof":"{\"block\": 128, \"open\": {"
+}}, metadata={op_name="jit(f)/jvp(attend)/attend_fwd/pallas_call"}, backend_config={"body":"}}{ROOT %x = (","n":"1"}"""
+    program = one(line, "f32[4]{0}")
+    ((target, name, operands, results, times),) = program.kernels
+    assert (target, name, times) == ("tpu_custom_call", "attend_fwd", 1)
+    assert [str(array) for array in (*operands, *results)] == ["f32[4]", "f32[4]"]
+    assert program.arrays[0].op_name == "jit(f)/jvp(attend)/attend_fwd/pallas_call"
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        (module("  ROOT %p = f32[2]{0} parameter(0)\n  an unknown line"), "an unknown line"),
+        (module("  ROOT %p = f32[two]{0} parameter(0)"), "f32.two"),
+        (module("  ROOT %p = float[2]{0} parameter(0)"), "float"),
+        (module("  ROOT %p = (f32[2]{0} parameter(0)"), "%p = .f32"),
+        (module("  ROOT %n = f32[2]{0} negate(%p)"), "'p'"),
+        ("HloModule m\n", "ENTRY"),
+        ("HloModule m\nnonsense\n", "nonsense"),
+        (module("  ROOT %p = f32[2]{0} parameter(0), sharding={"), "main"),
+    ],
+)
+def test_what_cannot_be_read_is_quoted(text, quoted):
+    with pytest.raises(ValueError, match=quoted):
+        read(text)
