@@ -25,7 +25,7 @@ from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple
 
-from .hlo_text import Array, Computation, Instruction, Module, braced, leaves, numbers, parse
+from jaxft.planning.hlo_text import Array, Computation, Instruction, Module, braced, leaves, numbers, parse
 
 
 class Product(NamedTuple):
@@ -198,8 +198,8 @@ def _run(module: Module, at: Computation, times: int, around: tuple[int | None, 
             for name in instruction.called("to_apply", "calls"):
                 _run(module, module.computations[name], times, around, tally)
         elif instruction.does_something:
-            made = (Made(array, instruction.opcode, instruction.op_name, times) for array in instruction.results)
-            tally.arrays.extend(made)
+            arrays = [array for array, _ in _made(module, at, instruction)]
+            tally.arrays.extend(Made(array, instruction.opcode, instruction.op_name, times) for array in arrays)
             if instruction.opcode != "constant":
                 tally.traffic.append(times * _traffic(module, at, instruction))
                 _count(module, at, instruction, times, tally)
@@ -368,11 +368,13 @@ def _group_size(module: Module, collective: Instruction) -> int:
         return len(numbers(listed[1]))
     if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
         return numbers(tiled[1])[-1]
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # `'a':(2)4` is a part of axis a, of size 4
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", module.header)))
+    if "replica_groups=" in attributes and "replica_groups={}" not in attributes:
+        raise ValueError(f"these groups cannot be read: {collective.name} = {collective.opcode}{attributes[:300]}")
+    return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", module.header)))  # all devices
 
 
 def _is_cut(at: Computation, collective: Instruction) -> bool:
@@ -423,19 +425,35 @@ IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 def _traffic(module: Module, at: Computation, instruction: Instruction) -> int:
     """Return the bytes of device memory that an instruction reads and writes when it runs once."""
     operands = [sum(array.device_bytes for array in leaves(operand.type)) for operand in at.operands(instruction)]
-    if instruction.work != "fusion":
+    if instruction.work == "fusion":
+        inner, kept = _fused(module, instruction), _kept(instruction)
+        names = [parameter.name for parameter in inner.parameters]
+        read = sum(_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True))
+    else:
         read = sum(_read_by(instruction, place, whole) for place, whole in enumerate(operands))
-        return read + sum(_written(at, instruction, array) for array in instruction.results)
-    inner = _fused(module, instruction)
-    if inner.root.target == "AsyncCollectiveDone":
-        return 0
-    if inner.root.target == "AsyncCollectiveStart":  # gives its operands, then what they become
-        return sum(operands) + sum(array.device_bytes for array in instruction.results[len(operands) :])
-    read = sum(_fused_read(module, inner, p.name, whole) for p, whole in zip(inner.parameters, operands, strict=True))
+    return read + sum(written for _, written in _made(module, at, instruction))
+
+
+def _made(module: Module, at: Computation, instruction: Instruction) -> list[tuple[Array, int]]:
+    """Return the results that an instruction writes, and how many bytes of each; a fusion may pass others on."""
+    if instruction.work != "fusion":
+        return [(array, _written(at, instruction, array)) for array in instruction.results]
+    inner, kept = _fused(module, instruction), _kept(instruction)
     makers = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root] * len(instruction.results)
-    return read + sum(
-        _written(inner, maker, array, is_fused=True) for maker, array in zip(makers, instruction.results, strict=True)
-    )
+    made = []
+    for place, (maker, array) in enumerate(zip(makers, instruction.results, strict=True)):
+        maker = _source(inner, maker.name, VIEWS)
+        if maker.work in IN_PLACE and _source(inner, maker.operands[0], VIEWS).opcode == "parameter":
+            made.append((array, _written(inner, maker, array)))
+        elif ((place,) if isinstance(instruction.type, tuple) else ()) not in kept:
+            made.append((array, array.device_bytes))
+    return made
+
+
+def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
+    """Return the indices of results that are operands, as on TPUs a message that a fusion only passes on."""
+    aliases = braced(fusion.attributes, "output_to_operand_aliasing")
+    return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}
 
 
 def _read_by(instruction: Instruction, place: int, whole: int) -> int:
@@ -445,25 +463,24 @@ def _read_by(instruction: Instruction, place: int, whole: int) -> int:
     return 0 if place == 0 and instruction.work in IN_PLACE else whole
 
 
-def _fused_read(module: Module, at: Computation, name: str, whole: int) -> int:
+def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: set[tuple[int, ...]]) -> int:
     """Return how many of the `whole` bytes of a fusion's operand its computation reads."""
     read = 0
     for user, place in at.users[name]:
         if user.opcode in VIEWS:
-            read += _fused_read(module, at, user.name, whole)
+            read += _fused_read(module, at, user.name, whole, kept)
         elif user.opcode == "fusion":
             inner = _fused(module, user)
-            read += _fused_read(module, inner, inner.parameters[place].name, whole)
-        elif user.opcode != "tuple" and not (user.work in COLLECTIVES and _is_repeated(at, user)):
+            read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
+        elif user.opcode == "tuple":
+            read += 0 if (place,) in kept else whole
+        elif user.does_something and not (user.work in COLLECTIVES and _is_repeated(at, user)):
             read += _read_by(user, place, whole)
     return min(read, whole)
 
 
-def _written(at: Computation, maker: Instruction, array: Array, is_fused: bool = False) -> int:
-    """Return how many bytes of a result are written: nothing if passed on, of an update in place the update's."""
-    maker = _source(at, maker.name, VIEWS) if is_fused else maker
-    if maker.opcode == "parameter" or (maker.work in COLLECTIVES and _is_repeated(at, maker)):
-        return 0
-    if maker.work in IN_PLACE and (not is_fused or _source(at, maker.operands[0], VIEWS).opcode == "parameter"):
-        return min(array.device_bytes, at.instructions[maker.operands[IN_PLACE[maker.work]]].results[0].bytes)
-    return array.device_bytes
+def _written(at: Computation, maker: Instruction, array: Array) -> int:
+    """Return how many bytes of its result an instruction writes; of an update in place those of the update."""
+    if maker.work not in IN_PLACE:
+        return array.device_bytes
+    return min(array.device_bytes, at.instructions[maker.operands[IN_PLACE[maker.work]]].results[0].bytes)

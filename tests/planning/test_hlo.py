@@ -5,8 +5,14 @@ eight CPU devices in a process of its own, and compiled for a TPU v5e and an H20
 source locations and tuning were cut).
 """
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxft.planning.hlo import read
@@ -316,6 +322,12 @@ ROW, TABLE = 256, 2560
         (
             "(f32[3,64]{1,0}, f32[5]{0}) fusion(%p0, %p1, %p2), kind=kLoop, calls=%gathered_and_passed",
             ["f32[10,64]", "s32[3]", "f32[5]"],
+            6 * ROW + 12 + 2 * 20,
+        ),
+        (
+            "(f32[3,64]{1,0}, f32[5]{0}) fusion(%p0, %p1, %p2), kind=kLoop, output_to_operand_aliasing={{1}: (2, {})}, "
+            "calls=%gathered_and_passed",
+            ["f32[10,64]", "s32[3]", "f32[5]"],
             6 * ROW + 12,
         ),
         ("f32[64]{0} fusion(%p0), kind=kLoop, calls=%sliced_and_summed", ["f32[10,64]"], TABLE + ROW),
@@ -351,6 +363,12 @@ EIGHT = "HloModule m, num_partitions=8"
         ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'b'}", "all-gather", 128, 4),
         ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'a','b'}", "all-gather", 128, 8),
         ("f32[32]{0} all-gather(%p0), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", "all-gather", 128, 2),
+        (
+            "f32[32] all-gather(%p0), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}",
+            "all-gather",
+            128,
+            4,
+        ),
         ("f32[16]{0} all-reduce(%p0), replica_groups={}, to_apply=%add", "all-reduce", 64, 8),
         ("f32[2]{0} reduce-scatter(%p0), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add", "reduce-scatter", 64, 8),
         ("f32[16]{0} all-to-all(%p0), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 64, 8),
@@ -438,6 +456,7 @@ def test_an_instruction_over_several_lines_with_braces_in_strings():
         (module("  ROOT %p = float[2]{0} parameter(0)"), "float"),
         (module("  ROOT %p = (f32[2]{0} parameter(0)"), "%p = .f32"),
         (module("  ROOT %n = f32[2]{0} negate(%p)"), "'p'"),
+        (module("  %p = f32[2] parameter(0)\n  ROOT %a = f32[2] all-reduce(%p), replica_groups=other"), "other"),
         ("HloModule m\n", "ENTRY"),
         ("HloModule m\nnonsense\n", "nonsense"),
         (module("  ROOT %p = f32[2]{0} parameter(0), sharding={"), "main"),
@@ -446,3 +465,214 @@ def test_an_instruction_over_several_lines_with_braces_in_strings():
 def test_what_cannot_be_read_is_quoted(text, quoted):
     with pytest.raises(ValueError, match=quoted):
         read(text)
+
+
+# Programs that compilers made for a TPU v5e and an H200.
+
+
+def excerpt(name):
+    return read((DATA / f"{name}.hlo").read_text())
+
+
+@pytest.mark.parametrize("name", ["v5e_scan", "h200_scan", "h200_scan_cublas"])
+def test_layers_gathered_in_a_loop(name):
+    """Six layers of two products; kernels lie in float32 over eight devices, and are gathered in bfloat16."""
+    program = excerpt(name)
+    signature = ("bf16[4096,2048]", "bf16[2048,2048]", "bf16[4096,2048]", 2 * 4096 * 2048 * 2048)
+    assert program.products == ((*signature, 12),)
+    assert [loop.trips for loop in program.loops] == [(6,)]
+    ((kind, (array,), group_size, times),) = program.collectives
+    assert (kind, array.dtype, group_size, times) == ("all-gather", "bf16", 8, 6)
+    assert array.bytes == 2 * 2048 * 2048 * 2
+    assert [str(array) for array in program.arguments] == ["f32[6,2,256,2048]", "bf16[4096,2048]"]
+    assert sum(array.bytes for array in program.arguments) == 41943040  # of `memory_analysis()`
+    assert not [made for made in program.arrays if made.array.shape == (6, 2, 2048, 2048)]
+
+
+def test_a_transpose_of_all_layers_is_found():
+    """XLA for GPUs brings the gathered dimension of the stacked layers to the front, once, before the loop."""
+    copy = excerpt("h200_scan").copies[0]
+    assert (str(copy.source), str(copy.result), copy.times) == ("f32[6,2,256,2048]", "f32[256,6,2,2048]", 1)
+    assert copy.changes_layout
+    assert excerpt("v5e_scan").copies[0].result.space == 1  # on the TPU: a move into the chip
+    assert not excerpt("v5e_scan").copies[0].changes_layout
+
+
+def test_products_with_two_batch_dimensions_on_a_tpu():
+    assert {product.flops for product in excerpt("v5e_batched").products} == {2 * 64 * 256 * 128 * 512}
+    assert len(excerpt("v5e_batched").products) == 2
+
+
+@pytest.mark.parametrize(("name", "argument_bytes"), [("v5e_branches", 8389120), ("h200_branches", 8388612)])
+def test_branches_and_a_loop_of_unknown_length(name, argument_bytes):
+    """One branch has two products, the other none; the loop, with one, ends at an argument."""
+    program = excerpt(name)
+    assert program.flops == 3 * 2 * 2048**3
+    assert len(program.unknown_loops) == 1
+    assert sum(array.bytes for array in program.arguments) == argument_bytes  # of `memory_analysis()`
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "kernels"),
+    [
+        (
+            "v5e_splash",
+            "tpu_custom_call",
+            [
+                "splash_mha_fwd_segmented_residuals",
+                "splash_mha_dkv_segmented_no_residuals",
+                "splash_mha_dq_segmented_no_residuals",
+            ],
+        ),
+        ("h200_cudnn", "__cudnn$fmhaSoftmax", ["dot_product_attention_fwd", "dot_product_attention_bwd"]),
+        ("h200_pallas", "__gpu$xla.gpu.triton", ["mha_forward", "mha_preprocess_backward", "mha_backward"]),
+    ],
+)
+def test_kernels_of_attention(name, target, kernels):
+    """Forward and gradient of 2 rows of 2,048 tokens, of which no scores are in memory."""
+    program = excerpt(name)
+    assert [kernel.name for kernel in program.kernels] == kernels
+    assert all(kernel.target.startswith(target) and kernel.times == 1 for kernel in program.kernels)
+    assert "bf16[2,2048,16,128]" in map(str, program.kernels[0].operands) or name == "v5e_splash"
+    assert not [made for made in program.arrays if made.array.shape[-2:] == (2048, 2048)]
+
+
+def test_a_message_that_several_fusions_name_counts_once():
+    """A layer is gathered while another is used: three fusions name the message. Two gradients are scattered."""
+    program = excerpt("v5e_shared_message")
+    found = {(c.kind, tuple(map(str, c.arrays)), c.group_size, c.times) for c in program.collectives}
+    assert found == {
+        ("all-gather", ("bf16[1,1024,1024]",), 8, 1),
+        ("reduce-scatter", ("bf16[1024,3072]", "bf16[1024,1024]"), 8, 1),
+    }
+    assert program.flops == 2 * 8192 * 1024 * 1024
+    assert program.bytes == 8192 * 1024 * 2  # the saved product; all else is inside the chip
+
+
+# Programs that jax compiles for the CPU.
+
+
+def compiled(function, *shapes, **options):
+    structs = [jax.ShapeDtypeStruct(*shape) if isinstance(shape, tuple) else shape for shape in shapes]
+    return read(jax.jit(function, **options).lower(*structs).compile().as_text())
+
+
+X, W = ((32, 64), jnp.float32), ((5, 64, 64), jnp.float32)
+XW = 2 * 32 * 64 * 64
+
+
+def scanned(x, w):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def test_a_scan():
+    program = compiled(scanned, X, W)
+    assert program.products == (("f32[32,64]", "f32[64,64]", "f32[32,64]", XW, 5),)
+    assert [loop.trips for loop in program.loops] == [(5,)]
+    assert [str(array) for array in program.arguments] == ["f32[32,64]", "f32[5,64,64]"]
+
+
+def test_a_scan_in_a_scan():
+    def inner(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)
+
+    program = compiled(lambda x, w: jax.lax.scan(inner, x, w)[0], X, W)
+    assert program.flops == 15 * XW
+    assert sorted(loop.trips for loop in program.loops) == [(5,), (5, 3)]
+
+
+def test_a_loop_with_an_end_that_is_computed():
+    def turn(x, w, n):
+        return jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w[0]), x)
+
+    program = compiled(turn, X, W, ((), jnp.int32))
+    assert program.flops == XW
+    assert len(program.unknown_loops) == 1
+
+
+@pytest.mark.parametrize(("is_remat", "products"), [(False, 6), (True, 7)])
+def test_gradient_of_two_layers(is_remat, products):
+    """Two products forward, two more for each in the gradient; with remat the first again, the second not."""
+
+    def loss(w, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        return (jax.lax.scan(jax.checkpoint(layer) if is_remat else layer, x, w)[0] ** 2).sum()
+
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 64, 128), (5, 128, 64)))
+    program = read(jax.jit(jax.grad(loss)).lower((up, down), jax.ShapeDtypeStruct(*X)).compile().as_text())
+    assert program.flops == products * 5 * 2 * 32 * 64 * 128
+    assert {(product.flops, product.times % 5) for product in program.products} == {(2 * 32 * 64 * 128, 0)}
+
+
+def test_a_conditional():
+    def choose(n, x, w):
+        return jax.lax.cond(n > 0, lambda: x @ w[0] @ w[1], lambda: x @ w[0])
+
+    assert compiled(choose, ((), jnp.int32), X, W).flops == 2 * XW
+
+
+def test_donated():
+    program = compiled(lambda x, y: (x.sum(), x + y, y.sum()), X, X, donate_argnums=1)
+    assert program.aliases == {(1,): (1, ())}
+    assert compiled(lambda x, y: x + y, X, X).aliases == {}
+
+
+def test_arrays_in_memory():
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    program = compiled(attend, *[((96, 8), jnp.float32)] * 3)
+    assert program.arrays[0].array.shape == (96, 96)
+    assert not [made for made in compiled(scanned, X, W).arrays if made.array.shape == (5, 64, 64)]
+
+
+SHARDED = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+def shape(sizes, *spec):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+def forward(x, w):
+    def layer(x, w):
+        return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))), None
+    return jax.lax.scan(layer, x, w)[0]
+
+def gradient(x, w):
+    return jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
+
+def scatter(x):
+    return jax.shard_map(lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True), mesh=mesh, in_specs=P("data"),
+                         out_specs=P(("data", "fsdp")))(x)
+
+x = shape((16, 32), ("data", "fsdp"))
+print(json.dumps([jax.jit(f, **options).lower(*shapes).compile().as_text() for f, shapes, options in (
+    (forward, (x, shape((5, 32, 32), None, "fsdp")), {}),
+    (gradient, (x, shape((32, 32))), {"out_shardings": NamedSharding(mesh, P())}),
+    (scatter, (shape((16, 32), "data"),), {}),
+)]))
+"""
+
+
+def test_messages_of_eight_devices():
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    forward, gradient, scatter = (read(text) for text in json.loads(ended.stdout))
+    found = [
+        [(c.kind, [str(array) for array in c.arrays], c.bytes, c.group_size, c.times) for c in program.collectives]
+        for program in (forward, gradient, scatter)
+    ]
+    assert found == [
+        [("all-gather", ["f32[1,32,32]"], 4096, 4, 5)],
+        [("all-reduce", ["f32[32,32]"], 4096, 8, 1)],
+        [("reduce-scatter", ["f32[8,32]"], 1024, 4, 1)],
+    ]
+    assert forward.flops == 5 * 2 * 2 * 32 * 32  # two rows on a device
+    assert [str(array) for array in forward.arguments] == ["f32[2,32]", "f32[5,8,32]"]
