@@ -194,7 +194,7 @@ def _run(module: Module, at: Computation, times: int, around: tuple[int | None, 
                 branches.append(_empty())
                 _run(module, module.computations[name], times, around, branches[-1])
             tally.add(max(branches, key=lambda branch: branch.cost))
-        elif instruction.opcode in ("call", "async-start"):
+        elif instruction.work in ("call", "async-start"):
             for name in instruction.called("to_apply", "calls"):
                 _run(module, module.computations[name], times, around, tally)
         elif instruction.does_something:
@@ -465,13 +465,18 @@ def _read_by(instruction: Instruction, place: int, whole: int) -> int:
 
 def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: set[tuple[int, ...]]) -> int:
     """Return how many of the `whole` bytes of a fusion's operand its computation reads."""
+    if name == at.root.name:
+        return 0 if () in kept else whole
     read = 0
     for user, place in at.users[name]:
         if user.opcode in VIEWS:
             read += _fused_read(module, at, user.name, whole, kept)
         elif user.opcode == "fusion":
             inner = _fused(module, user)
-            read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
+            if _source(inner, inner.root.name, VIEWS) is inner.parameters[place]:
+                read += _fused_read(module, at, user.name, whole, kept)
+            else:
+                read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
         elif user.opcode == "tuple":
             read += 0 if (place,) in kept else whole
         elif user.does_something and not (user.work in COLLECTIVES and _is_repeated(at, user)):

@@ -295,6 +295,18 @@ FUSIONS = """
   ROOT %inner = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%row
 }
 
+%viewed (a: f32[10,64]) -> f32[5,128] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %view = f32[640]{0} fusion(%a), kind=kLoop, calls=%view
+  %other = f32[5,128]{1,0} bitcast(%view)
+  ROOT %n = f32[5,128]{1,0} negate(%other)
+}
+
+%view (a: f32[10,64]) -> f32[640] {
+  %a = f32[10,64]{1,0} parameter(0)
+  ROOT %v = f32[640]{0} bitcast(%a)
+}
+
 %row (a: f32[10,64], i: s32[]) -> f32[1,64] {
   %a = f32[10,64]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -332,6 +344,8 @@ ROW, TABLE = 256, 2560
         ),
         ("f32[64]{0} fusion(%p0), kind=kLoop, calls=%sliced_and_summed", ["f32[10,64]"], TABLE + ROW),
         ("f32[1,64]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%outer", ["f32[10,64]", "s32[]"], 2 * ROW + 4),
+        ("f32[5,128]{1,0} fusion(%p0), kind=kLoop, calls=%viewed", ["f32[10,64]"], 2 * TABLE),
+        ("f32[640]{0} fusion(%p0), kind=kLoop, calls=%view", ["f32[10,64]"], 2 * TABLE),
         # A TPU: nothing is read from device memory, where the table is inside the chip.
         ("f32[8,128]{1,0:T(8,128)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 4096),
         ("f32[8,128]{1,0:T(8,128)S(1)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 0),
@@ -499,8 +513,12 @@ def test_a_transpose_of_all_layers_is_found():
 
 
 def test_products_with_two_batch_dimensions_on_a_tpu():
-    assert {product.flops for product in excerpt("v5e_batched").products} == {2 * 64 * 256 * 128 * 512}
-    assert len(excerpt("v5e_batched").products) == 2
+    program = excerpt("v5e_batched")
+    assert {product.flops for product in program.products} == {2 * 64 * 256 * 128 * 512}
+    assert len(program.products) == 2
+    # Both arguments move into the chip; one product reads one of them again. Both results are written.
+    lhs, rhs, results = 64 * 256 * 128 * 2, 64 * 128 * 512 * 2, (64 + 1) * 256 * 512 * 2
+    assert program.bytes == 2 * lhs + rhs + results
 
 
 @pytest.mark.parametrize(("name", "argument_bytes"), [("v5e_branches", 8389120), ("h200_branches", 8388612)])
@@ -617,6 +635,18 @@ def test_donated():
     program = compiled(lambda x, y: (x.sum(), x + y, y.sum()), X, X, donate_argnums=1)
     assert program.aliases == {(1,): (1, ())}
     assert compiled(lambda x, y: x + y, X, X).aliases == {}
+
+
+def test_traffic_without_loops_is_that_of_xla():
+    """XLA counts scatters as if they were not in place, so there is none here."""
+
+    def loss(w, x):
+        for kernel in w:
+            x = x + jax.nn.silu(x @ kernel) * x.mean(0)
+        return (x[:, :8] ** 2).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(jax.ShapeDtypeStruct(*W), jax.ShapeDtypeStruct(*X)).compile()
+    assert read(program.as_text()).bytes == program.cost_analysis()["bytes accessed"]
 
 
 def test_arrays_in_memory():
