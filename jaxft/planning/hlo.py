@@ -380,7 +380,7 @@ def _group_size(module: Module, collective: Instruction) -> int:
 def _is_cut(at: Computation, collective: Instruction) -> bool:
     """Whether all that is used of an all-reduce is a slice: the form of a reduce-scatter on TPUs."""
     users = [user for user, _ in at.users[collective.name]]
-    if isinstance(collective.type, tuple):
+    if not isinstance(collective.type, Array):
         users = [user for element in users for user, _ in at.users[element.name]]
     return collective.work == "all-reduce" and bool(users) and all(user.opcode == "dynamic-slice" for user in users)
 
@@ -445,7 +445,7 @@ def _made(module: Module, at: Computation, instruction: Instruction) -> list[tup
         maker = _source(inner, maker.name, VIEWS)
         if maker.work in IN_PLACE and _source(inner, maker.operands[0], VIEWS).opcode == "parameter":
             made.append((array, _written(inner, maker, array)))
-        elif ((place,) if isinstance(instruction.type, tuple) else ()) not in kept:
+        elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
             made.append((array, array.device_bytes))
     return made
 

@@ -410,6 +410,36 @@ def test_messages(line, kind, size, group):
     assert [(c.kind, c.bytes, c.group_size, c.times) for c in program.collectives] == [(kind, size, group, 1)]
 
 
+CUT = """
+%cut (a: f32[32,4]) -> f32[8,4] {
+  %a = f32[32,4]{1,0} parameter(0)
+  %sum = f32[32,4]{1,0} all-reduce(%a), replica_groups={{0,1,2,3}}, to_apply=%add
+  %i = u32[] partition-id()
+  %zero = u32[] constant(0)
+  ROOT %mine = f32[8,4]{1,0} dynamic-slice(%sum, %i, %zero), dynamic_slice_sizes={8,4}
+}
+
+%done (a: f32[8]{0}, b: f32[32]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %all = f32[32]{0} all-gather(%a), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %ended = f32[32]{0} custom-call(%a, %b, %all), custom_call_target="AsyncCollectiveDone"
+}
+"""
+
+
+def test_a_fusion_that_reduces_and_slices_scatters():
+    program = one("f32[8,4]{1,0} fusion(%p0), kind=kCustom, calls=%cut", "f32[32,4]", before=CUT)
+    assert [(c.kind, c.bytes, c.group_size) for c in program.collectives] == [("reduce-scatter", 512, 4)]
+    assert program.bytes == 512 + 128
+
+
+def test_a_fusion_that_ends_a_message_costs_nothing():
+    line = "f32[32]{0} fusion(%p0, %p1), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done"
+    program = one(line, "f32[8]", "f32[32]", before=CUT)
+    assert (program.bytes, program.collectives, program.arrays) == (0, (), ())
+
+
 @pytest.mark.parametrize(
     ("line", "changes_layout"),
     [
