@@ -1,0 +1,491 @@
+"""Work, memory traffic and communication of a compiled program, read from its optimised HLO text.
+
+`read(compiled.as_text())` follows the program from its entry as a device would run it: the body of a loop counts as
+often as the loop turns, of a conditional the most expensive branch counts. XLA's own `cost_analysis()` counts the body
+of a loop once on TPUs and says nothing on GPUs. The text is all that is needed: no jax, no device.
+
+What is counted:
+    flops: products of matrices, a multiplication and an addition being two: `dot`, `convolution` (which the compiler
+        for TPUs makes of a dot; window positions on padding or between dilated elements cost nothing), calls of cuBLAS
+        and oneDNN, wherever they stand, also in fusions. Elementwise work, reductions and the insides of kernels
+        (cuDNN, Pallas) are not counted; `kernels` lists the latter.
+    bytes: device memory read and written. An instruction reads its operands and writes its results; a fusion is one
+        instruction. A slice or gather reads only the size of its result, and an update in place
+        (`dynamic-update-slice`, `scatter`) writes only the size of the update. Memory inside the chip of a TPU costs
+        nothing. No cache is modelled: an operand of two instructions is read twice.
+
+Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
+(`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop is in
+`unknown_loops` and counts once. All figures are of one device.
+"""
+
+import math
+import re
+from collections import Counter
+from functools import cache
+from typing import Any, NamedTuple
+
+from jaxft.planning.hlo_text import Array, Computation, Instruction, Module, braced, leaves, numbers, parse
+
+
+class Product(NamedTuple):
+    """Products of one signature, such as `f32[8,16]` by `f32[16,4]`: the flops of one, and how many there are."""
+
+    lhs: str
+    rhs: str
+    result: str
+    flops: int
+    times: int
+
+
+class Kernel(NamedTuple):
+    """A custom call that is no product: `target` says whose (`tpu_custom_call`), `name` which kernel."""
+
+    target: str
+    name: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    times: int
+
+
+class Copy(NamedTuple):
+    """A copy or transpose that is an instruction of its own; on TPUs also a move between memories."""
+
+    source: Array
+    result: Array
+    changes_layout: bool
+    times: int
+
+
+class Collective(NamedTuple):
+    """A message between devices, with the results of an all-gather or the operands of any other kind."""
+
+    kind: str
+    arrays: tuple[Array, ...]
+    group_size: int  # devices that exchange with each other; of a collective-permute: pairs
+    times: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays on one device."""
+        return sum(array.bytes for array in self.arrays)
+
+
+class Loop(NamedTuple):
+    """A loop and how often it turns, after the loops around it; None where this is unknown."""
+
+    name: str
+    trips: tuple[int | None, ...]
+
+
+class Made(NamedTuple):
+    """An array that an instruction writes to memory: the result of a fusion, not what stays inside it."""
+
+    array: Array
+    opcode: str
+    op_name: str  # where jax made it, such as `jit(f)/while/body/dot_general`
+    times: int
+
+
+class Program(NamedTuple):
+    """Figures of a compiled program, on one device."""
+
+    bytes: int
+    products: tuple[Product, ...]  # most flops first
+    kernels: tuple[Kernel, ...]
+    loops: tuple[Loop, ...]
+    copies: tuple[Copy, ...]  # most bytes first
+    collectives: tuple[Collective, ...]  # most bytes first
+    arrays: tuple[Made, ...]  # largest first
+    arguments: tuple[Array, ...]
+    aliases: dict[
+        tuple[int, ...], tuple[int, tuple[int, ...]]
+    ]  # index of an output: number of an argument, index in it
+    donors: tuple[tuple[int, tuple[int, ...]], ...]  # arguments whose memory is given up but not for one output
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all products of matrices."""
+        return sum(product.flops * product.times for product in self.products)
+
+    @property
+    def unknown_loops(self) -> tuple[str, ...]:
+        """Loops that were counted once, as the text does not say how often they turn."""
+        return tuple(loop.name for loop in self.loops if loop.trips[-1] is None)
+
+
+def read(text: str) -> Program:
+    """Return the figures of the optimised HLO that `compiled.as_text()` gives.
+
+    Raises:
+        ValueError: a line or a type is not HLO as known here; the message quotes it.
+
+    >>> program = read('''HloModule f
+    ... ENTRY main {
+    ...   a = f32[8,16]{1,0} parameter(0)
+    ...   b = f32[16,4]{1,0} parameter(1)
+    ...   ROOT c = f32[8,4]{1,0} dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }''')
+    >>> program.flops, program.bytes  # 2 x 8 x 16 x 4; 4 (8 x 16 + 16 x 4 + 8 x 4)
+    (1024, 896)
+    """
+    module = parse(text)
+    tally = _empty()
+    _run(module, module.entry, 1, (), tally)
+    signatures: Counter[Product] = Counter()
+    for product in tally.products:
+        signatures[product._replace(times=0)] += product.times
+    products = [product._replace(times=times) for product, times in signatures.items()]
+    index = r"\{([\d, ]*)\}"
+    aliases = re.findall(rf"{index}: \((\d+), {index}", braced(module.header, "input_output_alias"))
+    donors = re.findall(rf"\((\d+), {index}\)", braced(module.header, "buffer_donor"))
+    return Program(
+        bytes=sum(tally.traffic),
+        products=tuple(sorted(products, key=lambda product: -product.flops * product.times)),
+        kernels=tuple(tally.kernels),
+        loops=tuple(tally.loops),
+        copies=tuple(sorted(tally.copies, key=lambda copy: -copy.result.bytes * copy.times)),
+        collectives=tuple(sorted(tally.collectives, key=lambda message: -message.bytes * message.times)),
+        arrays=tuple(sorted(tally.arrays, key=lambda made: -made.array.bytes)),
+        arguments=tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type)),
+        aliases={numbers(output): (int(number), numbers(at)) for output, number, at in aliases},
+        donors=tuple((int(number), numbers(at)) for number, at in donors),
+    )
+
+
+class _Tally(NamedTuple):
+    """Lists to which a walk through the program appends what it meets."""
+
+    traffic: list[int]
+    products: list[Product]
+    kernels: list[Kernel]
+    loops: list[Loop]
+    copies: list[Copy]
+    collectives: list[Collective]
+    arrays: list[Made]
+
+    def add(self, other: "_Tally") -> None:
+        lists: zip[tuple[Any, Any]] = zip(self, other, strict=True)
+        for mine, more in lists:
+            mine.extend(more)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        return sum(product.flops * product.times for product in self.products), sum(self.traffic)
+
+
+def _empty() -> _Tally:
+    return _Tally([], [], [], [], [], [], [])
+
+
+def _run(module: Module, at: Computation, times: int, around: tuple[int | None, ...], tally: _Tally) -> None:
+    """Count a computation that runs `times` times, inside loops of `around` turns."""
+    for instruction in at.instructions.values():
+        if instruction.opcode == "while":
+            trips = _trips(module, at, instruction)
+            turns = 1 if trips is None else trips
+            tally.loops.append(Loop(instruction.name, (*around, trips)))
+            for name, count in (("condition", turns + 1), ("body", turns)):
+                (inner,) = instruction.called(name)
+                _run(module, module.computations[inner], times * count, (*around, trips), tally)
+        elif instruction.opcode == "conditional":
+            branches: list[_Tally] = []
+            for name in instruction.called("branch_computations", "true_computation", "false_computation"):
+                branches.append(_empty())
+                _run(module, module.computations[name], times, around, branches[-1])
+            tally.add(max(branches, key=lambda branch: branch.cost))
+        elif instruction.work in ("call", "async-start"):
+            for name in instruction.called("to_apply", "calls"):
+                _run(module, module.computations[name], times, around, tally)
+        elif instruction.does_something:
+            arrays = [array for array, _ in _made(module, at, instruction)]
+            tally.arrays.extend(Made(array, instruction.opcode, instruction.op_name, times) for array in arrays)
+            if instruction.opcode != "constant":
+                tally.traffic.append(times * _traffic(module, at, instruction))
+                _count(module, at, instruction, times, tally)
+                tally.copies.extend(_copies(module, at, instruction, times))
+
+
+def _count(
+    module: Module, at: Computation, instruction: Instruction, times: int, tally: _Tally, is_fused: bool = False
+) -> None:
+    """Count products, kernels and collectives: the instruction itself or, of a fusion, those inside."""
+    operands, results = at.operand_arrays(instruction), instruction.results
+    flops = _flops(instruction, operands)
+    if flops is not None:
+        tally.products.append(Product(str(operands[0]), str(operands[1]), str(results[0]), flops, times))
+    elif instruction.work == "custom-call" and instruction.does_something:
+        path = instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+        name = re.findall(r"[\w.-]+", path)[-1:] or [instruction.name]  # `f` of `transpose(jvp(f))`
+        tally.kernels.append(Kernel(instruction.target, name[0], operands, results, times))
+    elif instruction.work in COLLECTIVES and not _is_repeated(at, instruction):
+        kind = "reduce-scatter" if is_fused and _is_cut(at, instruction) else instruction.work
+        arrays = results if kind == "all-gather" else operands
+        tally.collectives.append(Collective(kind, arrays, _group_size(module, instruction), times))
+    elif instruction.work == "fusion":
+        inner = _fused(module, instruction)
+        for each in inner.instructions.values():
+            _count(module, inner, each, times, tally, is_fused=True)
+
+
+def _fused(module: Module, fusion: Instruction) -> Computation:
+    return module.computations[fusion.called("calls")[0]]
+
+
+# How often a loop turns.
+
+
+def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
+    """Return how often a loop turns; None if neither the compiler nor constants say it."""
+    if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
+        return int(known[1])
+    condition, body = (module.computations[loop.called(name)[0]] for name in ("condition", "body"))
+    test, initial = condition.root, _source(at, loop.operands[0])
+    if test.opcode != "compare" or "direction=LT" not in test.attributes or initial.opcode != "tuple":
+        return None
+    counter = _source(condition, test.operands[0])
+    step = _source(body, body.root.operands[counter.place])
+    if counter.opcode != "get-tuple-element" or step.opcode != "add":
+        return None
+    terms = [_source(body, name) for name in step.operands]
+    steps = [_constant(module, body, term.name) for term in terms if not _is_element(body, term, counter.place)]
+    start = _constant(module, at, initial.operands[counter.place])
+    end = _constant(module, condition, test.operands[1])
+    if start is None or end is None or len(steps) != 1 or not steps[0]:
+        return None
+    return max(0, -((start - end) // steps[0]))
+
+
+VIEWS = ("bitcast", "reshape")
+COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
+
+
+def _source(at: Computation, name: str, past: tuple[str, ...] = COPIES) -> Instruction:
+    """Return the instruction whose value a name has, past copies or other opcodes."""
+    instruction = at.instructions[name]
+    while instruction.opcode in past:
+        instruction = at.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _is_element(body: Computation, instruction: Instruction, place: int) -> bool:
+    """Whether an instruction takes the element at `place` of what a loop carries."""
+    is_taken = instruction.opcode == "get-tuple-element" and instruction.place == place
+    return is_taken and instruction.operands == (body.parameters[0].name,)
+
+
+def _constant(module: Module, at: Computation, name: str) -> int | None:
+    """Return the integer that a name always has, also where loops carry it unchanged; None if it may vary."""
+    instruction = _source(at, name)
+    if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.inside):
+        return int(instruction.inside)
+    if instruction.opcode != "get-tuple-element":
+        return None
+    source, place = _source(at, instruction.operands[0]), instruction.place
+    if source.opcode == "tuple":
+        return _constant(module, at, source.operands[place])
+    if source.opcode == "while":
+        outer, loop = at, source
+    elif source.opcode == "parameter" and at.name in module.callers:
+        outer, loop = module.callers[at.name]
+    else:
+        return None
+    body, initial = module.computations[loop.called("body")[0]], _source(outer, loop.operands[0])
+    is_kept = _is_element(body, _source(body, body.root.operands[place]), place)
+    return _constant(module, outer, initial.operands[place]) if is_kept and initial.opcode == "tuple" else None
+
+
+# Products of matrices.
+
+
+def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
+    """Return the operations of one product of matrices; None for anything else."""
+    target = instruction.target if instruction.work == "custom-call" else ""
+    if instruction.work == "convolution":
+        return _convolution_flops(instruction, operands)
+    if instruction.work in ("dot", "ragged-dot", "scaled-dot"):
+        contracted = instruction.dimensions("lhs_contracting_dims")
+        inner = math.prod(operands[0].shape[i] for i in contracted)
+    elif target.startswith("__cublas$"):
+        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+        if found is None:
+            raise ValueError(f"no contracted dimensions in {instruction.name} = {target}{instruction.attributes[:300]}")
+        inner = math.prod(operands[0].shape[i] for i in numbers(found[1]))
+    elif target == "__onednn$matmul":
+        # Operands may be transposed: whatever of the first is no row of the result is contracted.
+        inner = math.prod(operands[0].shape) // math.prod(instruction.results[0].shape[:-1])
+    else:
+        return None
+    return 2 * math.prod(instruction.results[0].shape) * inner
+
+
+def _convolution_flops(instruction: Instruction, operands: tuple[Array, ...]) -> int:
+    """Return the operations of a convolution: batch x features x kernel's input features x valid positions."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        raise ValueError(f"no dim_labels in {instruction.name} = convolution{instruction.attributes[:300]}")
+    inputs, kernel, outputs = (
+        dict(zip(names, array.shape, strict=True))
+        for names, array in zip(labels.groups(), (*operands, *instruction.results), strict=True)
+    )
+    spatial = sorted(label for label in inputs if label.isdigit())
+    window = dict(re.findall(r"(\w+)=([\dx_-]+)", braced(instruction.attributes, "window")))
+
+    def setting(name: str, default: int) -> list[int]:
+        """A number for each spatial dimension; of padding, `2_1x0_0`, the one before the elements."""
+        return [int(n.split("_")[0]) for n in window[name].split("x")] if name in window else [default] * len(spatial)
+
+    flops = 2 * outputs["b"] * outputs["f"] * kernel["i"]
+    settings = [
+        setting(name, default) for name, default in (("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
+    ]
+    for label, *rest in zip(spatial, *settings, strict=True):
+        flops *= _valid_positions(inputs[label], kernel[label], outputs[label], *rest)
+    return flops
+
+
+@cache
+def _valid_positions(inputs: int, kernel: int, outputs: int, stride: int, dilation: int, spread: int, pad: int) -> int:
+    """Return how many pairs of output and kernel elements meet an element of the input, along one dimension."""
+    places = range(0, inputs * dilation, dilation)
+    return sum(o * stride + k * spread - pad in places for o in range(outputs) for k in range(kernel))
+
+
+# Messages between devices.
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+def _group_size(module: Module, collective: Instruction) -> int:
+    """Return how many devices exchange; groups read `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
+    attributes = collective.attributes
+    if collective.work == "collective-permute":
+        return len(re.findall(r"\{\d+,\d+\}", braced(attributes, "source_target_pairs")))
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(numbers(listed[1]))
+    if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
+        return numbers(tiled[1])[-1]
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # `'a':(2)4` is a part of axis a, of size 4
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if "replica_groups=" in attributes and "replica_groups={}" not in attributes:
+        raise ValueError(f"these groups cannot be read: {collective.name} = {collective.opcode}{attributes[:300]}")
+    return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", module.header)))  # all devices
+
+
+def _is_cut(at: Computation, collective: Instruction) -> bool:
+    """Whether all that is used of an all-reduce is a slice: the form of a reduce-scatter on TPUs."""
+    users = [user for user, _ in at.users[collective.name]]
+    if not isinstance(collective.type, Array):
+        users = [user for element in users for user, _ in at.users[element.name]]
+    return collective.work == "all-reduce" and bool(users) and all(user.opcode == "dynamic-slice" for user in users)
+
+
+def _is_repeated(at: Computation, collective: Instruction) -> bool:
+    """Whether another fusion starts this message: on TPUs each that computes in the meantime names it again."""
+    is_start = any(user.target == "AsyncCollectiveStart" for user, _ in at.users[collective.name])
+    return "chain_id=" in collective.attributes and not is_start
+
+
+# Copies.
+
+
+def _copies(module: Module, at: Computation, instruction: Instruction, times: int) -> list[Copy]:
+    """Return the copy that an instruction is, or a fusion that does nothing else."""
+    steps = [instruction]
+    if instruction.opcode == "fusion":
+        at_step = _fused(module, instruction)
+        steps = [i for i in at_step.instructions.values() if i.opcode not in ("parameter", "bitcast", "reshape")]
+    else:
+        at_step = at
+    if not steps or any(step.work not in ("copy", "transpose") for step in steps):
+        return []
+    changes = any(_changes_layout(at_step.operand_arrays(step)[0], step) for step in steps)
+    return [Copy(at.operand_arrays(instruction)[0], instruction.results[0], changes, times)]
+
+
+def _changes_layout(source: Array, step: Instruction) -> bool:
+    """Whether elements come to lie in another order, which a transpose that renames dimensions does not do."""
+    result = step.results[0]
+    order = step.dimensions("dimensions") or range(len(result.shape))
+    return tuple(order[i] for i in result.layout) != source.layout or result.tiles != source.tiles
+
+
+# Memory traffic.
+
+SLICES = ("slice", "dynamic-slice", "gather")
+IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
+"""Instructions that write into their first operand, with the place of the operand that has the update."""
+
+
+def _traffic(module: Module, at: Computation, instruction: Instruction) -> int:
+    """Return the bytes of device memory that an instruction reads and writes when it runs once."""
+    operands = [sum(array.device_bytes for array in leaves(operand.type)) for operand in at.operands(instruction)]
+    if instruction.work == "fusion":
+        inner, kept = _fused(module, instruction), _kept(instruction)
+        names = [parameter.name for parameter in inner.parameters]
+        read = sum(_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True))
+    else:
+        read = sum(_read_by(instruction, place, whole) for place, whole in enumerate(operands))
+    return read + sum(written for _, written in _made(module, at, instruction))
+
+
+def _made(module: Module, at: Computation, instruction: Instruction) -> list[tuple[Array, int]]:
+    """Return the results that an instruction writes, and how many bytes of each; a fusion may pass others on."""
+    if instruction.work != "fusion":
+        return [(array, _written(at, instruction, array)) for array in instruction.results]
+    inner, kept = _fused(module, instruction), _kept(instruction)
+    makers = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root] * len(instruction.results)
+    made = []
+    for place, (maker, array) in enumerate(zip(makers, instruction.results, strict=True)):
+        maker = _source(inner, maker.name, VIEWS)
+        if maker.work in IN_PLACE and _source(inner, maker.operands[0], VIEWS).opcode == "parameter":
+            made.append((array, _written(inner, maker, array)))
+        elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
+            made.append((array, array.device_bytes))
+    return made
+
+
+def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
+    """Return the indices of results that are operands, as on TPUs a message that a fusion only passes on."""
+    aliases = braced(fusion.attributes, "output_to_operand_aliasing")
+    return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}
+
+
+def _read_by(instruction: Instruction, place: int, whole: int) -> int:
+    """Return how many of the `whole` bytes of the operand at a place an instruction reads."""
+    if place == 0 and instruction.work in SLICES:
+        return min(whole, instruction.results[0].bytes)
+    return 0 if place == 0 and instruction.work in IN_PLACE else whole
+
+
+def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: set[tuple[int, ...]]) -> int:
+    """Return how many of the `whole` bytes of a fusion's operand its computation reads."""
+    if name == at.root.name:
+        return 0 if () in kept else whole
+    read = 0
+    for user, place in at.users[name]:
+        if user.opcode in VIEWS:
+            read += _fused_read(module, at, user.name, whole, kept)
+        elif user.opcode == "fusion":
+            inner = _fused(module, user)
+            if _source(inner, inner.root.name, VIEWS) is inner.parameters[place]:
+                read += _fused_read(module, at, user.name, whole, kept)
+            else:
+                read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
+        elif user.opcode == "tuple":
+            read += 0 if (place,) in kept else whole
+        elif user.does_something and not (user.work in COLLECTIVES and _is_repeated(at, user)):
+            read += _read_by(user, place, whole)
+    return min(read, whole)
+
+
+def _written(at: Computation, maker: Instruction, array: Array) -> int:
+    """Return how many bytes of its result an instruction writes; of an update in place those of the update."""
+    if maker.work not in IN_PLACE:
+        return array.device_bytes
+    return min(array.device_bytes, at.instructions[maker.operands[IN_PLACE[maker.work]]].results[0].bytes)
