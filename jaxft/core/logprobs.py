@@ -13,13 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
+from jaxft.core.sharding import ROW_AXES
 from jaxft.core.types import Model, Params, Scored
 
 CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
 
 SUM_BLOCK = 512
-"""Block size of sums over the vocabulary, in tokens: adding 150,000 terms one by one loses three digits of float32."""
+"""Block size of sums over the vocabulary on CPUs, which add one by one: 150,000 terms would lose three digits."""
 
 MIN_LOGPROB = -1e30
 """Replacement for a log-probability of -inf: its product with probability 0 is 0, not NaN."""
@@ -95,21 +96,30 @@ def _softmax_statistics(
 
 def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return `sum(e^x)` and `sum(x e^x)` over the last axis, in one pass without an intermediate of `x`'s size."""
+    # Other platforms add in trees; on TPUs the blocks of vocabularies that are not divisible would be copied.
+    return jax.lax.platform_dependent(x, cpu=_exp_sums_in_blocks, default=_sum_terms)
 
-    def terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
-        weights = jnp.exp(x)
-        return weights, weights * jnp.maximum(x, MIN_LOGPROB)
 
+def _sum_terms(x: Float[Array, "N *K"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    return tuple(terms.sum(axis=-1) for terms in _exp_terms(x))
+
+
+def _exp_terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
+    weights = jnp.exp(x)
+    return weights, weights * jnp.maximum(x, MIN_LOGPROB)
+
+
+def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     def add(a: Any, b: Any) -> Any:
         return a[0] + b[0], a[1] + b[1]
 
     blocks = x.shape[-1] // SUM_BLOCK
     split, zero = blocks * SUM_BLOCK, jnp.zeros((), x.dtype)
     of_blocks = jax.lax.reduce(
-        terms(x[:, :split].reshape(len(x), blocks, SUM_BLOCK)), (zero, zero), add, dimensions=(2,)
+        _exp_terms(x[:, :split].reshape(len(x), blocks, SUM_BLOCK)), (zero, zero), add, dimensions=(2,)
     )  # [N blocks] each
     mass, moment = (of_block.sum(axis=-1) for of_block in of_blocks)
-    mass_of_rest, moment_of_rest = (rest.sum(axis=-1) for rest in terms(x[:, split:]))
+    mass_of_rest, moment_of_rest = _sum_terms(x[:, split:])
     return mass + mass_of_rest, moment + moment_of_rest
 
 
@@ -167,7 +177,7 @@ def token_logprobs(
     if not isinstance(tokens, jax.core.Tracer):
         check_token_ids("tokens", tokens, vocabulary_size(model, params))
     scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
-    logprobs, entropy = _score_in_chunks(model, params, *scored, entropy_gradient, chunk_tokens)
+    logprobs, entropy = _score(model, params, *scored, entropy_gradient, chunk_tokens)
     next_values = None
     if value_head is not None:
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
@@ -178,7 +188,7 @@ def token_logprobs(
 
     def shifted(x: Array) -> Array:
         """Shift scores to the tokens that they describe; the first token of a row or segment gets 0."""
-        aligned = jnp.pad(x.reshape(rows, -1), ((0, 0), (1, 0)))  # [B T]
+        aligned = jnp.pad(x, ((0, 0), (1, 0)))  # [B T]
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
     values = None if next_values is None else shifted(next_values[:, :-1])
@@ -230,7 +240,7 @@ _with_gradient.defvjp(lambda total, leaf: (leaf, None), lambda _, gradient: (gra
 
 
 @partial(jax.jit, static_argnums=(0, 5, 6), inline=True)
-def _score_in_chunks(
+def _score(
     model: Model,
     params: Params,
     hidden: Float[Array, "B S D"],
@@ -238,12 +248,38 @@ def _score_in_chunks(
     temperature: Float[Array, "B S"],
     entropy_gradient: bool,
     chunk_tokens: int | None,
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return log-probabilities and entropies of the `N = B S` tokens, chunk by chunk.
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """Return log-probabilities and entropies of the tokens.
 
-    On a mesh, a chunk takes equally many tokens from the rows of each device. The function is jitted because outside of
-    `jit` the gradient accumulators would be allocated, as large as a float32 model, even without a gradient.
+    On a mesh, each device scores tokens of its own, with the head gathered once for all chunks; its gradient crosses
+    devices once, too. The function is jitted because outside of `jit` the gradient accumulators would be allocated, as
+    large as a float32 model, even without a gradient.
     """
+    sharding = model.sharding
+    if chunk_tokens is None:
+        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * (sharding.devices if sharding else 1)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
+    if sharding is None:
+        return _score_in_chunks(model, entropy_gradient, chunk_tokens, params, hidden, tokens, temperature)
+    length = tokens.shape[1]
+    added = -length % sharding.mesh.shape["tensor"]
+    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in (hidden, tokens, temperature)]
+    compute = partial(_score_in_chunks, model, entropy_gradient, -(-chunk_tokens // sharding.devices))
+    scores = sharding.map_shards(compute, model.head(params), rows, ROW_AXES, "tensor")
+    return jax.tree.map(lambda x: x[:, :length], scores)
+
+
+def _score_in_chunks(
+    model: Model,
+    entropy_gradient: bool,
+    chunk_tokens: int,
+    params: Params,
+    hidden: Float[Array, "B S D"],
+    tokens: Int[Array, "B S"],
+    temperature: Float[Array, "B S"],
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """Return log-probabilities and entropies of the tokens, chunk by chunk, on one device."""
     sums = jax.tree.map(_gradient_sum, params)
 
     def score(
@@ -253,26 +289,18 @@ def _score_in_chunks(
         logprobs, entropy = logits_logprobs(model.unembed(head, hidden), tokens, temperature)
         return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
-    total, sharding = tokens.size, model.sharding
-    shards = sharding.row_shards if sharding is not None and hidden.shape[0] % sharding.row_shards == 0 else 1
-    devices = 1 if sharding is None else sharding.devices
-    if chunk_tokens is None:
-        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * devices
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     rematerialized = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
-    chunks, shard_tokens = max(1, -(-total // chunk_tokens)), total // shards
-    width = -(-shard_tokens // chunks)  # chunks of one size, or the last would be mostly padding
-    width = -(-width * shards // devices) * devices // shards  # every device of a shard gets as many tokens
+    total = tokens.size
+    chunks = max(1, -(-total // chunk_tokens))
+    width = -(-total // chunks)  # chunks of one size, or the last would be mostly padding
 
     def split(x: Array) -> Array:
-        by_shard = x.reshape(shards, shard_tokens, *x.shape[2:])
-        padding = ((0, 0), (0, chunks * width - shard_tokens)) + ((0, 0),) * (x.ndim - 2)
-        padded = jnp.pad(by_shard, padding, mode="edge").reshape(shards, chunks, width, *x.shape[2:])
-        return padded.swapaxes(0, 1).reshape(chunks, shards * width, *x.shape[2:])
+        flat = x.reshape(total, *x.shape[2:])
+        padded = jnp.pad(flat, ((0, chunks * width - total),) + ((0, 0),) * (flat.ndim - 1), mode="edge")
+        return padded.reshape(chunks, width, *flat.shape[1:])
 
-    def join(x: Float[Array, "..."]) -> Float[Array, "N"]:
-        return x.reshape(chunks, shards, width).swapaxes(0, 1).reshape(shards, -1)[:, :shard_tokens].reshape(-1)
+    def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
+        return x.reshape(-1)[:total].reshape(tokens.shape)
 
     inputs = split(hidden), split(tokens), split(temperature)
     if chunks == 1:

@@ -7,7 +7,7 @@ communication.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -181,6 +181,37 @@ class Sharding:
     def place_cache(self, tree: Any) -> Any:
         """Copy keys and values `[rows, heads, ...]` to their devices; a tree of shapes gets shardings instead."""
         return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES, "tensor"), tree))
+
+    def map_shards(
+        self, function: Callable[..., Any], params: Any, rows: Sequence[Any], *axes: str | tuple[str, ...] | None
+    ) -> Any:
+        """Return `function(params, *rows)`, in which each device computes its own part of the rows.
+
+        The parameters are gathered once, and their gradients, summed over the part of each device, are exchanged once:
+        loops inside the function communicate nothing.
+
+        Args:
+            function: function of the whole parameters and of a part of the rows, which knows no mesh. Its results have
+                the first axes of the rows.
+            params: tree of parameters, sharded by the rules.
+            rows: arrays that are divided alike.
+            axes: mesh axes that the first dimensions of the rows are divided over, as far as they divide.
+        """
+        specs = jax.tree_util.tree_map_with_path(lambda path, leaf: self.spec(path_text(path), leaf.shape), params)
+        cuts = tuple(self.cut(x.shape, *axes).spec for x in rows)
+
+        def gather(leaf: Any, spec: PartitionSpec) -> Any:
+            for dimension, name in enumerate(spec):
+                if name is not None:
+                    leaf = jax.lax.all_gather(leaf, name, axis=dimension, tiled=True)
+            return leaf
+
+        def compute(params: Any, *rows: Any) -> Any:
+            return function(jax.tree.map(gather, params, specs), *rows)
+
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=(specs, *cuts), out_specs=cuts[0], check_vma=False)(
+            params, *rows
+        )
 
     def check_rows(self, count: int, what: str) -> None:
         """Raise unless this many rows divide over the row shards.

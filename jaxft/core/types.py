@@ -40,11 +40,13 @@ class Model(NamedTuple):
             With a cache, the positions of a row are consecutive and index the cache that is written; tokens past its
             end are dropped. A token sees the positions up to its own.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
+            It also takes `head(params)`, gathered on every device, in place of `params`.
         init_cache: `(rows, length, dtype) -> block` of an empty cache with room for `length` tokens a row.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
         sharding: the partition over a mesh of devices; None on a single device.
         lora: rank, scale and targets of adapters, when parameters are `{"base": ..., "adapter": ...}` and only the
             adapters are trained (`jaxft.core.partition`); None when all parameters are.
+        head: `params -> params`, the parameters that `unembed` reads, in the dtype of products.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
             the backward pass recomputes; None if there is only one.
     """
@@ -57,6 +59,7 @@ class Model(NamedTuple):
     decode_layout: Callable[[Params], Params] = same_params
     sharding: Sharding | None = None
     lora: Hashable = None
+    head: Callable[[Params], Params] = same_params
     with_remat: Callable[[Any], "Model"] | None = None
 
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Rules, Sharding, constrain, devices_of, gather_params, path_text, platform_of
+from jaxft.core.sharding import ROW_AXES, Rules, Sharding, constrain, devices_of, gather_params, path_text, platform_of
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.attention import (
     LayerBlocks,
@@ -298,8 +298,8 @@ def _decoder(
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         params = put_beside(narrow(params))
-        outer = gather({name: params[name] for name in ("embed", "final_norm")})
-        x = by_rows(sharding, look_up(outer["embed"], by_rows(sharding, tokens)))  # [B T D]
+        norm = gather({"final_norm": params["final_norm"]})["final_norm"]
+        x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), cache))  # [B T D]
         context = make_context(config, by_rows(sharding, positions), cache, segment_ids, sharding)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
@@ -313,7 +313,13 @@ def _decoder(
                 x, blocks = layer(x, context, [block[index] for block in cache])
                 updated.append(blocks)
             cache = by_cache(tuple(zip(*updated, strict=True)))
-        return bind_norm(outer["final_norm"])(x, in_halves=context.in_halves), cache
+        return bind_norm(norm)(x, in_halves=context.in_halves), cache
+
+    def embed(params: Params, tokens: Int[Array, "B T"], cache: Cache | None) -> Float[Array, "B T D"]:
+        if sharding is None or cache is not None:
+            return look_up(gather(params)["embed"], tokens)
+        # The gradients of a token's occurrences are summed on each device before they are exchanged.
+        return sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
 
     def bind_layers(params: Params) -> list[Block]:
         if "transposed_layers" not in params:
@@ -321,18 +327,17 @@ def _decoder(
         layers = params["transposed_layers"]
         return list(map(bind_adapted if has_adapters(layers[0]) else bind_transposed, layers))
 
-    def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-        params = narrow(params.get(BASE, params))
+    def head(params: Params) -> Params:
         name = "embed" if config.tie_word_embeddings else "lm_head"
-        head = {name: params[name]}
-        if sharding is None:
-            return _project_to_vocabulary(hidden, head[name])
-        if "transposed_layers" in params:  # few rows: each device computes a slice of the logits, and gets its own rows
-            logits = sharding.constrain_cache(_project_to_vocabulary(hidden, gather(head)[name]))
-            return sharding.constrain_spread(logits)
-        # Many rows: logits never leave the device of their token.
-        whole = gather_params(sharding, sharding.whole(), head)[name]
-        return _project_to_vocabulary(sharding.constrain_spread(hidden), whole)
+        return narrow({name: params.get(BASE, params)[name]})
+
+    def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+        (kernel,) = (head(params) if sharding is None or len(params) == 1 else gather(head(params))).values()
+        logits = _project_to_vocabulary(hidden, kernel)
+        if sharding is None or "transposed_layers" not in params:
+            return logits
+        # Few rows: each device computes a slice of the logits, and gets its own rows.
+        return sharding.constrain_spread(sharding.constrain_cache(logits))
 
     def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
         shape = rows, config.num_kv_heads
@@ -370,7 +375,7 @@ def _decoder(
     def with_remat(remat: Remat) -> Model:
         return _decoder(config, remat, compute_dtype, lora, sharding)
 
-    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, with_remat)
+    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, head, with_remat)
 
 
 def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
