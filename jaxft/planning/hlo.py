@@ -4,7 +4,7 @@
 often as the loop turns, of a conditional the most expensive branch counts. XLA's own `cost_analysis()` counts the body
 of a loop once on TPUs and says nothing on GPUs. The text is all that is needed: no jax, no device.
 
-What is counted:
+Counted are:
     flops: products of matrices, a multiplication and an addition being two: `dot`, `convolution` (which the compiler
         for TPUs makes of a dot; window positions on padding or between dilated elements cost nothing), calls of cuBLAS
         and oneDNN, wherever they stand, also in fusions. Elementwise work, reductions and the insides of kernels
@@ -12,7 +12,8 @@ What is counted:
     bytes: device memory read and written. An instruction reads its operands and writes its results; a fusion is one
         instruction. A slice or gather reads only the size of its result, and an update in place
         (`dynamic-update-slice`, `scatter`) writes only the size of the update. Workspaces of cuBLAS and cuDNN and the
-        memory inside a TPU cost nothing. No cache is modelled: an operand of two instructions is read twice.
+        memory inside a TPU cost nothing. A kernel counts as if it read all that it is given, which one that follows
+        a table of pages does not. No cache is modelled: an operand of two instructions is read twice.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
 (`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop is in
@@ -58,7 +59,7 @@ class Copy(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A message between devices, with the results of an all-gather or the operands of any other kind."""
+    """A collective with its results, if it is an all-gather, or else its operands."""
 
     kind: str
     arrays: tuple[Array, ...]
@@ -72,10 +73,10 @@ class Collective(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop and how often it turns, after the loops around it; None where this is unknown."""
+    """A loop and how often it turns, after the same of the loops around it; None where this is unknown."""
 
     name: str
-    trips: tuple[int | None, ...]
+    trips: tuple[int | None, ...]  # (10, 4): four turns in each of ten
 
 
 class Buffer(NamedTuple):
@@ -147,7 +148,7 @@ def read(text: str) -> Program:
         kernels=tuple(tally.kernels),
         loops=tuple(tally.loops),
         copies=tuple(sorted(tally.copies, key=lambda copy: -copy.result.bytes * copy.times)),
-        collectives=tuple(sorted(tally.collectives, key=lambda message: -message.bytes * message.times)),
+        collectives=tuple(sorted(tally.collectives, key=lambda collective: -collective.bytes * collective.times)),
         buffers=tuple(sorted(tally.buffers, key=lambda buffer: -buffer.array.bytes)),
         arguments=tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type)),
         aliases={numbers(output): (int(number), numbers(at)) for output, number, at in aliases},
@@ -258,7 +259,7 @@ def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
     return max(0, -((start - end) // steps[0]))
 
 
-VIEWS = ("bitcast", "reshape")
+VIEWS = ("bitcast", "reshape")  # inside a fusion: another shape for the same elements
 COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
 
 
@@ -351,7 +352,7 @@ def _valid_positions(inputs: int, kernel: int, outputs: int, stride: int, dilati
     return sum(o * stride + k * spread - pad in places for o in range(outputs) for k in range(kernel))
 
 
-# Messages between devices.
+# Collectives.
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -378,7 +379,7 @@ def _group_size(module: Module, collective: Instruction) -> int:
 
 
 def _is_cut(at: Computation, collective: Instruction) -> bool:
-    """Whether all that is used of an all-reduce is a slice: the form of a reduce-scatter on TPUs."""
+    """Whether only slices of an all-reduce are used, which on TPUs is the form of a reduce-scatter."""
     users = [user for user, _ in at.users[collective.name]]
     if not isinstance(collective.type, Array):
         users = [user for element in users for user, _ in at.users[element.name]]
@@ -386,7 +387,7 @@ def _is_cut(at: Computation, collective: Instruction) -> bool:
 
 
 def _is_repeated(at: Computation, collective: Instruction) -> bool:
-    """Whether another fusion starts this message: on TPUs each that computes in the meantime names it again."""
+    """Whether another fusion starts this collective: on TPUs each that computes in the meantime names it again."""
     is_start = any(user.target == "AsyncCollectiveStart" for user, _ in at.users[collective.name])
     return "chain_id=" in collective.attributes and not is_start
 
@@ -462,7 +463,7 @@ def _update(at: Computation, instruction: Instruction) -> int:
 
 
 def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
-    """Return the indices of results that are operands, as on TPUs a message that a fusion only passes on."""
+    """Return the indices of results that are operands, as on TPUs the arrays of a collective still under way."""
     aliases = braced(fusion.attributes, "output_to_operand_aliasing")
     return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}
 

@@ -67,7 +67,7 @@ def test_parts_of_a_layout():
     (array,) = read(module("  ROOT %p = bf16[8,100]{0,1:T(8,128)(2,1)S(1)} parameter(0)")).arguments
     assert array == Array("bf16", (8, 100), (0, 1), "(8,128)(2,1)", 1)
     assert array.device_bytes == 0  # inside the chip
-    assert array._replace(tiles="").device_bytes == 1600  # a GPU's memory for messages
+    assert array._replace(tiles="").device_bytes == 1600  # a GPU's memory for collectives
 
 
 CUBLAS = (
@@ -419,7 +419,7 @@ EIGHT = "HloModule m, num_partitions=8"
         ),
     ],
 )
-def test_messages(line, kind, size, group):
+def test_collectives(line, kind, size, group):
     program = one(line, "f32[16]{0}", header=EIGHT)
     assert [(c.kind, c.bytes, c.group_size, c.times) for c in program.collectives] == [(kind, size, group, 1)]
 
@@ -448,7 +448,7 @@ def test_a_fusion_that_reduces_and_slices_scatters():
     assert program.bytes == 512 + 128
 
 
-def test_a_fusion_that_ends_a_message_costs_nothing():
+def test_a_fusion_that_ends_a_collective_costs_nothing():
     line = "f32[32]{0} fusion(%p0, %p1), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done"
     program = one(line, "f32[8]", "f32[32]", before=CUT)
     assert (program.bytes, program.collectives, program.buffers) == (0, (), ())
@@ -599,9 +599,9 @@ def test_kernels_of_attention(name, target, kernels):
     assert not [buffer for buffer in program.buffers if buffer.array.shape[-2:] == (2048, 2048)]
 
 
-def test_a_message_that_several_fusions_name_counts_once():
-    """A layer is gathered while another is used: three fusions name the message. Two gradients are scattered."""
-    program = excerpt("v5e_shared_message")
+def test_a_collective_that_several_fusions_name_counts_once():
+    """A layer is gathered while another is used: three fusions name the all-gather. Two gradients are scattered."""
+    program = excerpt("v5e_shared_collective")
     found = {(c.kind, tuple(map(str, c.arrays)), c.group_size, c.times) for c in program.collectives}
     assert found == {
         ("all-gather", ("bf16[1,1024,1024]",), 8, 1),
@@ -733,7 +733,7 @@ print(json.dumps([jax.jit(f, **options).lower(*shapes).compile().as_text() for f
 """
 
 
-def test_messages_of_eight_devices():
+def test_collectives_of_eight_devices():
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=environment)
