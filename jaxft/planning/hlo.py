@@ -4,15 +4,16 @@
 often as the loop turns, of a conditional the most expensive branch counts. XLA's own `cost_analysis()` counts the body
 of a loop once on TPUs and says nothing on GPUs. The text is all that is needed: no jax, no device.
 
-What is counted:
+Counted are:
     flops: products of matrices, a multiplication and an addition being two: `dot`, `convolution` (which the compiler
         for TPUs makes of a dot; window positions on padding or between dilated elements cost nothing), calls of cuBLAS
         and oneDNN, wherever they stand, also in fusions. Elementwise work, reductions and the insides of kernels
         (cuDNN, Pallas) are not counted; `kernels` lists the latter.
     bytes: device memory read and written. An instruction reads its operands and writes its results; a fusion is one
         instruction. A slice or gather reads only the size of its result, and an update in place
-        (`dynamic-update-slice`, `scatter`) writes only the size of the update. Memory inside the chip of a TPU costs
-        nothing. No cache is modelled: an operand of two instructions is read twice.
+        (`dynamic-update-slice`, `scatter`) writes only the size of the update. Workspaces of cuBLAS and cuDNN and the
+        memory inside a TPU cost nothing. A kernel counts as if it read all that it is given, which one that follows
+        a table of pages does not. No cache is modelled: an operand of two instructions is read twice.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
 (`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop is in
@@ -23,7 +24,7 @@ import math
 import re
 from collections import Counter
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxft.planning.hlo_text import Array, Computation, Instruction, Module, braced, leaves, numbers, parse
 
@@ -58,7 +59,7 @@ class Copy(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A message between devices, with the results of an all-gather or the operands of any other kind."""
+    """A collective with its results, if it is an all-gather, or else its operands."""
 
     kind: str
     arrays: tuple[Array, ...]
@@ -72,19 +73,23 @@ class Collective(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop and how often it turns, after the loops around it; None where this is unknown."""
+    """A loop and how often it turns, after the same of the loops around it; None where this is unknown."""
 
     name: str
-    trips: tuple[int | None, ...]
+    trips: tuple[int | None, ...]  # (10, 4): four turns in each of ten
 
 
-class Made(NamedTuple):
+class Buffer(NamedTuple):
     """An array that an instruction writes to memory: the result of a fusion, not what stays inside it."""
 
     array: Array
     opcode: str
     op_name: str  # where jax made it, such as `jit(f)/while/body/dot_general`
     times: int
+
+
+Index: TypeAlias = tuple[int, ...]
+"""Place of an array in nested tuples; empty where there is no tuple."""
 
 
 class Program(NamedTuple):
@@ -96,12 +101,10 @@ class Program(NamedTuple):
     loops: tuple[Loop, ...]
     copies: tuple[Copy, ...]  # most bytes first
     collectives: tuple[Collective, ...]  # most bytes first
-    arrays: tuple[Made, ...]  # largest first
+    buffers: tuple[Buffer, ...]  # largest first
     arguments: tuple[Array, ...]
-    aliases: dict[
-        tuple[int, ...], tuple[int, tuple[int, ...]]
-    ]  # index of an output: number of an argument, index in it
-    donors: tuple[tuple[int, tuple[int, ...]], ...]  # arguments whose memory is given up but not for one output
+    aliases: dict[Index, tuple[int, Index]]  # of an output: number of the argument whose memory it takes, index in it
+    donors: tuple[tuple[int, Index], ...]  # donated arguments whose memory XLA may use for anything
 
     @property
     def flops(self) -> int:
@@ -145,8 +148,8 @@ def read(text: str) -> Program:
         kernels=tuple(tally.kernels),
         loops=tuple(tally.loops),
         copies=tuple(sorted(tally.copies, key=lambda copy: -copy.result.bytes * copy.times)),
-        collectives=tuple(sorted(tally.collectives, key=lambda message: -message.bytes * message.times)),
-        arrays=tuple(sorted(tally.arrays, key=lambda made: -made.array.bytes)),
+        collectives=tuple(sorted(tally.collectives, key=lambda collective: -collective.bytes * collective.times)),
+        buffers=tuple(sorted(tally.buffers, key=lambda buffer: -buffer.array.bytes)),
         arguments=tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type)),
         aliases={numbers(output): (int(number), numbers(at)) for output, number, at in aliases},
         donors=tuple((int(number), numbers(at)) for number, at in donors),
@@ -162,7 +165,7 @@ class _Tally(NamedTuple):
     loops: list[Loop]
     copies: list[Copy]
     collectives: list[Collective]
-    arrays: list[Made]
+    buffers: list[Buffer]
 
     def add(self, other: "_Tally") -> None:
         lists: zip[tuple[Any, Any]] = zip(self, other, strict=True)
@@ -198,8 +201,8 @@ def _run(module: Module, at: Computation, times: int, around: tuple[int | None, 
             for name in instruction.called("to_apply", "calls"):
                 _run(module, module.computations[name], times, around, tally)
         elif instruction.does_something:
-            arrays = [array for array, _ in _made(module, at, instruction)]
-            tally.arrays.extend(Made(array, instruction.opcode, instruction.op_name, times) for array in arrays)
+            arrays = [array for array, _ in _outputs(module, at, instruction)]
+            tally.buffers.extend(Buffer(array, instruction.opcode, instruction.op_name, times) for array in arrays)
             if instruction.opcode != "constant":
                 tally.traffic.append(times * _traffic(module, at, instruction))
                 _count(module, at, instruction, times, tally)
@@ -256,7 +259,7 @@ def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
     return max(0, -((start - end) // steps[0]))
 
 
-VIEWS = ("bitcast", "reshape")
+VIEWS = ("bitcast", "reshape")  # inside a fusion: another shape for the same elements
 COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
 
 
@@ -303,10 +306,10 @@ def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
     target = instruction.target if instruction.work == "custom-call" else ""
     if instruction.work == "convolution":
         return _convolution_flops(instruction, operands)
-    if instruction.work in ("dot", "ragged-dot", "scaled-dot"):
+    if instruction.work == "dot":
         contracted = instruction.dimensions("lhs_contracting_dims")
         inner = math.prod(operands[0].shape[i] for i in contracted)
-    elif target.startswith("__cublas$"):
+    elif target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
         found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
         if found is None:
             raise ValueError(f"no contracted dimensions in {instruction.name} = {target}{instruction.attributes[:300]}")
@@ -332,13 +335,11 @@ def _convolution_flops(instruction: Instruction, operands: tuple[Array, ...]) ->
     window = dict(re.findall(r"(\w+)=([\dx_-]+)", braced(instruction.attributes, "window")))
 
     def setting(name: str, default: int) -> list[int]:
-        """A number for each spatial dimension; of padding, `2_1x0_0`, the one before the elements."""
+        """Return a number for each spatial dimension; of padding, `2_1x0_0`, the one before the elements."""
         return [int(n.split("_")[0]) for n in window[name].split("x")] if name in window else [default] * len(spatial)
 
+    settings = setting("stride", 1), setting("lhs_dilate", 1), setting("rhs_dilate", 1), setting("pad", 0)
     flops = 2 * outputs["b"] * outputs["f"] * kernel["i"]
-    settings = [
-        setting(name, default) for name, default in (("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
-    ]
     for label, *rest in zip(spatial, *settings, strict=True):
         flops *= _valid_positions(inputs[label], kernel[label], outputs[label], *rest)
     return flops
@@ -351,7 +352,7 @@ def _valid_positions(inputs: int, kernel: int, outputs: int, stride: int, dilati
     return sum(o * stride + k * spread - pad in places for o in range(outputs) for k in range(kernel))
 
 
-# Messages between devices.
+# Collectives.
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -378,7 +379,7 @@ def _group_size(module: Module, collective: Instruction) -> int:
 
 
 def _is_cut(at: Computation, collective: Instruction) -> bool:
-    """Whether all that is used of an all-reduce is a slice: the form of a reduce-scatter on TPUs."""
+    """Whether only slices of an all-reduce are used, which on TPUs is the form of a reduce-scatter."""
     users = [user for user, _ in at.users[collective.name]]
     if not isinstance(collective.type, Array):
         users = [user for element in users for user, _ in at.users[element.name]]
@@ -386,7 +387,7 @@ def _is_cut(at: Computation, collective: Instruction) -> bool:
 
 
 def _is_repeated(at: Computation, collective: Instruction) -> bool:
-    """Whether another fusion starts this message: on TPUs each that computes in the meantime names it again."""
+    """Whether another fusion starts this collective: on TPUs each that computes in the meantime names it again."""
     is_start = any(user.target == "AsyncCollectiveStart" for user, _ in at.users[collective.name])
     return "chain_id=" in collective.attributes and not is_start
 
@@ -396,15 +397,13 @@ def _is_repeated(at: Computation, collective: Instruction) -> bool:
 
 def _copies(module: Module, at: Computation, instruction: Instruction, times: int) -> list[Copy]:
     """Return the copy that an instruction is, or a fusion that does nothing else."""
-    steps = [instruction]
-    if instruction.opcode == "fusion":
-        at_step = _fused(module, instruction)
-        steps = [i for i in at_step.instructions.values() if i.opcode not in ("parameter", "bitcast", "reshape")]
-    else:
-        at_step = at
+    inner, steps = at, [instruction]
+    if instruction.work == "fusion":
+        inner = _fused(module, instruction)
+        steps = [step for step in inner.instructions.values() if step.opcode not in ("parameter", *VIEWS)]
     if not steps or any(step.work not in ("copy", "transpose") for step in steps):
         return []
-    changes = any(_changes_layout(at_step.operand_arrays(step)[0], step) for step in steps)
+    changes = any(_changes_layout(inner.operand_arrays(step)[0], step) for step in steps)
     return [Copy(at.operand_arrays(instruction)[0], instruction.results[0], changes, times)]
 
 
@@ -431,27 +430,40 @@ def _traffic(module: Module, at: Computation, instruction: Instruction) -> int:
         read = sum(_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True))
     else:
         read = sum(_read_by(instruction, place, whole) for place, whole in enumerate(operands))
-    return read + sum(written for _, written in _made(module, at, instruction))
+    return read + sum(written for _, written in _outputs(module, at, instruction))
 
 
-def _made(module: Module, at: Computation, instruction: Instruction) -> list[tuple[Array, int]]:
+def _outputs(module: Module, at: Computation, instruction: Instruction) -> list[tuple[Array, int]]:
     """Return the results that an instruction writes, and how many bytes of each; a fusion may pass others on."""
     if instruction.work != "fusion":
-        return [(array, _written(at, instruction, array)) for array in instruction.results]
+        update = _update(at, instruction)
+        written = [(array, min(array.device_bytes, update or array.bytes)) for array in instruction.results]
+        if instruction.target.startswith(("__cublas$", "__cudnn$")) and len(written) > 1:
+            written[-1] = (written[-1][0], 0)  # the workspace
+        return written
     inner, kept = _fused(module, instruction), _kept(instruction)
     makers = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root] * len(instruction.results)
-    made = []
+    written = []
     for place, (maker, array) in enumerate(zip(makers, instruction.results, strict=True)):
-        maker = _source(inner, maker.name, VIEWS)
-        if maker.work in IN_PLACE and _source(inner, maker.operands[0], VIEWS).opcode == "parameter":
-            made.append((array, _written(inner, maker, array)))
+        maker, update = _source(inner, maker.name, VIEWS), 0
+        while more := _update(inner, maker):
+            maker, update = _source(inner, maker.operands[0], VIEWS), update + more
+        if update and maker.opcode == "parameter":
+            written.append((array, min(array.device_bytes, update)))
         elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
-            made.append((array, array.device_bytes))
-    return made
+            written.append((array, array.device_bytes))
+    return written
+
+
+def _update(at: Computation, instruction: Instruction) -> int:
+    """Return the bytes that an instruction writes into its first operand; 0 for one that does not update in place."""
+    if instruction.work not in IN_PLACE:
+        return 0
+    return at.instructions[instruction.operands[IN_PLACE[instruction.work]]].results[0].bytes
 
 
 def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
-    """Return the indices of results that are operands, as on TPUs a message that a fusion only passes on."""
+    """Return the indices of results that are operands, as on TPUs the arrays of a collective still under way."""
     aliases = braced(fusion.attributes, "output_to_operand_aliasing")
     return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}
 
@@ -482,10 +494,3 @@ def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: se
         elif user.does_something and not (user.work in COLLECTIVES and _is_repeated(at, user)):
             read += _read_by(user, place, whole)
     return min(read, whole)
-
-
-def _written(at: Computation, maker: Instruction, array: Array) -> int:
-    """Return how many bytes of its result an instruction writes; of an update in place those of the update."""
-    if maker.work not in IN_PLACE:
-        return array.device_bytes
-    return min(array.device_bytes, at.instructions[maker.operands[IN_PLACE[maker.work]]].results[0].bytes)

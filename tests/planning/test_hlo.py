@@ -67,7 +67,7 @@ def test_parts_of_a_layout():
     (array,) = read(module("  ROOT %p = bf16[8,100]{0,1:T(8,128)(2,1)S(1)} parameter(0)")).arguments
     assert array == Array("bf16", (8, 100), (0, 1), "(8,128)(2,1)", 1)
     assert array.device_bytes == 0  # inside the chip
-    assert array._replace(tiles="").device_bytes == 1600  # a GPU's memory for messages
+    assert array._replace(tiles="").device_bytes == 1600  # a GPU's memory for collectives
 
 
 CUBLAS = (
@@ -295,6 +295,14 @@ FUSIONS = """
   ROOT %inner = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%row
 }
 
+%twice_updated (b: f32[10,64], u: f32[1,64], i: s32[]) -> f32[10,64] {
+  %b = f32[10,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %first = f32[10,64]{1,0} dynamic-update-slice(%b, %u, %i, %i)
+  ROOT %second = f32[10,64]{1,0} dynamic-update-slice(%first, %u, %i, %i)
+}
+
 %viewed (a: f32[10,64]) -> f32[5,128] {
   %a = f32[10,64]{1,0} parameter(0)
   %view = f32[640]{0} fusion(%a), kind=kLoop, calls=%view
@@ -344,8 +352,14 @@ ROW, TABLE = 256, 2560
         ),
         ("f32[64]{0} fusion(%p0), kind=kLoop, calls=%sliced_and_summed", ["f32[10,64]"], TABLE + ROW),
         ("f32[1,64]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%outer", ["f32[10,64]", "s32[]"], 2 * ROW + 4),
+        (
+            "f32[10,64]{1,0} fusion(%p0, %p1, %p2), kind=kLoop, calls=%twice_updated",
+            ["f32[10,64]", "f32[1,64]", "s32[]"],
+            3 * ROW + 4,
+        ),
         ("f32[5,128]{1,0} fusion(%p0), kind=kLoop, calls=%viewed", ["f32[10,64]"], 2 * TABLE),
         ("f32[640]{0} fusion(%p0), kind=kLoop, calls=%view", ["f32[10,64]"], 2 * TABLE),
+        ("(bf16[8,32], s8[64]) custom-call(%p0, %p1), " + CUBLAS, ["bf16[8,16]", "bf16[16,32]"], 256 + 1024 + 512),
         # A TPU: nothing is read from device memory, where the table is inside the chip.
         ("f32[8,128]{1,0:T(8,128)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 4096),
         ("f32[8,128]{1,0:T(8,128)S(1)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 0),
@@ -405,7 +419,7 @@ EIGHT = "HloModule m, num_partitions=8"
         ),
     ],
 )
-def test_messages(line, kind, size, group):
+def test_collectives(line, kind, size, group):
     program = one(line, "f32[16]{0}", header=EIGHT)
     assert [(c.kind, c.bytes, c.group_size, c.times) for c in program.collectives] == [(kind, size, group, 1)]
 
@@ -434,10 +448,10 @@ def test_a_fusion_that_reduces_and_slices_scatters():
     assert program.bytes == 512 + 128
 
 
-def test_a_fusion_that_ends_a_message_costs_nothing():
+def test_a_fusion_that_ends_a_collective_costs_nothing():
     line = "f32[32]{0} fusion(%p0, %p1), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done"
     program = one(line, "f32[8]", "f32[32]", before=CUT)
-    assert (program.bytes, program.collectives, program.arrays) == (0, (), ())
+    assert (program.bytes, program.collectives, program.buffers) == (0, (), ())
 
 
 @pytest.mark.parametrize(
@@ -489,7 +503,7 @@ def test_an_instruction_over_several_lines_with_braces_in_strings():
     ((target, name, operands, results, times),) = program.kernels
     assert (target, name, times) == ("tpu_custom_call", "attend_fwd", 1)
     assert [str(array) for array in (*operands, *results)] == ["f32[4]", "f32[4]"]
-    assert program.arrays[0].op_name == "jit(f)/jvp(attend)/attend_fwd/pallas_call"
+    assert program.buffers[0].op_name == "jit(f)/jvp(attend)/attend_fwd/pallas_call"
 
 
 @pytest.mark.parametrize(
@@ -530,7 +544,7 @@ def test_layers_gathered_in_a_loop(name):
     assert array.bytes == 2 * 2048 * 2048 * 2
     assert [str(array) for array in program.arguments] == ["f32[6,2,256,2048]", "bf16[4096,2048]"]
     assert sum(array.bytes for array in program.arguments) == 41943040  # of `memory_analysis()`
-    assert not [made for made in program.arrays if made.array.shape == (6, 2, 2048, 2048)]
+    assert not [buffer for buffer in program.buffers if buffer.array.shape == (6, 2, 2048, 2048)]
 
 
 def test_a_transpose_of_all_layers_is_found():
@@ -582,12 +596,12 @@ def test_kernels_of_attention(name, target, kernels):
     assert [kernel.name for kernel in program.kernels] == kernels
     assert all(kernel.target.startswith(target) and kernel.times == 1 for kernel in program.kernels)
     assert "bf16[2,2048,16,128]" in map(str, program.kernels[0].operands) or name == "v5e_splash"
-    assert not [made for made in program.arrays if made.array.shape[-2:] == (2048, 2048)]
+    assert not [buffer for buffer in program.buffers if buffer.array.shape[-2:] == (2048, 2048)]
 
 
-def test_a_message_that_several_fusions_name_counts_once():
-    """A layer is gathered while another is used: three fusions name the message. Two gradients are scattered."""
-    program = excerpt("v5e_shared_message")
+def test_a_collective_that_several_fusions_name_counts_once():
+    """A layer is gathered while another is used: three fusions name the all-gather. Two gradients are scattered."""
+    program = excerpt("v5e_shared_collective")
     found = {(c.kind, tuple(map(str, c.arrays)), c.group_size, c.times) for c in program.collectives}
     assert found == {
         ("all-gather", ("bf16[1,1024,1024]",), 8, 1),
@@ -684,8 +698,8 @@ def test_arrays_in_memory():
         return jax.nn.softmax(q @ k.T) @ v
 
     program = compiled(attend, *[((96, 8), jnp.float32)] * 3)
-    assert program.arrays[0].array.shape == (96, 96)
-    assert not [made for made in compiled(scanned, X, W).arrays if made.array.shape == (5, 64, 64)]
+    assert program.buffers[0].array.shape == (96, 96)
+    assert not [buffer for buffer in compiled(scanned, X, W).buffers if buffer.array.shape == (5, 64, 64)]
 
 
 SHARDED = """
@@ -719,7 +733,7 @@ print(json.dumps([jax.jit(f, **options).lower(*shapes).compile().as_text() for f
 """
 
 
-def test_messages_of_eight_devices():
+def test_collectives_of_eight_devices():
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=environment)
