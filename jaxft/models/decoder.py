@@ -40,7 +40,7 @@ from jaxft.models.attention import (
 )
 from jaxft.models.config import DecoderConfig, Family, LoraSpec
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, saves_kernels
-from jaxft.models.layers import Linear, RMSNorm, look_up
+from jaxft.models.layers import Linear, RMSNorm, look_up, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 
 
@@ -333,7 +333,7 @@ def _decoder(
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         (kernel,) = (head(params) if sharding is None or len(params) == 1 else gather(head(params))).values()
-        logits = _project_to_vocabulary(hidden, kernel)
+        logits = project_to_vocabulary(hidden, kernel)
         if sharding is None or "transposed_layers" not in params:
             return logits
         # Few rows: each device computes a slice of the logits, and gets its own rows.
@@ -376,13 +376,6 @@ def _decoder(
         return _decoder(config, remat, compute_dtype, lora, sharding)
 
     return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, head, with_remat)
-
-
-def _project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    wide = jnp.promote_types(flat.dtype, jnp.float32)
-    logits = jax.lax.dot_general(flat, head, (((1,), (1,)), ((), ())), preferred_element_type=wide)
-    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
