@@ -29,6 +29,15 @@ from jaxft.rollout.requests import Completion, Request, check_request
 MIN_PREFIX_CACHE_ROWS = 8
 
 
+def default_prefix_cache_rows(slots: int) -> int:
+    """Return the rows of the prefix cache by default: a multiple of the slots, which divides over a mesh as they do.
+
+    >>> default_prefix_cache_rows(64), default_prefix_cache_rows(3)
+    (64, 9)
+    """
+    return slots * -(-MIN_PREFIX_CACHE_ROWS // slots)
+
+
 @dataclass
 class _Running:
     request: Request
@@ -76,8 +85,8 @@ class Engine:
             raise ValueError(f"prefix_cache_rows is {prefix_cache_rows}; wanted at least {MIN_PREFIX_CACHE_ROWS}")
         self.slots = slots
         self.max_context_tokens = max_context_tokens
-        default_rows = slots * -(-MIN_PREFIX_CACHE_ROWS // slots)  # a multiple of slots divides over a mesh as slots do
-        self.prefix_cache_rows = default_rows if prefix_cache_rows is None else prefix_cache_rows
+        rows = default_prefix_cache_rows(slots) if prefix_cache_rows is None else prefix_cache_rows
+        self.prefix_cache_rows = rows
         self._model, self._shapes = model, shapes
         self._device = device
         self._get_params = get_params

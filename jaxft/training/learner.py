@@ -63,7 +63,7 @@ def can_pack(model: Model, params: Params) -> bool:
     """True if the model keeps the segments of a row apart; a bridged network does not."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     try:
-        jax.eval_shape(lambda: model.apply(params, tokens, tokens, segment_ids=tokens))
+        jax.eval_shape(lambda params: model.apply(params, tokens, tokens, segment_ids=tokens), params)
     except ValueError:
         return False
     return True
@@ -249,23 +249,23 @@ class Learner:
     def memory(self, params: Params, longest: int) -> dict[str, float]:
         """Return the MiB per device, by purpose, that a job on rows of `longest` tokens needs.
 
-        This compiles the job's programs, and changes no state. `update` is their temporary memory: activations, one
-        chunk of logits, and the gradients of one microbatch; `gradients` are the sums over microbatches.
+        This compiles the job's programs, and changes no state. The purposes are those of `held_bytes`, and `update`:
+        temporary memory, which is activations, a chunk of logits, and the gradients of a microbatch.
         """
-        state = self._state_shapes(params)
-
-        def size(tree: Any) -> float:
-            return device_bytes(self._model.sharding, tree) / 2**20
-
-        moved = trainable(self._model, state.params)
-        reference = trainable(self._model, params) if self.ref_params is None else self.ref_params
         compiled = [lower().compile().memory_analysis() for lower in self.programs(params, longest).values()]
+        sizes = self.held_bytes(params) | {"update": max(each.temp_size_in_bytes for each in compiled)}
+        return {purpose: size / 2**20 for purpose, size in sizes.items()}
+
+    def held_bytes(self, params: Params) -> dict[str, int]:
+        """Return the bytes per device of parameters, optimizer state, reference, and sums of gradients."""
+        state, size = self._state_shapes(params), partial(device_bytes, self._model.sharding)
+        reference = trainable(self._model, params) if self.ref_params is None else self.ref_params
+        moved = trainable(self._model, state.params)
         return {
             "parameters": size(state.params),
             "optimizer": size(state.opt_state),
-            "reference": size(reference) if self._loss_config.needs_reference else 0.0,
+            "reference": size(reference) if self._loss_config.needs_reference else 0,
             "gradients": size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved)),
-            "update": max(each.temp_size_in_bytes for each in compiled) / 2**20,
         }
 
     def programs(self, params: Params, longest: int) -> dict[str, Callable[[], Any]]:
@@ -275,10 +275,15 @@ class Learner:
             params: parameters of the policy, or their shapes with shardings.
             longest: tokens of the longest row.
         """
+        rows, width = self.largest_microbatch(params, longest)
+        batch = jax.eval_shape(lambda: self._empty_batch(rows, width))
+        return self._update.programs(self._state_shapes(params), batch)
+
+    def largest_microbatch(self, params: Params, longest: int) -> tuple[int, int]:
+        """Return rows, over the whole mesh, and width of the largest microbatch of rows of `longest` tokens."""
         self._packing = choose_packing(self._model, params, self._packing)
         width = padded_width(longest)
-        batch = jax.eval_shape(lambda: self._empty_batch(self._planner().heights(width)[0], width))
-        return self._update.programs(self._state_shapes(params), batch)
+        return self._planner().heights(width)[0], width
 
     def _state_shapes(self, params: Params) -> TrainState:
         """Return the shapes of the state that an update replaces."""

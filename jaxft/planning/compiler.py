@@ -1,0 +1,241 @@
+"""Compiles programs of a run for accelerators that are not here, in processes of the compilers' own environment.
+
+    python -m jaxft.planning.compiler            which compilers this environment has
+
+`scripts/make_compilers.sh` makes that environment. Each program is compiled by a process of its own, as XLA may end
+the process that it runs in.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from jaxft.harness.registry import ComponentConfig
+from jaxft.models.config import DecoderConfig
+from jaxft.planning.hlo import read
+from jaxft.planning.programs import Programs, Run, mesh_of_devices
+from jaxft.planning.targets import Target, find_target
+from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+
+ROOT = Path(__file__).parents[2]
+MAKE = "scripts/make_compilers.sh"
+
+HLO_FILE = "JAXFT_HLO_FILE"
+"""Environment variable: a file for the optimised HLO of the compiled program, to look at."""
+
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Variables with which libtpu compiles on a machine that is no TPU's host."""
+
+
+class Compiled(NamedTuple):
+    """Figures of a compiled program, per device.
+
+    Attributes:
+        arguments, outputs, temporaries, aliased: bytes; outputs that are written over arguments are `aliased`.
+        flops: operations of products of matrices, without those of attention kernels.
+        bytes: bytes of device memory read and written.
+        collectives: kind, text of the arrays, devices of a group, times, and bytes of one.
+        kernels: names of the kernels called, and how often.
+        seconds: how long it took to compile.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    flops: int
+    bytes: int
+    collectives: list[tuple[str, str, int, int, int]]
+    kernels: dict[str, int]
+    seconds: float
+
+
+class CompilerError(Exception):
+    """A program that could not be compiled; `is_out_of_memory` if the compiler said that it needs too much memory."""
+
+    def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.is_out_of_memory = is_out_of_memory
+
+
+def default_interpreter() -> Path:
+    """Return the interpreter that `scripts/make_compilers.sh` makes."""
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache_folder / "jaxft" / "compilers" / "bin" / "python"
+
+
+def compile_program(interpreter: Path, run: Run, target: Target, remat: str, program: str) -> Compiled:
+    """Compile one program in a process of the interpreter.
+
+    Args:
+        interpreter: Python with the compilers.
+        run: the run.
+        target: the accelerators.
+        remat: checkpoint policy.
+        program: a name of `Programs.by_name`.
+
+    Raises:
+        CompilerError: the program needs too much memory, or the compiler failed.
+    """
+    request = {
+        "policy": _plain(run.policy),
+        "adapter": _plain(run.adapter),
+        "model": TypeAdapter(DecoderConfig).dump_python(run.model, mode="json"),
+        "target": target.name,
+        "remat": remat,
+        "program": program,
+    }
+    done = subprocess.run(
+        [str(interpreter), "-m", "jaxft.planning.compiler", "compile"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=_environment(interpreter),
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CompilerError(f"the compiler for {target.name} ended with exit code {done.returncode}: {last[:500]}")
+    answer = json.loads(lines[-1])
+    if "error" in answer:
+        raise CompilerError(answer["error"], is_out_of_memory=answer["is_out_of_memory"])
+    return Compiled(**answer)
+
+
+def _plain(config: ComponentConfig) -> dict[str, Any]:
+    """Return the fields of a configuration as JSON's types, without its type."""
+    return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
+
+
+@cache
+def versions(interpreter: Path) -> dict[str, str]:
+    """Return the versions of jax and of the compilers that an interpreter has.
+
+    Raises:
+        CompilerError: there is no such interpreter, or it has no compilers.
+    """
+    try:
+        done = subprocess.run(
+            [str(interpreter), "-m", "jaxft.planning.compiler"],
+            capture_output=True,
+            text=True,
+            env=_environment(interpreter),
+        )
+    except OSError as error:
+        raise CompilerError(f"{interpreter} cannot be run ({error.strerror}): make the compilers with {MAKE}") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CompilerError(f"{interpreter} has no compilers ({last[:200]}): make them with {MAKE}")
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment(interpreter: Path) -> dict[str, str]:
+    """Return the environment of a process with compilers; jaxft is that of this process."""
+    packages = list(interpreter.parent.parent.glob("lib/python3*/site-packages/nvidia/*"))
+    libraries = [str(package / "lib") for package in packages]
+    programs = [str(package / "bin") for package in packages]
+    keep = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return {
+        **keep,
+        **TPU_ENVIRONMENT,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "LD_LIBRARY_PATH": ":".join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
+        "PATH": ":".join([*programs, os.environ.get("PATH", "")]),
+    }
+
+
+# What follows runs in the compilers' environment.
+
+
+def topology_devices(target: Target) -> list[Any]:
+    """Return devices of a target to compile for.
+
+    Raises:
+        RuntimeError: this environment has no compiler for them.
+    """
+    from jax.experimental import topologies  # slow to import, and needed in the compilers' environment only
+
+    if target.chip.platform == "tpu":
+        description = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
+    else:
+        description = topologies.get_topology_desc(
+            "", platform="cuda", target_config=target.gpu_description, topology=target.topology
+        )
+    return list(description.devices)[: target.chips]
+
+
+def lower(request: Mapping[str, Any]) -> Any:
+    """Return the lowered program of a request of `compile_program`."""
+    run = Run(
+        LocalPolicyConfig.model_validate(request["policy"]),
+        LocalTrainerAdapterConfig.model_validate(request["adapter"]),
+        TypeAdapter(DecoderConfig).validate_python(request["model"]),
+    )
+    target = find_target(request["target"])
+    mesh = mesh_of_devices(run, topology_devices(target))
+    programs = Programs(run, mesh, target.chip.platform, request["remat"])
+    return programs.by_name()[request["program"]]()
+
+
+def figures(compiled: Any, seconds: float) -> Compiled:
+    """Return the figures of a compiled program."""
+    memory, program = compiled.memory_analysis(), read(compiled.as_text())
+    kernels: dict[str, int] = {}
+    for kernel in program.kernels:
+        kernels[kernel.name] = kernels.get(kernel.name, 0) + kernel.times
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        flops=program.flops,
+        bytes=program.bytes,
+        collectives=[
+            (each.kind, ", ".join(map(str, each.arrays)), each.group_size, each.times, each.bytes)
+            for each in program.collectives
+        ],
+        kernels=kernels,
+        seconds=seconds,
+    )
+
+
+def main() -> None:
+    """Answer one request on standard input, or print the versions of the compilers."""
+    import jax  # here, so that importing this module elsewhere is quick
+
+    if sys.argv[1:] != ["compile"]:
+        packages = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
+        print(json.dumps({package: metadata.version(package) for package in packages}))
+        return
+    request = json.load(sys.stdin)
+    try:
+        lowered, started = lower(request), time.perf_counter()
+        compiled = lowered.compile()
+        answer = figures(compiled, time.perf_counter() - started)._asdict()
+        if file := os.environ.get(HLO_FILE):
+            Path(file).write_text(compiled.as_text())
+    except jax.errors.JaxRuntimeError as error:
+        is_out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        answer = {"error": str(error).partition("\n")[0][:500], "is_out_of_memory": is_out_of_memory}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The programs of a run for a mesh of any devices, also of devices that are not here, and the memory held beside them.
+
+They are those of `Learner` and `ModelRunner`, made from shapes alone: nothing is allocated.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxft.core.partition import BASE, trainable
+from jaxft.core.sharding import AXES, Sharding, device_bytes, make_mesh
+from jaxft.core.types import Model, Params
+from jaxft.models.config import DecoderConfig, LoraSpec
+from jaxft.models.decoder import Remat, decoder, parameter_shapes, sharding_for
+from jaxft.models.load import lora_spec
+from jaxft.rollout.engine import default_prefix_cache_rows
+from jaxft.rollout.model_runner import ModelRunner
+from jaxft.rollout.policy import Relayout
+from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.shipped.local_policy import dtypes_of, lora_of
+from jaxft.training.learner import Learner
+
+
+class Run(NamedTuple):
+    """What decides the programs of a run: the configurations of policy and adapter, and the shape of the model."""
+
+    policy: LocalPolicyConfig
+    adapter: LocalTrainerAdapterConfig
+    model: DecoderConfig
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """Settings of the adapters; None without any."""
+        return lora_spec(lora_of(self.policy.lora))
+
+
+def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
+    """Return the sizes of the axes of a configured mesh on a number of devices; no mesh is one device.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+
+    >>> mesh_shape(MeshConfig(data=1, fsdp=-1), 8), mesh_shape(None, 8)
+    ((1, 8, 1), (1, 1, 1))
+    """
+    if mesh is None:
+        return 1, 1, 1
+    given = mesh.data, mesh.fsdp, mesh.tensor
+    known = math.prod(size for size in given if size != -1)
+    sizes = tuple(devices // known if size == -1 else size for size in given)
+    if math.prod(sizes) != devices or given.count(-1) > 1:
+        said = ", ".join(f"{name} {size}" for name, size in zip(AXES, given, strict=True))
+        raise ValueError(f"mesh is {said}, which does not multiply to {devices} devices")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def mesh_of_devices(run: Run, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of a run on these devices, of which it may leave some unused."""
+    sizes = mesh_shape(run.policy.mesh, len(devices))
+    return make_mesh(*sizes, devices=list(devices)[: math.prod(sizes)])
+
+
+class Programs:
+    """The programs of a run on a mesh.
+
+    Attributes:
+        model: the model, with the sharding of the mesh.
+        params: shapes of the parameters, with their shardings.
+        learner: makes the programs of training.
+        runner: makes those of sampling.
+    """
+
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, platform: str, remat: Remat) -> None:
+        """Make everything that programs follow from.
+
+        Raises:
+            ValueError: the model does not divide over the mesh.
+        """
+        dtype, compute_dtype = dtypes_of(run.policy, platform)
+        self.run = run
+        self.sharding: Sharding = sharding_for(run.model, mesh)
+        self.model: Model = decoder(
+            run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=self.sharding
+        )
+        self.params: Params = self.sharding.place(_shapes(run, jnp.dtype(dtype)))
+        adapter = run.adapter
+        self.learner = Learner(
+            self.model,
+            adapter.loss,
+            adapter.optimizer,
+            microbatch_tokens=adapter.microbatch_tokens,
+            num_minibatches=adapter.num_minibatches,
+            num_iterations=adapter.num_iterations,
+            packing=adapter.packing,
+            max_sampler_diff=adapter.max_logprob_diff,
+            max_disagreeing_fraction=adapter.max_disagreeing_fraction,
+        )
+
+    @cached_property
+    def runner(self) -> ModelRunner:
+        """The runner of the sampler's programs."""
+        policy = self.run.policy
+        rows = policy.prefix_cache_rows
+        return ModelRunner(
+            self.model,
+            seed=0,
+            slots=policy.slots,
+            length=policy.max_context_tokens,
+            prefix_cache_rows=default_prefix_cache_rows(policy.slots) if rows is None else rows,
+        )
+
+    def by_name(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs, by name: `gradient`, `step`, `prefill`, `decode`."""
+        training = self.learner.programs(self.params, self.run.policy.max_context_tokens)
+        return training | self.runner.programs(Relayout(self.model).shapes(self.params))
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes per device, by purpose, of all arrays that outlive a program.
+
+        The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
+        """
+        sizes = self.learner.held_bytes(self.params)
+        relayout = Relayout(self.model)
+        return sizes | {
+            "sampling": self.runner.cache_bytes(relayout.dtype(self.params)),
+            "sampling weights": relayout.extra_bytes(self.params),
+        }
+
+    def rows_and_width(self) -> tuple[int, int]:
+        """Return rows and tokens per row of the largest microbatch, over the whole mesh."""
+        return self.learner.largest_microbatch(self.params, self.run.policy.max_context_tokens)
+
+    def trained_parameters(self) -> int:
+        """Return the number of parameters that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(trainable(self.model, self.params)))
+
+    def parameters(self) -> int:
+        """Return the number of all parameters."""
+        return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
+
+
+def _shapes(run: Run, dtype: Any) -> Params:
+    """Return the shapes of the parameters; adapters are float32."""
+    params = parameter_shapes(run.model, run.lora)
+    base = params.get(BASE, params)
+    base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)
+    return {**params, BASE: base} if BASE in params else base
