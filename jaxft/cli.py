@@ -16,12 +16,17 @@ from jaxft.harness.runtime import (
     run_arguments,
     run_script,
 )
+from jaxft.runs.console import Console
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
 FINETUNE = "Trains as the configuration says; the run directory then holds the model, the metrics and a plot."
 RESUME = "Continues a run from its newest good checkpoint; it ends as if it had never stopped."
 EVAL = "Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. Trains nothing."
 EXPORT = "Writes the model of a run, or any other model, in Hugging Face's file format and in the dtype given."
+PLAN = """Says what a run needs of accelerators that are not here: memory by purpose, work, communication, least times.
+
+The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
+them. Without compilers, figures follow from shapes and sharding rules, and are marked as estimated."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
@@ -53,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return
         from jaxft.harness.device_commands import doctor, export  # imports jax, which --help does without
 
+        if parsed.verb == "plan":
+            from jaxft.planning.plan import plan  # imports jax, too
+
+            config = load_config(parsed.config_file, parsed.override)
+            plan(config, parsed.target, parsed.compiler, Console().message)
+            return
         if parsed.verb == "export":
             export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
         else:
@@ -104,6 +115,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
     )
     writing.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
+
+    planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
+    planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
+    planning.add_argument("--config_file", type=Path, required=True, help="the YAML file of the run")
+    planning.add_argument(
+        "--target", required=True, help="accelerators: h200x1, h100x8, v5e-8, v6e-8, v5p-16 and others"
+    )
+    planning.add_argument(
+        "--compiler",
+        type=Path,
+        metavar="PATH",
+        help="Python of the environment with the compilers (default: that of scripts/make_compilers.sh)",
+    )
+    override_arguments(planning)
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")

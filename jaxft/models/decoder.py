@@ -234,6 +234,10 @@ attention kernels, all but attention kernels and their projections, all but atte
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
 
+AUTO_REMATS = REMATS[1:]
+"""Policies to choose from, the fastest first. `none` is not among them: it recomputes no fewer products than `dots`, and
+what it keeps instead of recomputing moves 1.4 times as many bytes in an update of 0.6 billion parameters on an H200."""
+
 PROJECTED = "attention projections"
 """Checkpoint name of the outputs of attention's projections."""
 

@@ -14,7 +14,7 @@ from jaxft.core.sharding import device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.config import DecoderConfig
-from jaxft.models.decoder import REMATS
+from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.flash import choose_kernel
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.training.bad_batches import BadUpdate
@@ -164,7 +164,7 @@ class Learner:
         """
         model = self._model
         assert model.with_remat is not None
-        for remat in REMATS:
+        for remat in AUTO_REMATS:
             self._use(model.with_remat(remat))
             try:
                 if fits(self.memory(params, longest)):
