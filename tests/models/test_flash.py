@@ -1,5 +1,8 @@
 """Fused attention: kernels in interpret mode give the values and gradients of the reference, wherever one is chosen."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -170,6 +173,36 @@ def test_memory_of_the_reference_in_chunks_is_linear_in_tokens():
         return jax.jit(gradients).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(4096) < 2.2 * temporary_bytes(2048)
+
+
+ON_A_MESH = """
+import jax
+import numpy as np
+from jaxft.core.sharding import ROW_AXES, Sharding, make_mesh
+from jaxft.models.flash import row_attention
+
+def with_gradients(kernel, sharding, ids, q, k, v, gradient):
+    call = lambda *x: row_attention(*x, kernel=kernel, segment_ids=ids, sharding=sharding)
+    mixed, pull = jax.vjp(call, q, k, v)
+    return mixed, *pull(gradient)
+
+key, ids = jax.random.key(0), np.arange(130)[None] // np.arange(20, 28)[:, None]
+arrays = [jax.random.normal(jax.random.fold_in(key, i), (8, 130, n, 16)) for i, n in enumerate((4, 2, 2, 4))]
+for rows, sizes in ((8, (2, 2, 2)), (8, (2, 4, 1)), (3, (1, 4, 2))):
+    sharding, few = Sharding(make_mesh(*sizes)), (ids[:rows], *(x[:rows] for x in arrays))
+    placed = [jax.device_put(x, sharding.cut(x.shape, ROW_AXES, None, "tensor")) for x in few[1:]]
+    for kernel in ("pallas", "splash"):
+        alone = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, None, *few)
+        spread = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, sharding, few[0], *placed)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), alone, spread)
+"""
+
+
+@pytest.mark.slow
+def test_devices_of_a_mesh_compute_what_one_device_does():
+    """Rows and heads divide over 8 devices; 3 rows do not, and are computed by all."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)
 
 
 # --- Through a whole decoder.
