@@ -87,11 +87,13 @@ MOST_SCORES = 2**28
 def chunk_of(shape: Sequence[int], keys: int, devices: int) -> int:
     """Return how many queries of a row may be computed at once, for queries `[B T H ...]` that see this many keys.
 
-    >>> chunk_of((8, 2048, 16), 2048, devices=1), chunk_of((8, 4096, 16), 4096, devices=1)
-    (1024, 512)
+    >>> chunk_of((8, 1024, 16), 1024, devices=1), chunk_of((8, 3072, 16), 3072, devices=1)
+    (1024, 615)
     """
     rows, length, heads = shape[:3]
-    return max(1, min(length, MOST_SCORES * devices // (rows * heads * keys)))
+    most = max(1, MOST_SCORES * devices // (rows * heads * keys))
+    chunks = -(-length // most)
+    return -(-length // chunks)
 
 
 def attend_in_chunks(
@@ -101,6 +103,8 @@ def attend_in_chunks(
     window: int | None,
     segment_ids: Int[Array, "B T"] | None,
     chunk: int,
+    *,
+    is_trained: bool,
 ) -> Float[Array, "B T H h"]:
     """Return `attend` of `chunk` queries at a time, so that its memory, gradients included, is linear in tokens.
 
@@ -111,11 +115,13 @@ def attend_in_chunks(
         window: number of positions that a token sees, itself included; None for all before it.
         segment_ids: sequence of each token in packed rows; keys are those of the same tokens.
         chunk: queries of a row that are computed at once.
+        is_trained: True to sum the gradients of keys and values over chunks in float32, for which they are copied;
+            their own dtype, if bfloat16, rounds each time.
     """
     length = q.shape[1]
     keys = jnp.arange(sum(block.keys.shape[-1] for block in blocks))
-    # Gradients of keys and values are summed over chunks, which bfloat16 would round each time.
-    wide = [jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), block) for block in blocks]
+    own = list(blocks)
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), own) if is_trained else own
 
     def cut(x: Array) -> Array:  # [B T ...] to [T/chunk B chunk ...]
         x = jnp.pad(x, [(0, -length % chunk if i == 1 else 0) for i in range(x.ndim)])
@@ -124,7 +130,7 @@ def attend_in_chunks(
     @jax.checkpoint
     def attend_chunk(part: tuple[Array, Array, Array | None]) -> Array:
         q, places, segments = part
-        narrow = [jax.tree.map(lambda x, to: x.astype(to.dtype), *pair) for pair in zip(wide, blocks, strict=True)]
+        narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, own)
         return attend(q, narrow, visible_keys(places, keys, window, segments, segment_ids))
 
     parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids)

@@ -103,15 +103,17 @@ class Attention(nnx.Module):
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         q, k, v = by_heads(context.sharding, (q, k, v))
 
-        if cache is None and (kernel := self.choose_kernel(q, context)) != "xla":
-            mixed = row_attention(
-                q, k, v, kernel=kernel, window=self.window, segment_ids=context.segment_ids, sharding=context.sharding
-            )
-            return checkpoint_name(self.o_proj(mixed.reshape(rows, length, -1)), PROJECTED), None
+        if cache is None:
+            window = None if self.window is None or self.window >= length else self.window
+            kernel = kernel_for(q, window, context)
+            if kernel != "xla":
+                ids = context.segment_ids
+                mixed = row_attention(q, k, v, kernel=kernel, window=window, segment_ids=ids, sharding=context.sharding)
+                return checkpoint_name(self.o_proj(mixed.reshape(rows, length, -1)), PROJECTED), None
 
         now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if cache is None:
-            attended = self.attend(q, [now], context)
+            attended = self.attend(q, [now], context, is_trained=True)
         elif length == 1:
             cache = write_token(cache, now, context.positions[:, 0])
             attended = self.attend(q, cache, context)
@@ -122,21 +124,26 @@ class Attention(nnx.Module):
         attended = by_heads(context.sharding, attended)
         return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), cache
 
-    def choose_kernel(self, q: Float[Array, "B T H h"], context: Context) -> Kernel:
-        """Choose the kernel of rows without a cache, and log the choice."""
-        devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
-        choice = choose_kernel(q.dtype, self.head_dim, self.window, devices, has_segments=has_segments)
-        if q.shape[1] > 1:  # a single token is a question about shapes
-            announce(choice, q.dtype, self.head_dim, self.window, devices[0], has_segments)
-        return choice.kernel
-
-    def attend(self, q: Float[Array, "B T H h"], blocks: LayerBlocks, context: Context) -> Float[Array, "B T H h"]:
+    def attend(
+        self, q: Float[Array, "B T H h"], blocks: LayerBlocks, context: Context, *, is_trained: bool = False
+    ) -> Float[Array, "B T H h"]:
         """Return the reference's attention, chunk by chunk where the scores of all queries are too large."""
         if context.visible is not None:
             return attend(q, blocks, context.visible, in_halves=context.in_halves)
         devices = 1 if context.sharding is None else context.sharding.devices
         chunk = chunk_of(q.shape, sum(block.keys.shape[-1] for block in blocks), devices)
-        return attend_in_chunks(q, blocks, context.places, self.window, context.segment_ids, chunk)
+        return attend_in_chunks(
+            q, blocks, context.places, self.window, context.segment_ids, chunk, is_trained=is_trained
+        )
+
+
+def kernel_for(q: Float[Array, "B T H h"], window: int | None, context: Context) -> Kernel:
+    """Return the kernel of rows without a cache, and log the choice."""
+    devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
+    choice = choose_kernel(q.dtype, q.shape[-1], window, devices, has_segments=has_segments)
+    if q.shape[1] > 1:  # a single token only asks for shapes
+        announce(choice, q.dtype, q.shape[-1], window, devices[0], has_segments)
+    return choice.kernel
 
 
 class FeedForward(nnx.Module):
@@ -235,8 +242,8 @@ attention kernels, all but attention kernels and their projections, all but atte
 REMATS: tuple[Remat, ...] = get_args(Remat)
 
 AUTO_REMATS = REMATS[1:]
-"""Policies to choose from, the fastest first. `none` is not among them: it recomputes no fewer products than `dots`, and
-what it keeps instead of recomputing moves 1.4 times as many bytes in an update of 0.6 billion parameters on an H200."""
+"""Policies to choose from, the fastest first. `none` is not among them: it saves no product that `dots` recomputes, and
+moves 1.4 times as many bytes in an update of 0.6 billion parameters on an H200."""
 
 PROJECTED = "attention projections"
 """Checkpoint name of the outputs of attention's projections."""

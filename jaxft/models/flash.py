@@ -7,7 +7,7 @@ Letters: `B` rows, `T` tokens, `H` query heads, `K` key/value heads, `h` head wi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,10 +25,10 @@ Kernel = Literal["xla", "cudnn", "pallas", "splash"]
 
 
 class Choice(NamedTuple):
-    """A kernel, and the reason why it was chosen, in words."""
+    """A kernel, and in words why it is the reference, if it is."""
 
     kernel: Kernel
-    reason: str
+    reason: str = ""
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -50,7 +50,11 @@ def compute_capability(device: Any) -> tuple[int, ...]:
 def choose_kernel(
     dtype: Any, head_dim: int, window: int | None, devices: Sequence[Any], *, has_segments: bool
 ) -> Choice:
-    """Return the kernel that takes attention of this kind on all of these devices, else the reference, and why.
+    """Return the kernel that takes attention of this kind on all of these devices; the reference if none does.
+
+    cuDNN's limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128,
+    those from Hopper on of up to 256. JAX's Triton kernel takes packed rows without a window. Splash attention takes
+    packed rows, windows and any head width.
 
     Args:
         dtype: dtype of queries, keys and values.
@@ -69,7 +73,7 @@ def choose_kernel(
     if platforms == {"tpu"}:
         if dtype not in (jnp.bfloat16, jnp.float32):
             return Choice("xla", f"the splash kernel takes bfloat16 and float32, not {dtype.name}")
-        return Choice("splash", "TPU")
+        return Choice("splash")
     return Choice("xla", "there is no kernel for this platform")
 
 
@@ -82,11 +86,11 @@ def _choose_for_gpu(
         return Choice("xla", f"kernels of GPUs take bfloat16 and float16, not {dtype.name}")
     if has_segments and window is not None:
         return Choice("xla", "no kernel of GPUs takes packed rows and a sliding window together")
-    name: Kernel = "pallas" if has_segments else "cudnn"
     widest = 128 if has_segments or weakest < HOPPER else 256
     if head_dim > widest or head_dim % 8:
+        name = "JAX's Triton kernel" if has_segments else "cuDNN"
         return Choice("xla", f"{name} takes head widths up to {widest} on this GPU, in steps of 8, not {head_dim}")
-    return Choice(name, "NVIDIA GPU")
+    return Choice("pallas" if has_segments else "cudnn")
 
 
 def announce(choice: Choice, dtype: Any, head_dim: int, window: int | None, device: Any, has_segments: bool) -> None:
@@ -119,8 +123,8 @@ def row_attention(
 ) -> Float[Array, "B T H h"]:
     """Return causal softmax attention within rows by a fused kernel; scores are scaled by `h**-0.5`.
 
-    On a mesh each device computes its own rows and heads, without communication. On CPUs kernels are interpreted,
-    which is slow and shows their values.
+    On a mesh each device computes its own rows and heads, without communication; rows that do not divide are computed
+    on every device. On CPUs kernels are interpreted, which is slow and shows their values.
 
     Args:
         q: queries; `H` is a multiple of `K`.
@@ -133,7 +137,8 @@ def row_attention(
         sharding: sharding of the model, or None for one device.
     """
     is_interpreted = all(device.platform == "cpu" for device in devices_of(sharding))
-    compute = partial({"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}[kernel], window, is_interpreted)
+    kernels: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
+    compute = partial(kernels[kernel], window, is_interpreted)
     if sharding is None:
         return compute(segment_ids, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
@@ -148,6 +153,8 @@ def row_attention(
 
 
 def _cudnn(window: int | None, is_interpreted: bool, segment_ids: None, q: Array, k: Array, v: Array) -> Array:
+    length = q.shape[1]
+    q, k, v = (_pad_tokens(x, length % 2) for x in (q, k, v))  # an odd length with a window is refused
     mixed: Array = jax.nn.dot_product_attention(
         q,
         k,
@@ -156,7 +163,7 @@ def _cudnn(window: int | None, is_interpreted: bool, segment_ids: None, q: Array
         local_window_size=None if window is None else (window - 1, 0),
         implementation="xla" if is_interpreted else "cudnn",
     )
-    return mixed
+    return mixed[:, :length]
 
 
 TRITON_BLOCKS = {
@@ -204,8 +211,9 @@ LANES, LARGEST_SPLASH_BLOCK = 128, 512
 def splash_block(length: int) -> int:
     """Return the tokens of a block: those of equal blocks, rounded up to a multiple of 128 that is at most 512.
 
-    A block of 512 fits into the 16 MiB of VMEM that the compiler gives to a kernel at head widths up to 256, also in
-    float32.
+    On v5e, v5p and v6e blocks of 512 compile at head widths up to 256, also in float32; 1,024 does too, but computes
+    75 % of the scores of 2,048 tokens, of which a causal mask needs 50 %, and 512 computes 62 %; 2,048 exceeds the
+    16 MiB of VMEM that the compiler gives to a kernel. No block was timed.
 
     >>> [splash_block(length) for length in (16, 512, 768, 1024, 1536)]
     [128, 512, 384, 512, 512]
@@ -229,10 +237,12 @@ def _splash(window: int | None, is_interpreted: bool, segment_ids: Array | None,
     shape = length + added, length + added
     mask = splash_mask.CausalMask(shape) if window is None else splash_mask.LocalMask(shape, (window - 1, 0), 0)
     # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
-    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+    )
     kernel = splash.make_splash_mha_single_device(
         splash_mask.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(**sizes),
+        block_sizes=sizes,
         residual_checkpoint_name=SAVED,
         interpret=is_interpreted,
     )

@@ -216,10 +216,10 @@ def lines(plan: Plan, run: Run) -> Iterator[str]:
     chip, is_estimated = plan.target.chip, not plan.programs
     mark = "estimated" if is_estimated else "compiled with " + ", ".join(f"{k} {v}" for k, v in plan.versions.items())
     axes = ", ".join(f"{name} {size}" for name, size in zip(AXES, plan.mesh, strict=True))
-    used = plan.mesh[0] * plan.mesh[1] * plan.mesh[2]
+    chips = plan.mesh[0] * plan.mesh[1] * plan.mesh[2]
     yield f"{'target':<12} {plan.target.name}: {plan.target.chips} x {chip.name}; mesh {axes} ({mark})"
-    if used < plan.target.chips:
-        yield f"{'':<12} without llms.{run.adapter.llm}.mesh, {used} of {plan.target.chips} chips is used"
+    if chips < plan.target.chips:
+        yield f"{'':<12} without llms.{run.adapter.llm}.mesh, {chips} of {plan.target.chips} chips is used"
     if plan.target.hosts > 1:
         yield f"{'':<12} {plan.target.hosts} hosts: jaxft runs in one process, on the chips of one host"
     dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
@@ -228,13 +228,13 @@ def lines(plan: Plan, run: Run) -> Iterator[str]:
         f"trained; products in {compute_dtype or dtype}"
     )
     yield f"{'remat':<12} {plan.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
-    yield f"{'microbatch':<12} {plan.rows} rows of {plan.width:,} tokens on {used} chips"
+    yield f"{'microbatch':<12} {plan.rows} rows of {plan.width:,} tokens on {chips} chips"
     for purpose, size in plan.memory.items():
         temporary = purpose in ("update", "sampling temporaries")
         yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if temporary and is_estimated else ''}"
     for phase, parts in phases(plan.memory).items():
-        share = sum(parts) / plan.limit
-        yield f"{'memory':<12} {sum(parts) / GIB:8.3f} GiB  in all in the {phase}, {share:.0%} of {plan.limit / GIB:.2f}"
+        used, has = sum(parts) / GIB, plan.limit / GIB
+        yield f"{'memory':<12} {used:8.3f} GiB  in all in the {phase}, {used / has:.0%} of {has:.2f}"
     for name, program in plan.programs.items():
         yield from _program_lines(plan, name, program)
     if is_estimated:

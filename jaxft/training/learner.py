@@ -42,15 +42,14 @@ def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
 
 
 def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
-    """Return whether to pack rows: `wanted`; for None, whether attention is as fast with packed rows; False if the
-    model cannot."""
+    """Return whether to pack rows: `wanted`, or for None True unless that costs a kernel; False if the model cannot."""
     if wanted is None:
-        wanted = not is_slowed_by_packing(model, params)
+        wanted = not loses_kernel(model, params)
     return wanted and can_pack(model, params)
 
 
-def is_slowed_by_packing(model: Model, params: Params) -> bool:
-    """True if a fused kernel takes the model's attention in rows of one sequence, and none in packed rows."""
+def loses_kernel(model: Model, params: Params) -> bool:
+    """True if a fused kernel takes the model's attention in rows of one sequence, but none does in packed rows."""
     config = model.config
     if not isinstance(config, DecoderConfig):
         return False

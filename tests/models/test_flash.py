@@ -1,6 +1,9 @@
 """Fused attention: kernels in interpret mode give the values and gradients of the reference, wherever one is chosen."""
 
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -9,11 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
+import jaxft.models.attention as attention_module
+import jaxft.models.decoder as decoder_module
+from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, devices_of
-from jaxft.models.attention import LayerCache, attend, attend_in_chunks, visible_keys
+from jaxft.models.attention import LayerCache, attend, attend_in_chunks, chunk_of, visible_keys
 from jaxft.models.config import PRESETS
-from jaxft.models.decoder import sharding_for
-from jaxft.models.flash import Choice, announce, choose_kernel, row_attention
+from jaxft.models.decoder import decoder, sharding_for
+from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels
 
 SMALL = PRESETS["qwen3-50k"]
 
@@ -71,7 +77,7 @@ def test_the_devices_of_the_mesh_decide():
 def test_a_choice_is_logged_once(caplog):
     caplog.set_level("INFO")
     for _ in range(2):
-        announce(Choice("splash", ""), jnp.bfloat16, 72, None, V5E, has_segments=True)
+        announce(Choice("splash"), jnp.bfloat16, 72, None, V5E, has_segments=True)
         announce(Choice("xla", "too wide"), jnp.bfloat16, 520, 8, H100, has_segments=False)
         announce(Choice("xla", ""), jnp.bfloat16, 72, None, jax.devices("cpu")[0], has_segments=False)
     assert [(record.levelname, record.message) for record in caplog.records] == [
@@ -108,7 +114,7 @@ def reference(window, segment_ids, q, k, v):
 def in_chunks(window, segment_ids, q, k, v):
     places = jnp.arange(q.shape[1])[None]
     block = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
-    return attend_in_chunks(q, [block], places, window, segment_ids, chunk=48)
+    return attend_in_chunks(q, [block], places, window, segment_ids, chunk=48, is_trained=True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -140,3 +146,158 @@ def test_values_and_gradients_are_those_of_the_reference(attention, window, segm
     found = with_gradients(attention, window, segment_ids, *arrays)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "window"), [("pallas", None), ("splash", None), ("splash", 30)])
+def test_bfloat16_rounds_each_row_by_less_than_two_percent(kernel, window):
+    narrow = draws(jnp.bfloat16, head_dim=128)
+    wide = [x.astype(jnp.float32) for x in narrow]
+    expected = with_gradients(reference, window, SEGMENTS, *wide)
+    found = with_gradients(by_kernel(kernel), window, SEGMENTS, *narrow)
+    for one, other in zip(found, expected, strict=True):
+        for row, exact in zip(one.astype(jnp.float32), other, strict=True):
+            assert jnp.linalg.norm(row - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
+def test_memory_of_the_reference_in_chunks_is_linear_in_tokens():
+    def temporary_bytes(length):
+        arrays = draws(length=length)
+        chunk = 2**18 // (2 * 4 * length)
+        attention = partial(attend_in_chunks, window=None, chunk=chunk, is_trained=True)
+
+        def gradients(q, k, v, gradient):
+            places, block = jnp.arange(length)[None], lambda k, v: LayerCache(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+            call = lambda q, k, v: attention(q, [block(k, v)], places, segment_ids=None)  # noqa: E731
+            return jax.vjp(call, q, k, v)[1](gradient)
+
+        return jax.jit(gradients).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(4096) < 2.2 * temporary_bytes(2048)
+
+
+ON_A_MESH = """
+import jax
+import numpy as np
+from jaxft.core.sharding import ROW_AXES, Sharding, make_mesh
+from jaxft.models.flash import row_attention
+
+def with_gradients(kernel, sharding, ids, q, k, v, gradient):
+    call = lambda *x: row_attention(*x, kernel=kernel, segment_ids=ids, sharding=sharding)
+    mixed, pull = jax.vjp(call, q, k, v)
+    return mixed, *pull(gradient)
+
+key, ids = jax.random.key(0), np.arange(130)[None] // np.arange(20, 28)[:, None]
+arrays = [jax.random.normal(jax.random.fold_in(key, i), (8, 130, n, 16)) for i, n in enumerate((4, 2, 2, 4))]
+for rows, sizes in ((8, (2, 2, 2)), (8, (2, 4, 1)), (3, (1, 4, 2))):
+    sharding, few = Sharding(make_mesh(*sizes)), (ids[:rows], *(x[:rows] for x in arrays))
+    placed = [jax.device_put(x, sharding.cut(x.shape, ROW_AXES, None, "tensor")) for x in few[1:]]
+    for kernel in ("pallas", "splash"):
+        alone = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, None, *few)
+        spread = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, sharding, few[0], *placed)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), alone, spread)
+"""
+
+
+@pytest.mark.slow
+def test_devices_of_a_mesh_compute_what_one_device_does():
+    """Rows and heads divide over 8 devices; 3 rows do not, and are computed by all."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)
+
+
+# --- Through a whole decoder.
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Makes a decoder of 2 layers whose attention is computed by one kernel, on a CPU."""
+
+    def make(kernel, **options):
+        choose = lambda *_, has_segments: Choice(kernel if has_segments else "xla")  # noqa: E731
+        monkeypatch.setattr(decoder_module, "choose_kernel", choose)
+        decoder_module._decoder.cache_clear()  # its functions may have been traced with another kernel
+        return decoder(**{"config": SMALL} | options)
+
+    return make
+
+
+LENGTHS = [50, 70, 10, 20], [20, 130]
+"""Tokens of the sequences of `SEGMENTS`, padding included."""
+
+
+def packed_rows():
+    """Tokens and positions of rows as `SEGMENTS` has them; half of the tokens are one id, as words in a text are."""
+    positions = jnp.stack([jnp.concatenate([jnp.arange(length) for length in row]) for row in LENGTHS])
+    return jnp.where(positions % 2 == 0, 7, 10 + positions % 50), positions
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [
+        pytest.param("pallas", None, marks=pytest.mark.slow),
+        ("splash", None),
+        pytest.param("splash", 40, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_packed_rows_in_bfloat16_are_within_two_percent(kernel, window, forced):
+    """The gradient of each row by itself, in each leaf."""
+    config, (tokens, positions) = replace(SMALL, sliding_window=window), packed_rows()
+    params = jax.jit(decoder(config).init)(jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+
+    def gradients(model):
+        def loss(params, tokens, positions, segment_ids):
+            scores = token_logprobs(model, params, tokens, positions=positions, segment_ids=segment_ids)
+            return jnp.where(segment_ids != 0, scores.logprobs, 0.0).mean()
+
+        gradient = jax.jit(jax.grad(loss))
+        return [gradient(params, *(table[row][None] for table in (tokens, positions, SEGMENTS))) for row in range(2)]
+
+    expected = gradients(forced("xla", config=config))
+    found = gradients(forced(kernel, config=config, compute_dtype=jnp.bfloat16))
+    for (path, exact), leaf in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+        assert jnp.linalg.norm(leaf - exact) < 0.02 * jnp.linalg.norm(exact), path
+
+
+def test_the_forward_kernel_is_not_repeated_where_its_result_is_saved():
+    q, k, v, _ = draws(jnp.bfloat16)
+
+    def forward_kernels(policy):
+        call = jax.checkpoint(partial(by_kernel("pallas"), None, SEGMENTS), policy=policy)
+        gradients = jax.grad(lambda *arrays: call(*arrays).sum(), argnums=(0, 1, 2))
+        return str(jax.make_jaxpr(gradients)(q, k, v)).count("name=mha_forward")
+
+    assert (forward_kernels(jax.checkpoint_policies.nothing_saveable), forward_kernels(saves_kernels)) == (2, 1)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_long_rows_are_computed_in_chunks(window, monkeypatch):
+    """In scores of packed rows, and in a prefill."""
+    config, (tokens, positions) = replace(SMALL, sliding_window=window), packed_rows()
+    params = jax.jit(decoder(config).init)(jax.random.key(0))
+
+    def hidden():
+        decoder_module._decoder.cache_clear()  # its functions may have been traced with another limit
+        model = decoder(config)
+        cache, places = (model.init_cache(2, 192, jnp.float32),), jnp.arange(150) + jnp.array([[0], [9]])
+        packed = jax.jit(lambda params: model.apply(params, tokens, positions, segment_ids=SEGMENTS)[0])
+        prefilled = jax.jit(lambda params: model.apply(params, tokens, places, cache)[0])
+        return packed(params), prefilled(params)
+
+    expected = hidden()
+    monkeypatch.setattr(attention_module, "MOST_SCORES", 2 * 4 * 192 * 64)
+    assert chunk_of((2, 150, 4), 192, devices=1) == 50
+    for found, exact in zip(hidden(), expected, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "packed"), [(None, False), (5, False), (None, True)])
+def test_kernels_of_gpus_give_the_logprobs_of_the_reference(window, packed, forced):
+    config = replace(SMALL, sliding_window=window)
+    params = jax.jit(decoder(config).init)(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (4, 64), 0, config.vocab_size)
+    segment_ids = jnp.ones_like(tokens) if packed else None
+    scores = token_logprobs(decoder(config, compute_dtype=jnp.bfloat16), params, tokens, segment_ids=segment_ids)
+    exact = token_logprobs(forced("xla", config=config), params, tokens)
+    assert float(jnp.abs(scores.logprobs - exact.logprobs).mean()) < 0.01

@@ -79,7 +79,7 @@ def test_rows_are_not_packed_where_only_rows_of_one_sequence_have_a_kernel(job, 
 
     assert batch_rows() == batch_rows(packing=True) == 2
     for packed, rows in (("xla", 4), ("pallas", 2)):
-        choices = {False: Choice("cudnn", ""), True: Choice(packed, "")}
+        choices = {False: Choice("cudnn"), True: Choice(packed)}
         choose = lambda *kind, has_segments, choices=choices: choices[has_segments]  # noqa: E731
         monkeypatch.setattr(learner_module, "choose_kernel", choose)
         assert (batch_rows(), batch_rows(packing=True)) == (rows, 2)
