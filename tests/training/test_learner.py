@@ -261,7 +261,7 @@ def test_the_fastest_checkpoint_policy_that_fits_is_trained(job, start, remat, m
     least = len(AUTO_REMATS) - 1 - AUTO_REMATS.index(remat)
     assert learner.choose_remat(start, 32, lambda memory: memory["update"] <= least) == remat
     assert tried == [MODEL.with_remat(name) for name in AUTO_REMATS[: len(tried)]]
-    params, metrics = learner.learn(*job(LossConfig()), jax.tree.map(jnp.copy, start))
+    _, metrics = learner.learn(*job(LossConfig()), jax.tree.map(jnp.copy, start))
     assert metrics["applied_updates"] == 1
 
 
