@@ -19,7 +19,9 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, parameter_shapes
-from jaxft.planning.flops import block_weights, head_weights
+from jaxft.planning.flops import block_weights, head_weights, projection_shapes
+from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE
+from jaxft.rollout.prefix_cache import MAX_CHUNK_TOKENS, chunk_width
 
 Platform = Literal["gpu", "tpu"]
 
@@ -45,15 +47,21 @@ class Activations(NamedTuple):
     wide: int  # F
     normalizers: int  # H, float32: log-sum-exp of a row of scores
 
-    def kept(self, remat: Remat, work: int) -> int:
-        """Return the bytes that a layer keeps for its backward pass; `work` is what it would compute again."""
+    def kept(self, remat: Remat, work: int, beside: int) -> int:
+        """Return the bytes that a layer keeps for its backward pass.
+
+        Args:
+            remat: checkpoint policy.
+            work: bytes of all that the layer computes.
+            beside: bytes of the products of adapters, which `dots` keeps beside those of the kernels.
+        """
         kernel = self.queries + self.normalizers  # the kernel's output and normalizers
         projected = kernel + self.queries + 2 * self.keys + self.hidden  # and q, k, v and the output projection
         return (
             self.hidden
             + {
                 "none": work,
-                "dots": projected + 2 * self.wide,  # and gate and up; no gradient needs the result of down
+                "dots": projected + 2 * self.wide + beside,  # and gate and up; no gradient needs the result of down
                 "projections": projected,
                 "attention": kernel,
                 "full": 0,
@@ -144,6 +152,13 @@ def update_bytes(
         compute_dtype: dtype of products and activations.
         param_dtype: dtype of the parameters, or of the base with adapters.
         is_packed: True if rows hold several sequences, which decides the kernel on GPUs.
+
+    >>> from jaxft.models.config import model_preset
+    >>> def gib(remat):
+    ...     config = model_preset("qwen3-0.6b")
+    ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu") / 2**30
+    >>> f"{gib('dots'):.1f} GiB, {gib('full'):.1f} GiB"
+    '16.2 GiB, 4.8 GiB'
     """
     contributions = update_contributions(
         config,
@@ -191,6 +206,12 @@ def update_contributions(
     # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
     layer = work + 3 * activations.wide + 2 * activations.hidden
 
+    beside = 0
+    if lora is not None:
+        adapted = {path: outputs for path, (_, outputs) in projection_shapes(config).items() if lora.is_target(path)}
+        kept_outputs = sum(outputs for path, outputs in adapted.items() if path != "mlp/down_proj") // tensor
+        beside = per_token * (kept_outputs + lora.rank * len(adapted))
+
     shapes = parameter_shapes(config, lora)
     base, adapter = (shapes[BASE], shapes[ADAPTER]) if lora is not None else (shapes, {"layers": {}})
     dtype = jnp.dtype(compute_dtype)
@@ -201,7 +222,7 @@ def update_contributions(
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
     weights_of_layer = block_weights(config) // tensor * itemsize
     return UpdateBytes(
-        kept=config.num_layers * activations.kept(remat, work),
+        kept=config.num_layers * activations.kept(remat, work, beside),
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
@@ -231,3 +252,48 @@ def _recomputed(activations: Activations, repeats_heads: bool) -> int:
 def _sharded_bytes(sharding: Sharding | None, shapes: Any, dtype: Any) -> int:
     """Return the bytes of parameters on each device, if they had this dtype."""
     return device_bytes(sharding, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes))
+
+
+class SamplingBytes(NamedTuple):
+    """Temporaries of the two programs of sampling on each device, in bytes."""
+
+    prefill: int
+    decode: int
+
+
+def sampling_bytes(
+    config: DecoderConfig,
+    *,
+    slots: int,
+    length: int,
+    platform: Platform,
+    sharding: Sharding | None = None,
+    compute_dtype: Any = jnp.bfloat16,
+) -> SamplingBytes:
+    """Return the bytes of temporaries, on each device, of the programs of `ModelRunner.programs`.
+
+    `prefill` computes the reference's attention over rows of the prefix cache, which it gathers, pads by a chunk and
+    writes: of each layer either keys or values are left to be scattered at the end. `decode` keeps the sampler's tables
+    over the vocabulary.
+
+    Args:
+        config: the model.
+        slots: slots of the whole mesh.
+        length: maximum number of tokens of a slot or a row of the prefix cache.
+        platform: platform of the devices.
+        sharding: sharding of the model; None for one device.
+        compute_dtype: dtype of weights, activations and caches.
+    """
+    itemsize = jnp.dtype(compute_dtype).itemsize
+    row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
+    width = min(MAX_CHUNK_TOKENS, chunk_width(length))
+    rows = max(1, min(PREFILL_TOKENS_ELSEWHERE // width, PREFILL_POSITIONS // length))
+    kv_width = config.num_kv_heads * config.head_dim // tensor
+    padded = rows * (length + width) * kv_width * itemsize
+    scores = rows * config.num_heads // tensor * width * length
+    reserved = VMEM_BYTES if platform == "tpu" else 0
+    tables = slots // row_shards * config.vocab_size * (6 * FLOAT32 + 3)  # and three of truth values
+    return SamplingBytes(
+        prefill=(config.num_layers + 2) * padded + scores * (FLOAT32 + itemsize) + reserved,
+        decode=tables + reserved,
+    )
