@@ -19,7 +19,9 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, parameter_shapes
-from jaxft.planning.flops import block_weights, head_weights
+from jaxft.planning.flops import block_weights, head_weights, projection_shapes
+from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE
+from jaxft.rollout.prefix_cache import MAX_CHUNK_TOKENS, chunk_width
 
 Platform = Literal["gpu", "tpu"]
 
@@ -45,20 +47,20 @@ class Activations(NamedTuple):
     wide: int  # F
     normalizers: int  # H, float32: log-sum-exp of a row of scores
 
-    def kept(self, remat: Remat, work: int) -> int:
-        """Return the bytes that a layer keeps for its backward pass; `work` is what it would compute again."""
-        kernel = self.queries + self.normalizers  # the kernel's output and normalizers
-        projected = kernel + self.queries + 2 * self.keys + self.hidden  # and q, k, v and the output projection
-        return (
-            self.hidden
-            + {
-                "none": work,
-                "dots": projected + 2 * self.wide,  # and gate and up; no gradient needs the result of down
-                "projections": projected,
-                "attention": kernel,
-                "full": 0,
-            }[remat]
-        )
+    def kept(self, remat: Remat, everything: int, beside: int) -> int:
+        """Return the bytes that a layer keeps for its backward pass.
+
+        Args:
+            remat: checkpoint policy.
+            everything: bytes of all that the layer computes, each step by itself.
+            beside: bytes of the products of adapters, which `dots` keeps beside those of the kernels.
+        """
+        full = self.hidden  # the input
+        attention = full + self.queries + self.normalizers  # and the results of the kernel
+        projections = attention + self.queries + 2 * self.keys + self.hidden  # and of the projections around it
+        dots = projections + 2 * self.wide + beside  # and gate and up; no gradient needs the result of down
+        kept = {"none": everything, "dots": dots, "projections": projections, "attention": attention, "full": full}
+        return kept[remat]
 
 
 class UpdateBytes(NamedTuple):
@@ -70,8 +72,8 @@ class UpdateBytes(NamedTuple):
         layer_gradients: gradients of all layers, in the dtype of products, sharded; from the backward pass of the last
             layer on.
         head: the head, gathered or cast, in the dtype of products; until its backward pass ends.
-        head_gradient: float32 sums of the head's gradient, not sharded. They live until all layers are done, as XLA
-            puts off their exchange.
+        head_gradient: sums of the head's gradient, not sharded: in float32, but in the dtype of products if there is
+            only one chunk. They live until all layers are done, as XLA puts off their exchange.
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
             tokens with its gradient, cut into chunks.
@@ -144,6 +146,13 @@ def update_bytes(
         compute_dtype: dtype of products and activations.
         param_dtype: dtype of the parameters, or of the base with adapters.
         is_packed: True if rows hold several sequences, which decides the kernel on GPUs.
+
+    >>> from jaxft.models.config import model_preset
+    >>> def gib(remat):
+    ...     config = model_preset("qwen3-0.6b")
+    ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu") / 2**30
+    >>> f"{gib('dots'):.1f} GiB, {gib('full'):.1f} GiB"
+    '16.2 GiB, 4.8 GiB'
     """
     contributions = update_contributions(
         config,
@@ -187,9 +196,12 @@ def update_contributions(
         wide=per_token * config.intermediate_size // tensor,
         normalizers=rows_here * tokens * config.num_heads * FLOAT32 // tensor,
     )
-    work = _recomputed(activations, is_packed and platform == "gpu")
+    repeats_heads = is_packed and platform == "gpu"  # for the Triton kernel, which has no grouped heads
+    work = _recomputed(activations, repeats_heads)
     # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
     layer = work + 3 * activations.wide + 2 * activations.hidden
+
+    beside = 0 if lora is None else per_token * _adapter_outputs(config, lora, tensor)
 
     shapes = parameter_shapes(config, lora)
     base, adapter = (shapes[BASE], shapes[ADAPTER]) if lora is not None else (shapes, {"layers": {}})
@@ -201,18 +213,19 @@ def update_contributions(
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
     weights_of_layer = block_weights(config) // tensor * itemsize
     return UpdateBytes(
-        kept=config.num_layers * activations.kept(remat, work),
+        kept=config.num_layers
+        * activations.kept(remat, _everything(activations, repeats_heads, config.qk_norm), beside),
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
-        head_gradient=vocabulary * FLOAT32 if has_gradient else 0,
+        head_gradient=vocabulary * (FLOAT32 if chunks > 1 else itemsize) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
         layer=layer,
         layer_weights=weights_of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=0 if platform == "gpu" else VMEM_BYTES + (COLLECTIVE_BYTES if is_gathered else 0),
-        # XLA for GPUs fills both sums with zeros in one kernel, or without an operand to wait for, at the start.
-        is_early=platform == "gpu",
+        # XLA for GPUs fills both sums with zeros together, before the loop over chunks.
+        is_early=platform == "gpu" and chunks > 1,
     )
 
 
@@ -223,11 +236,78 @@ def _recomputed(activations: Activations, repeats_heads: bool) -> int:
     the residual stream after attention, its norm, and gate, up and their product.
     """
     hidden, queries, keys, wide, normalizers = activations
-    # The Triton kernel has no grouped heads: keys and values are repeated for it.
     given = 3 * queries if repeats_heads else queries + 2 * keys
     return 4 * hidden + queries + 2 * keys + given + queries + normalizers + 3 * wide
+
+
+def _everything(activations: Activations, repeats_heads: bool, qk_norm: bool) -> int:
+    """Return the bytes of one layer's activations if no step is computed again, as `everything_saveable` has it.
+
+    The residual stream has five copies in the dtype of products, and for each of two norms two in float32, before and
+    after division. So have queries and keys with a norm. The feed-forward's width has six, three of them of `silu`.
+    """
+    hidden, queries, keys, wide, normalizers = activations
+    given = 3 * queries if repeats_heads else queries + 2 * keys
+    of_norms = 4 * (queries + keys) if qk_norm else 0
+    return 13 * hidden + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
+
+
+def _adapter_outputs(config: DecoderConfig, lora: LoraSpec, tensor: int) -> int:
+    """Return the numbers of a token that adapters of one layer compute and gradients need, whole and of rank `r`."""
+    adapted = {path: outputs for path, (_, outputs) in projection_shapes(config).items() if lora.is_target(path)}
+    whole = sum(outputs for path, outputs in adapted.items() if path != "mlp/down_proj")
+    return whole // tensor + lora.rank * len(adapted)
 
 
 def _sharded_bytes(sharding: Sharding | None, shapes: Any, dtype: Any) -> int:
     """Return the bytes of parameters on each device, if they had this dtype."""
     return device_bytes(sharding, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes))
+
+
+class SamplingBytes(NamedTuple):
+    """Temporaries of the two programs of sampling on each device, in bytes."""
+
+    prefill: int
+    decode: int
+
+
+def sampling_bytes(
+    config: DecoderConfig,
+    *,
+    slots: int,
+    length: int,
+    platform: Platform,
+    sharding: Sharding | None = None,
+    compute_dtype: Any = jnp.bfloat16,
+) -> SamplingBytes:
+    """Return the bytes of temporaries, on each device, of the programs of `ModelRunner.programs`.
+
+    `prefill` computes the reference's attention over rows of the prefix cache, which it gathers, pads by a chunk and
+    writes: of each layer either keys or values are left to be scattered at the end. On a mesh each device gathers the
+    rows of all devices, as their sharding is not constrained. `decode` keeps the sampler's tables
+    over the vocabulary; on TPUs it also copies a part of the cache into the layout of its products, about a third.
+
+    Args:
+        config: the model.
+        slots: slots of the whole mesh.
+        length: maximum number of tokens of a slot or a row of the prefix cache.
+        platform: platform of the devices.
+        sharding: sharding of the model; None for one device.
+        compute_dtype: dtype of weights, activations and caches.
+    """
+    itemsize = jnp.dtype(compute_dtype).itemsize
+    row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
+    width = min(MAX_CHUNK_TOKENS, chunk_width(length))
+    rows = max(1, min(PREFILL_TOKENS_ELSEWHERE // width, PREFILL_POSITIONS // length))
+    kv_width = config.num_kv_heads * config.head_dim // tensor
+    padded = rows * (length + width) * kv_width * itemsize
+    of_all = rows * row_shards * 2 * config.num_layers * length * kv_width * itemsize
+    gathered = (config.num_layers + 2) * padded if row_shards == 1 else of_all
+    scores = rows * config.num_heads // tensor * width * length
+    reserved = VMEM_BYTES if platform == "tpu" else 0
+    tables = slots // row_shards * config.vocab_size * (6 * FLOAT32 + 3)  # and three of truth values
+    cache = slots // row_shards * 2 * config.num_layers * length * kv_width * itemsize
+    return SamplingBytes(
+        prefill=gathered + scores * (FLOAT32 + itemsize) + reserved,
+        decode=tables + reserved + (cache // 3 if platform == "tpu" else 0),
+    )
