@@ -118,7 +118,7 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
 
 
 def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lora: LoraSpec | None = None) -> int:
-    """Operations of the gradient of `rows` rows of one device, attention kernels included.
+    """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
     pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, whose result no
