@@ -20,7 +20,7 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, parameter_shapes
-from jaxft.planning.flops import block_weights, head_weights, projection_shapes
+from jaxft.planning.flops import block_weights, head_weights
 from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE
 from jaxft.rollout.prefix_cache import MAX_CHUNK_TOKENS, chunk_width
 
@@ -48,18 +48,17 @@ class Activations(NamedTuple):
     wide: int  # F
     normalizers: int  # H, float32: log-sum-exp of a row of scores
 
-    def kept(self, remat: Remat, everything: int, beside: int) -> int:
+    def kept(self, remat: Remat, everything: int) -> int:
         """Return the bytes that a layer keeps for its backward pass.
 
         Args:
             remat: checkpoint policy.
             everything: bytes of all that the layer computes, each step by itself.
-            beside: bytes of the products of adapters, which `dots` keeps beside those of the kernels.
         """
         full = self.hidden  # the input
         attention = full + self.queries + self.normalizers  # and the results of the kernel
         projections = attention + self.queries + 2 * self.keys + self.hidden  # and of the projections around it
-        dots = projections + 2 * self.wide + beside  # and gate and up; no gradient needs the result of down
+        dots = projections + 2 * self.wide  # and gate and up; no gradient needs the result of down
         kept = {"none": everything, "dots": dots, "projections": projections, "attention": attention, "full": full}
         return kept[remat]
 
@@ -74,7 +73,8 @@ class UpdateBytes(NamedTuple):
             layer on.
         head: the head, gathered or cast, in the dtype of products; until its backward pass ends.
         head_gradient: sums of the head's gradient, not sharded: in float32, but in the dtype of products if there is
-            only one chunk. They live until all layers are done, as XLA puts off their exchange.
+            only one chunk.
+        exchanged: the head's gradient in the dtype of products, sharded; from the backward pass of the layers on.
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
             tokens with its gradient, cut into chunks.
@@ -82,7 +82,6 @@ class UpdateBytes(NamedTuple):
         layer_weights: weights of one layer, cut from the stack or gathered, and on a mesh their gradients before they
             are exchanged.
         reserved: what the compiler for TPUs counts beside arrays (`BESIDE_HEAP_BYTES`).
-        is_early: True if the embedding's gradient is allocated before the head's backward pass.
     """
 
     kept: int
@@ -90,30 +89,28 @@ class UpdateBytes(NamedTuple):
     layer_gradients: int
     head: int
     head_gradient: int
+    exchanged: int
     embedding_gradient: int
     chunk: int
     layer: int
     layer_weights: int
     reserved: int
-    is_early: bool
 
     @property
     def in_head(self) -> int:
         """Bytes during the backward pass of the head."""
-        early = self.embedding_gradient if self.is_early else 0
-        return self.kept + self.weights + self.head + self.head_gradient + early + self.chunk + self.reserved
+        return self.kept + self.weights + self.head + self.head_gradient + self.chunk + self.reserved
 
     @property
     def in_layer(self) -> int:
         """Bytes during the backward pass of the last layer."""
-        early = self.embedding_gradient if self.is_early else 0
-        gradients = self.layer_gradients + self.head_gradient + early
+        gradients = self.layer_gradients + self.exchanged
         return self.kept + self.weights + gradients + self.layer + self.layer_weights + self.reserved
 
     @property
     def in_embedding(self) -> int:
         """Bytes during the backward pass of the embedding, when no activations are left."""
-        return self.layer_gradients + self.head_gradient + self.embedding_gradient + self.reserved
+        return self.layer_gradients + self.exchanged + self.embedding_gradient + self.reserved
 
     @property
     def peak(self) -> int:
@@ -202,8 +199,6 @@ def update_contributions(
     # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
     layer = work + 3 * activations.wide + 2 * activations.hidden
 
-    beside = 0 if lora is None else per_token * _adapter_outputs(config, lora, tensor)
-
     shapes = parameter_shapes(config, lora)
     base, adapter = (shapes[BASE], shapes[ADAPTER]) if lora is not None else (shapes, {"layers": {}})
     dtype = jnp.dtype(compute_dtype)
@@ -214,19 +209,17 @@ def update_contributions(
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
     weights_of_layer = block_weights(config) // tensor * itemsize
     return UpdateBytes(
-        kept=config.num_layers
-        * activations.kept(remat, _everything(activations, repeats_heads, config.qk_norm), beside),
+        kept=config.num_layers * activations.kept(remat, _everything(activations, repeats_heads, config.qk_norm)),
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
         head_gradient=vocabulary * (FLOAT32 if chunks > 1 else itemsize) if has_gradient else 0,
+        exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
         layer=layer,
         layer_weights=weights_of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
-        # XLA for GPUs fills both sums with zeros together, before the loop over chunks.
-        is_early=platform == "gpu" and chunks > 1,
     )
 
 
@@ -251,13 +244,6 @@ def _everything(activations: Activations, repeats_heads: bool, qk_norm: bool) ->
     given = 3 * queries if repeats_heads else queries + 2 * keys
     of_norms = 4 * (queries + keys) if qk_norm else 0
     return 13 * hidden + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
-
-
-def _adapter_outputs(config: DecoderConfig, lora: LoraSpec, tensor: int) -> int:
-    """Return the numbers of a token that adapters of one layer compute and gradients need, whole and of rank `r`."""
-    adapted = {path: outputs for path, (_, outputs) in projection_shapes(config).items() if lora.is_target(path)}
-    whole = sum(outputs for path, outputs in adapted.items() if path != "mlp/down_proj")
-    return whole // tensor + lora.rank * len(adapted)
 
 
 def _sharded_bytes(sharding: Sharding | None, shapes: Any, dtype: Any) -> int:
