@@ -101,7 +101,8 @@ def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "
 
 
 def _sum_terms(x: Float[Array, "N *K"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    return tuple(terms.sum(axis=-1) for terms in _exp_terms(x))
+    weights, moments = _exp_terms(x)
+    return weights.sum(axis=-1), moments.sum(axis=-1)
 
 
 def _exp_terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:

@@ -4,6 +4,7 @@ With compilers (`jaxft.planning.compiler`) the figures are the compilers' own. W
 sharding rules, and are marked as estimated.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
