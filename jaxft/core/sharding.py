@@ -38,18 +38,31 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     """
     check_one_process()
     devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(data, fsdp, tensor, len(devices))
+    return Mesh(np.array(devices).reshape(*sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
+    """Return the sizes of the axes of a mesh of so many devices; one may be given as -1, for the remaining devices.
+
+    Raises:
+        ValueError: a size is neither positive nor -1, two are -1, or the sizes do not multiply to the devices.
+
+    >>> mesh_sizes(1, -1, 2, 8)
+    (1, 4, 2)
+    """
     sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"mesh is {given}; wanted sizes of at least 1, or -1 once, for all remaining devices")
     known = math.prod(size for size in sizes.values() if size != -1)
-    full = {name: len(devices) // known if size == -1 else size for name, size in sizes.items()}
-    if math.prod(full.values()) != len(devices):
+    full = [devices // known if size == -1 else size for size in sizes.values()]
+    if math.prod(full) != devices:
         raise ValueError(
-            f"mesh is {given}, which does not multiply to {len(devices)} devices: change a size, or set one to -1 "
+            f"mesh is {given}, which does not multiply to {devices} devices: change a size, or set one to -1 "
             "for all remaining devices"
         )
-    return Mesh(np.array(devices).reshape(*full.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return full[0], full[1], full[2]
 
 
 def check_one_process() -> None:

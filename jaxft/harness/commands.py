@@ -108,7 +108,7 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             for purpose, size in memory.items():
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
-                show(f"memory       {sum(memory.values()):10.1f} MiB  in all")
+                show(f"memory       {adapter.peak_memory(memory):10.1f} MiB  in all, at the peak")
                 show("memory       per device, for the policy in training; other models need memory in addition")
                 advice = adapter.memory_advice(memory)
                 if advice is not None:

@@ -59,7 +59,7 @@ class ComponentBuilder:
         directory: the run directory.
         console: the console of the run.
         devices: descriptions of the devices that the components compute on.
-        chosen: the values that components chose for fields set to `auto`, by the path of the field.
+        chosen: values of fields that may be `auto`, as components found them for their devices, by path.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ComponentBuilder:
             self._lender.add_devices(devices)
 
     def add_choices(self, path: str, values: Mapping[str, str]) -> None:
-        """Record, for `environment.json`, the values chosen for the fields of a component that are `auto`.
+        """Record, for `environment.json`, the values of fields of a component that may be `auto`.
 
         Args:
             path: path of the component, as in `llms.policy`.

@@ -166,6 +166,10 @@ class TrainerAdapter(ABC):
         """
         return {}
 
+    def peak_memory(self, memory: dict[str, float]) -> float:
+        """Return the largest part of `memory` that is needed at the same time, by default all of it."""
+        return sum(memory.values())
+
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         """Return the settings to change if `memory` does not fit the device; None if it fits, or if that is unknown."""
         return None

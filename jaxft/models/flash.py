@@ -87,9 +87,9 @@ def _choose_for_gpu(
     if has_segments and window is not None:
         return Choice("xla", "no kernel of GPUs takes packed rows and a sliding window together")
     widest = 128 if has_segments or weakest < HOPPER else 256
-    if head_dim > widest or head_dim % 8:
+    if not 16 <= head_dim <= widest or head_dim % 8:
         name = "JAX's Triton kernel" if has_segments else "cuDNN"
-        return Choice("xla", f"{name} takes head widths up to {widest} on this GPU, in steps of 8, not {head_dim}")
+        return Choice("xla", f"{name} takes head widths of 16 to {widest} on this GPU, in steps of 8, not {head_dim}")
     return Choice("pallas" if has_segments else "cudnn")
 
 

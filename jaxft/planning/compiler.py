@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from jaxft.planning.hlo import read
 from jaxft.planning.programs import Programs, Run, mesh_of_devices
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.device import first_line, is_out_of_memory
+from jaxft.runs.environment import version
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ TPU_ENVIRONMENT = {
 
 
 class Compiled(NamedTuple):
-    """Figures of a compiled program, per device.
+    """Memory, work and communication of a compiled program, per device.
 
     Attributes:
         arguments, outputs, temporaries, aliased: bytes; outputs that are written over arguments are `aliased`.
@@ -94,8 +94,8 @@ def compile_program(interpreter: Path, run: Run, target: Target, remat: str, pro
         CompilerError: the program needs too much memory, or the compiler failed.
     """
     request = {
-        "policy": _plain(run.policy),
-        "adapter": _plain(run.adapter),
+        "policy": plain(run.policy),
+        "adapter": plain(run.adapter),
         "model": TypeAdapter(DecoderConfig).dump_python(run.model, mode="json"),
         "target": target.name,
         "remat": remat,
@@ -118,7 +118,7 @@ def compile_program(interpreter: Path, run: Run, target: Target, remat: str, pro
     return Compiled(**answer)
 
 
-def _plain(config: ComponentConfig) -> dict[str, Any]:
+def plain(config: ComponentConfig) -> dict[str, Any]:
     """Return the fields of a configuration as JSON's types, without its type."""
     return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
 
@@ -191,12 +191,12 @@ def lower(request: Mapping[str, Any]) -> Any:
     )
     target = find_target(request["target"])
     mesh = mesh_of_devices(run, topology_devices(target))
-    programs = Programs(run, mesh, target.chip.platform, request["remat"])
+    programs = Programs(run, mesh, target, request["remat"])
     return programs.by_name()[request["program"]]()
 
 
-def figures(compiled: Any, seconds: float) -> Compiled:
-    """Return the figures of a compiled program."""
+def summarize(compiled: Any, seconds: float) -> Compiled:
+    """Return memory, work and communication of a compiled program, which took so long to compile."""
     memory, program = compiled.memory_analysis(), read(compiled.as_text())
     kernels: dict[str, int] = {}
     for kernel in program.kernels:
@@ -221,13 +221,13 @@ def main() -> None:
     """Answer one request on standard input, or print the versions of the compilers."""
     if sys.argv[1:] != ["compile"]:
         packages = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
-        print(json.dumps({package: metadata.version(package) for package in packages}))
+        print(json.dumps({package: found for package in packages if (found := version(package)) is not None}))
         return
     request = json.load(sys.stdin)
     try:
         lowered, started = lower(request), time.perf_counter()
         compiled = lowered.compile()
-        answer = figures(compiled, time.perf_counter() - started)._asdict()
+        answer = summarize(compiled, time.perf_counter() - started)._asdict()
         if file := os.environ.get(HLO_FILE):
             Path(file).write_text(compiled.as_text())
     except Exception as error:  # for the process that asked, whatever it is

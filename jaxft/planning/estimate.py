@@ -21,8 +21,7 @@ from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, parameter_shapes
 from jaxft.planning.flops import block_weights, head_weights
-from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE
-from jaxft.rollout.prefix_cache import MAX_CHUNK_TOKENS, chunk_width
+from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE, largest_prefill
 
 Platform = Literal["gpu", "tpu"]
 
@@ -284,8 +283,7 @@ def sampling_bytes(
     """
     itemsize = jnp.dtype(compute_dtype).itemsize
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
-    width = min(MAX_CHUNK_TOKENS, chunk_width(length))
-    rows = max(1, min(PREFILL_TOKENS_ELSEWHERE // width, PREFILL_POSITIONS // length))
+    rows, width = largest_prefill(length, PREFILL_TOKENS_ELSEWHERE, PREFILL_POSITIONS)
     kv_width = config.num_kv_heads * config.head_dim // tensor
     padded = rows * (length + width) * kv_width * itemsize
     of_all = rows * row_shards * 2 * config.num_layers * length * kv_width * itemsize

@@ -14,7 +14,9 @@ from jax.sharding import AbstractMesh
 from jaxft.core.sharding import AXES
 from jaxft.errors import CheckFailed, ConfigError
 from jaxft.harness.config import Config
+from jaxft.models.attention import MOST_SCORES
 from jaxft.models.decoder import AUTO_REMATS, Remat
+from jaxft.models.flash import Choice
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import sampling_bytes, update_bytes
@@ -30,23 +32,26 @@ GIB = 2**30
 MARGIN = 1.15
 """An estimate that is this many times too large for a device rules a checkpoint policy out without compiling it."""
 
-GPU_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Environment variable: the part of a GPU's memory that jax takes, by default three quarters."""
+GPU_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables for the part of a GPU's memory that jax takes, by default three quarters; the second is old."""
 
 
 class Plan(NamedTuple):
-    """What a run needs of each device of a target.
+    """The needs of a run on each device of a target.
 
     Attributes:
         target: the accelerators.
         mesh: sizes of the mesh's axes.
         remat: checkpoint policy, the one chosen if the configuration leaves it open.
+        kernel: kernel of attention, and the reason for it.
         memory: bytes by purpose, those of `LocalTrainerAdapter.memory`.
         limit: bytes that programs and arrays can have.
-        programs: figures of the programs by name; empty if estimated.
+        programs: the compiled programs by name; empty if estimated.
+        too_large: programs that the compiler found no memory for.
         rows, width: rows of the largest microbatch over the whole mesh, and tokens of a row.
+        is_smallest: True if a microbatch cannot have fewer rows.
         model_flops: operations of a microbatch on each device that count for MFU.
-        kernel_flops: operations of attention kernels, by program, which `programs` do not have.
+        kernel_flops: operations of attention kernels in the gradient, which `programs` do not have.
         parameters, trained_parameters: numbers of parameters.
         versions: versions of jax and of the compilers; empty if estimated.
     """
@@ -54,13 +59,16 @@ class Plan(NamedTuple):
     target: Target
     mesh: tuple[int, int, int]
     remat: Remat
+    kernel: Choice
     memory: dict[str, int]
     limit: int
     programs: dict[str, Compiled]
+    too_large: tuple[str, ...]
     rows: int
     width: int
+    is_smallest: bool
     model_flops: int
-    kernel_flops: dict[str, int]
+    kernel_flops: int
     parameters: int
     trained_parameters: int
     versions: dict[str, str]
@@ -68,11 +76,11 @@ class Plan(NamedTuple):
     @property
     def fits(self) -> bool:
         """True if a device has the memory of every phase."""
-        return peak(self.memory) <= self.limit
+        return not self.too_large and peak(self.memory) <= self.limit
 
 
 def run_of(config: Config) -> Run:
-    """Return what decides the programs of a configuration's training.
+    """Return the settings that the programs of a configuration's training follow from.
 
     Raises:
         ConfigError: nothing is trained in this process, or the shape of the model is not known.
@@ -102,102 +110,100 @@ def make_plan(
         show: called with a line about the program that is compiled now.
 
     Raises:
-        ConfigError: the model or its rows do not divide over the mesh.
+        ConfigError: the model or its rows do not divide over the mesh, or the limit of memory is no number.
         CheckFailed: a compiler failed.
     """
     try:
-        sizes = mesh_shape(run.policy.mesh, target.chips)
-        policies = [Programs(run, AbstractMesh(sizes, AXES), target.chip.platform, remat) for remat in remats(run)]
-        rows, width = policies[0].rows_and_width()
-        held = policies[0].held()
+        sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
+        mesh = AbstractMesh(sizes, AXES)
+        candidates = [Programs(run, mesh, target, remat) for remat in remats(run)]
+        held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    limit = memory_limit(target)
-    estimated: dict[str, int] = {}
-    compiled: dict[str, Compiled] = {}
 
-    def compile_one(programs: Programs, remat: Remat, name: str) -> Compiled:
+    def compile_one(programs: Programs, name: str) -> Compiled | None:
+        """Compile a program; None if the compiler found no memory for it."""
         assert interpreter is not None
-        show(f"compiling {name} for {target.name}" + (f" with remat {remat}" if name == "gradient" else ""))
-        return compiler.compile_program(interpreter, run, target, remat, name)
+        show(f"compiling {name} for {target.name}" + (f", remat {programs.remat}" if name == "gradient" else ""))
+        try:
+            return compiler.compile_program(interpreter, run, target, programs.remat, name)
+        except CompilerError as error:
+            if error.is_out_of_memory:
+                return None
+            raise CheckFailed(str(error)) from error
 
-    # The first checkpoint policy that fits, or else the last.
-    for remat, programs in zip(remats(run), policies, strict=True):
-        estimated = {"update": estimate_update(programs, target, remat)}
-        is_last = remat == remats(run)[-1]
+    found: dict[str, Compiled | None] = {}
+    for programs in candidates:  # until one fits, or else the last, which needs least
+        estimated = {"update": estimate_update(programs)}
+        is_last = programs is candidates[-1]
         if not is_last and peak(held | estimated) > limit * (1.0 if interpreter is None else MARGIN):
             continue
         if interpreter is None:
             break
-        try:
-            compiled["gradient"] = compile_one(programs, remat, "gradient")
-        except CompilerError as error:
-            if not error.is_out_of_memory:
-                raise CheckFailed(str(error)) from error
-            compiled.pop("gradient", None)
-            continue
-        if peak(held | {"update": compiled["gradient"].temporaries}) <= limit:
+        gradient = found["gradient"] = compile_one(programs, "gradient")
+        if gradient is not None and peak(held | {"update": gradient.temporaries}) <= limit:
             break
-    memory = held | estimated | {"sampling temporaries": estimate_sampling(programs, target)}
-    if interpreter is not None:
-        for name in ("step", "prefill", "decode"):
-            try:
-                compiled[name] = compile_one(programs, remat, name)
-            except CompilerError as error:
-                if not error.is_out_of_memory:
-                    raise CheckFailed(str(error)) from error
-        if {"gradient", "step"} <= set(compiled):
-            memory["update"] = max(compiled[name].temporaries for name in ("gradient", "step"))
-        if {"prefill", "decode"} <= set(compiled):
-            memory["sampling temporaries"] = max(compiled[name].temporaries for name in ("prefill", "decode"))
-    config, chips = run.model, sizes[0] * sizes[1] * sizes[2]
+    if interpreter is not None and found["gradient"] is not None:
+        found |= {name: compile_one(programs, name) for name in ("step", "prefill", "decode")}
+    memory = held | estimated | {"sampling temporaries": estimate_sampling(programs)}
+    for purpose, names in (("update", ("gradient", "step")), ("sampling temporaries", ("prefill", "decode"))):
+        compiled = [each for name in names if (each := found.get(name)) is not None]
+        if len(compiled) == len(names):
+            memory[purpose] = max(each.temporaries for each in compiled)
+    chips, kernel = sizes[0] * sizes[1] * sizes[2], programs.kernel()
+    of_kernels = 0 if kernel.kernel == "xla" else kernel_flops(run.model, rows, width, programs.remat)
     return Plan(
         target=target,
         mesh=sizes,
-        remat=remat,
+        remat=programs.remat,
+        kernel=kernel,
         memory=memory,
         limit=limit,
-        programs=compiled,
+        programs={name: each for name, each in found.items() if each is not None},
+        too_large=tuple(name for name, each in found.items() if each is None),
         rows=rows,
         width=width,
-        model_flops=model_flops(config, rows, width) // chips,
-        kernel_flops={"gradient": kernel_flops(config, rows, width, remat) // chips},
+        is_smallest=programs.is_smallest(),
+        model_flops=model_flops(run.model, rows, width) // chips,
+        kernel_flops=of_kernels // chips,
         parameters=programs.parameters(),
         trained_parameters=programs.trained_parameters(),
         versions={} if interpreter is None else compiler.versions(interpreter),
     )
 
 
-def estimate_update(programs: Programs, target: Target, remat: Remat) -> int:
+def estimate_update(programs: Programs) -> int:
     """Return the estimated bytes of temporaries of an update."""
-    run, (rows, width) = programs.run, programs.rows_and_width()
-    dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
-    return update_bytes(
+    run, (rows, width), target = programs.run, programs.rows_and_width(), programs.target
+    fused = update_bytes(
         run.model,
         rows=rows,
         tokens=width,
-        remat=remat,
+        remat=programs.remat,
         platform=target.chip.platform,
         sharding=programs.sharding,
         lora=run.lora,
-        compute_dtype=compute_dtype or dtype,
-        param_dtype=dtype,
+        compute_dtype=programs.compute_dtype,
+        param_dtype=dtypes_of(run.policy, target.chip.platform)[0],
         is_packed=programs.is_packed(),
     )
+    if programs.kernel().kernel != "xla":
+        return fused
+    scores = min(rows * width**2 * run.model.num_heads // programs.sharding.devices, MOST_SCORES)
+    return fused + 3 * 4 * scores  # with their weights and their gradient, in float32
 
 
-def estimate_sampling(programs: Programs, target: Target) -> int:
+def estimate_sampling(programs: Programs) -> int:
     """Return the estimated bytes of temporaries of the sampler's programs."""
     policy = programs.run.policy
-    dtype, compute_dtype = dtypes_of(policy, target.chip.platform)
     return max(
         sampling_bytes(
             programs.run.model,
             slots=policy.slots,
             length=policy.max_context_tokens,
-            platform=target.chip.platform,
+            platform=programs.target.chip.platform,
             sharding=programs.sharding,
-            compute_dtype=compute_dtype or dtype,
+            compute_dtype=programs.compute_dtype,
         )
     )
 
@@ -208,8 +214,20 @@ def remats(run: Run) -> tuple[Remat, ...]:
 
 
 def memory_limit(target: Target) -> int:
-    """Return the bytes of one chip for programs and arrays."""
-    fraction = float(os.environ.get(GPU_FRACTION, "0.75")) if target.chip.platform == "gpu" else 1.0
+    """Return the bytes of one chip for programs and arrays.
+
+    Raises:
+        ValueError: the environment variable for it is no number from 0 to 1.
+    """
+    if target.chip.platform != "gpu":
+        return target.chip.memory_bytes
+    given = next((os.environ[name] for name in GPU_FRACTIONS if name in os.environ), "0.75")
+    try:
+        fraction = float(given)
+    except ValueError:
+        fraction = -1.0
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"{' or '.join(GPU_FRACTIONS)} is {given!r}; wanted a number above 0 and up to 1")
     return int(target.chip.memory_bytes * fraction)
 
 
@@ -245,51 +263,58 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
     for line in lines(made, run):
         show(line)
     if not made.fits:
-        raise CheckFailed(f"the run does not fit; {'; '.join(advice(made, run))}")
+        raise CheckFailed(f"the run does not fit: {'; '.join(advice(made, run))}")
 
 
-def lines(plan: Plan, run: Run) -> Iterator[str]:
+def lines(made: Plan, run: Run) -> Iterator[str]:
     """Yield the text of a plan."""
-    chip, is_estimated = plan.target.chip, not plan.programs
-    mark = "estimated" if is_estimated else "compiled with " + ", ".join(f"{k} {v}" for k, v in plan.versions.items())
-    axes = ", ".join(f"{name} {size}" for name, size in zip(AXES, plan.mesh, strict=True))
-    chips = plan.mesh[0] * plan.mesh[1] * plan.mesh[2]
-    yield f"{'target':<12} {plan.target.name}: {plan.target.chips} x {chip.name}; mesh {axes} ({mark})"
-    if chips < plan.target.chips:
-        yield f"{'':<12} without llms.{run.adapter.llm}.mesh, {chips} of {plan.target.chips} chips is used"
-    if plan.target.hosts > 1:
-        yield f"{'':<12} {plan.target.hosts} hosts: jaxft runs in one process, on the chips of one host"
+    chip, is_estimated = made.target.chip, not made.versions
+    mark = "estimated" if is_estimated else "compiled with " + ", ".join(f"{k} {v}" for k, v in made.versions.items())
+    axes = ", ".join(f"{name} {size}" for name, size in zip(AXES, made.mesh, strict=True))
+    chips = made.mesh[0] * made.mesh[1] * made.mesh[2]
+    yield f"{'target':<12} {made.target.name}: {made.target.chips} x {chip.name}; mesh {axes} ({mark})"
+    if chips < made.target.chips:
+        yield f"{'':<12} llms.{run.adapter.llm}.mesh uses {chips} of the {made.target.chips} chips"
+    if made.target.hosts > 1:
+        yield f"{'':<12} {made.target.hosts} hosts: jaxft runs in one process, on the chips of one host"
     dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
     yield (
-        f"{'model':<12} {plan.parameters / 1e6:,.1f} M parameters in {dtype}, {plan.trained_parameters / 1e6:,.1f} M "
+        f"{'model':<12} {made.parameters / 1e6:,.1f} M parameters in {dtype}, {made.trained_parameters / 1e6:,.1f} M "
         f"trained; products in {compute_dtype or dtype}"
     )
-    yield f"{'remat':<12} {plan.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
-    yield f"{'microbatch':<12} {plan.rows} rows of {plan.width:,} tokens on {chips} chips"
-    for purpose, size in plan.memory.items():
-        temporary = purpose in ("update", "sampling temporaries")
-        yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if temporary and is_estimated else ''}"
-    for phase, parts in phases(plan.memory).items():
-        used, has = sum(parts) / GIB, plan.limit / GIB
+    if made.kernel.kernel == "xla":
+        yield f"{'attention':<12} reference implementation: {made.kernel.reason}"
+    else:
+        yield f"{'attention':<12} {made.kernel.kernel} kernel"
+    yield f"{'remat':<12} {made.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
+    yield f"{'microbatch':<12} {made.rows} rows of {made.width:,} tokens, on {chips} chip{'s' * (chips > 1)}"
+    sources = {"update": ("gradient", "step"), "sampling temporaries": ("prefill", "decode")}
+    for purpose, size in made.memory.items():
+        is_guess = any(name not in made.programs for name in sources.get(purpose, ()))
+        yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if is_guess else ''}"
+    for phase, sizes in phases(made.memory).items():
+        used, has = sum(sizes.values()) / GIB, made.limit / GIB
         yield f"{'memory':<12} {used:8.3f} GiB  in all in the {phase}, {used / has:.0%} of {has:.2f}"
-    for name, program in plan.programs.items():
-        yield from _program_lines(plan, name, program)
+    for name in made.too_large:
+        yield f"{name:<12} the compiler found too little memory for it"
+    for name, program in made.programs.items():
+        yield from _program_lines(made, run, name, program)
     if is_estimated:
-        yield f"{'gradient':<12} {plan.model_flops:.3e} flops a chip that count for MFU"
+        yield f"{'gradient':<12} {made.model_flops:.3e} flops a chip that count for MFU"
 
 
-def _program_lines(plan: Plan, name: str, program: Compiled) -> Iterator[str]:
-    flops = program.flops + plan.kernel_flops.get(name, 0)
-    seconds = least_seconds(plan.target, program, flops)
-    limit = max(seconds, key=lambda what: seconds[what])
+def _program_lines(made: Plan, run: Run, name: str, program: Compiled) -> Iterator[str]:
+    flops = program.flops + (made.kernel_flops if name == "gradient" else 0)
+    seconds = least_seconds(made.target, program, flops)
+    limit = max(seconds, key=lambda resource: seconds[resource])
     yield (
         f"{name:<12} arguments {program.arguments / GIB:.3f} GiB, temporaries {program.temporaries / GIB:.3f}, "
         f"{flops:.3e} flops, {program.bytes / 1e9:,.1f} GB moved, compiled in {program.seconds:.0f} s"
     )
-    each = ", ".join(f"{what} {value * 1e3:,.1f} ms" for what, value in seconds.items())
+    each = ", ".join(f"{resource} {value * 1e3:,.1f} ms" for resource, value in seconds.items())
     yield f"{'':<12} at least {seconds[limit] * 1e3:,.1f} ms on a chip, by {limit}: {each}"
-    if name == "gradient":
-        ratio, mfu = flops / plan.model_flops, plan.model_flops / seconds[limit] / plan.target.chip.flops_per_second
+    if name == "gradient" and run.lora is None:  # a frozen weight needs fewer operations than MFU counts
+        ratio, mfu = flops / made.model_flops, made.model_flops / seconds[limit] / made.target.chip.flops_per_second
         yield f"{'':<12} {ratio:.2f} times the model's flops; at most {mfu:.0%} MFU"
     for kernel, times in program.kernels.items():
         yield f"{'':<12} kernel {kernel}: {times} times"
@@ -319,28 +344,30 @@ def least_seconds(target: Target, program: Compiled, flops: int) -> dict[str, fl
     return seconds | ({"links": sent / chip.link_bytes_per_second} if sent else {})
 
 
-def advice(plan: Plan, run: Run) -> list[str]:
-    """Return the changes that make a run smaller, those that cost least first, with what each is worth."""
-    llm, adapter = f"llms.{run.adapter.llm}", f"trainer_adapters.{'<name>'}"
-    over = (peak(plan.memory) - plan.limit) / GIB
-    sums = {phase: sum(parts) for phase, parts in phases(plan.memory).items()}
-    worst = max(sums, key=lambda phase: sums[phase])
+def advice(made: Plan, run: Run) -> list[str]:
+    """Return the changes that make the largest phase smaller, those that cost least first, with the worth of each."""
+    llm, policy = f"llms.{run.adapter.llm}", run.policy
+    totals = {phase: sum(sizes.values()) for phase, sizes in phases(made.memory).items()}
+    worst = max(totals, key=lambda phase: totals[phase])
+    over, is_update = (peak(made.memory) - made.limit) / GIB, worst == "update"
     found = [f"{over:.2f} GiB are missing in the {worst}; the changes that cost least come first"]
-    if plan.target.chip.platform == "gpu" and peak(plan.memory) <= 0.95 * plan.target.chip.memory_bytes:
-        found.append(f"set the environment variable {GPU_FRACTION}=0.95, which gives jax the whole GPU")
-    shards = plan.mesh[0] * plan.mesh[1]
-    if worst == "update" and plan.rows > shards:
-        half, tokens = plan.memory["update"] / 2 / GIB, run.adapter.microbatch_tokens // 2
-        found.append(f"lower {adapter}.microbatch_tokens to {tokens}, worth up to {half:.2f} GiB")
-    if run.policy.remat not in ("auto", "full"):
-        found.append(f"set {llm}.remat to auto or full, which costs up to a third of an update's time")
-    if worst == "rollout" or plan.memory["sampling"] > GIB:
-        half = plan.memory["sampling"] / 2 / GIB
-        found.append(f"halve {llm}.slots (now {run.policy.slots}) and prefix_cache_rows, worth {half:.2f} GiB")
-    if plan.target.chips > plan.mesh[1] * plan.mesh[2]:
-        found.append(f"divide the parameters over more chips ({llm}.mesh.fsdp, now {plan.mesh[1]})")
-    if run.policy.lora is None:
-        saved = plan.memory["optimizer"] + plan.memory["gradients"]
-        found.append(f"train adapters ({llm}.lora), worth about {saved / GIB:.2f} GiB")
-    found.append("take more or larger chips")
-    return found
+    if over <= 0:
+        found = [f"the compiler found too little memory for {', '.join(made.too_large)}"]
+    if made.target.chip.platform == "gpu" and made.limit < 0.95 * made.target.chip.memory_bytes:
+        found.append(f"set the environment variable {GPU_FRACTIONS[0]}=0.95, which gives jax nearly the whole GPU")
+    if is_update and not made.is_smallest:
+        worth, tokens = made.memory["update"] / 2 / GIB, made.rows * made.width // 2
+        found.append(f"lower trainer_adapters.<name>.microbatch_tokens to {tokens}, worth up to {worth:.2f} GiB")
+    if is_update and made.remat != "full":
+        found.append(f"set {llm}.remat to full, which costs up to a third of an update's time")
+    if made.memory["sampling"] > 0.1 * made.limit or not is_update:
+        worth = made.memory["sampling"] / 2 / GIB
+        found.append(f"halve {llm}.slots (now {policy.slots}) and prefix_cache_rows, worth {worth:.2f} GiB")
+    if made.is_smallest or not is_update:
+        found.append(f"lower {llm}.max_context_tokens (now {policy.max_context_tokens})")
+    if made.target.chips > made.mesh[1] * made.mesh[2]:
+        found.append(f"divide the parameters over more chips ({llm}.mesh.fsdp, now {made.mesh[1]})")
+    if policy.lora is None:
+        worth = (made.memory["optimizer"] + (made.memory["gradients"] if is_update else 0)) / GIB
+        found.append(f"train adapters ({llm}.lora), worth about {worth:.2f} GiB")
+    return [*found, "take more or larger chips"]

@@ -13,21 +13,23 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE, trainable
-from jaxft.core.sharding import AXES, Sharding, device_bytes, make_mesh
+from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
 from jaxft.core.types import Model, Params
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder, parameter_shapes, sharding_for
+from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
+from jaxft.planning.targets import Target
 from jaxft.rollout.engine import default_prefix_cache_rows
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.policy import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
 from jaxft.shipped.local_policy import dtypes_of, lora_of
-from jaxft.training.learner import Learner
+from jaxft.training.learner import Learner, loses_kernel
 
 
 class Run(NamedTuple):
-    """What decides the programs of a run: the configurations of policy and adapter, and the shape of the model."""
+    """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model."""
 
     policy: LocalPolicyConfig
     adapter: LocalTrainerAdapterConfig
@@ -48,15 +50,7 @@ def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
     >>> mesh_shape(MeshConfig(data=1, fsdp=-1), 8), mesh_shape(None, 8)
     ((1, 8, 1), (1, 1, 1))
     """
-    if mesh is None:
-        return 1, 1, 1
-    given = mesh.data, mesh.fsdp, mesh.tensor
-    known = math.prod(size for size in given if size != -1)
-    sizes = tuple(devices // known if size == -1 else size for size in given)
-    if math.prod(sizes) != devices or given.count(-1) > 1:
-        said = ", ".join(f"{name} {size}" for name, size in zip(AXES, given, strict=True))
-        raise ValueError(f"mesh is {said}, which does not multiply to {devices} devices")
-    return sizes[0], sizes[1], sizes[2]
+    return (1, 1, 1) if mesh is None else mesh_sizes(mesh.data, mesh.fsdp, mesh.tensor, devices)
 
 
 def mesh_of_devices(run: Run, devices: Sequence[Any]) -> Mesh:
@@ -75,20 +69,31 @@ class Programs:
         runner: makes those of sampling.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, platform: str, remat: Remat) -> None:
-        """Make everything that programs follow from.
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, target: Target, remat: Remat) -> None:
+        """Make model and learner.
+
+        Args:
+            run: the run.
+            mesh: mesh of the target's devices, or an abstract one, which cannot be compiled for.
+            target: the accelerators, which decide dtypes and kernels.
+            remat: checkpoint policy.
 
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        dtype, compute_dtype = dtypes_of(run.policy, platform)
-        self.run = run
-        self.sharding: Sharding = sharding_for(run.model, mesh)
+        dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
+        self.run, self.target, self.remat = run, target, remat
+        self.compute_dtype = jnp.dtype(compute_dtype or dtype)
+        is_strict = run.policy.mesh is not None and run.policy.mesh.strict
+        self.sharding: Sharding = sharding_for(run.model, mesh, strict=is_strict)
         self.model: Model = decoder(
             run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=self.sharding
         )
         self.params: Params = self.sharding.place(_shapes(run, jnp.dtype(dtype)))
-        adapter = run.adapter
+        adapter, packing = run.adapter, run.adapter.packing
+        if packing is None:
+            packing = not loses_kernel(run.model, self.compute_dtype, [target.device])
+        has_own_reference = adapter.loss.needs_reference and adapter.loss.reference.path is not None
         self.learner = Learner(
             self.model,
             adapter.loss,
@@ -96,9 +101,10 @@ class Programs:
             microbatch_tokens=adapter.microbatch_tokens,
             num_minibatches=adapter.num_minibatches,
             num_iterations=adapter.num_iterations,
-            packing=adapter.packing,
+            packing=packing,
             max_sampler_diff=adapter.max_logprob_diff,
             max_disagreeing_fraction=adapter.max_disagreeing_fraction,
+            ref_params=self.params if has_own_reference else None,
         )
 
     @cached_property
@@ -138,6 +144,18 @@ class Programs:
     def is_packed(self) -> bool:
         """True if rows of a microbatch hold several sequences."""
         return self.learner.packs_rows(self.params)
+
+    def is_smallest(self) -> bool:
+        """True if a microbatch cannot have fewer rows."""
+        rows, width = self.rows_and_width()
+        return self.learner.heights(self.params, width)[-1] == rows
+
+    def kernel(self) -> Choice:
+        """Return the kernel of attention in the largest microbatch, and the reason for it."""
+        config, (_, width) = self.run.model, self.rows_and_width()
+        window = config.sliding_window if (config.sliding_window or width) < width else None
+        devices = [self.target.device]
+        return choose_kernel(self.compute_dtype, config.head_dim, window, devices, has_segments=self.is_packed())
 
     def trained_parameters(self) -> int:
         """Return the number of parameters that are trained."""

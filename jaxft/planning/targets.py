@@ -71,6 +71,14 @@ HOPPER = {"shared": 233472, "cores": 132, "fpus": 128, "l2": 52428800, "clock": 
 AMPERE = {"shared": 167936, "cores": 108, "fpus": 64, "l2": 41943040, "clock": 1.41, "optin": 166912, "major": 8}
 
 
+class PlannedDevice(NamedTuple):
+    """The attributes of a jax device that decide about kernels."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str  # of a GPU, such as "9.0"; "" of a TPU
+
+
 class Target(NamedTuple):
     """A number of equal chips: a host, or a slice of a TPU pod."""
 
@@ -82,6 +90,12 @@ class Target(NamedTuple):
     def chip(self) -> Chip:
         """One of the chips."""
         return CHIPS[self.kind]
+
+    @property
+    def device(self) -> PlannedDevice:
+        """One of the devices, to choose kernels for."""
+        capability = {"a100": "8.0", "h100": "9.0", "h200": "9.0"}.get(self.kind, "")
+        return PlannedDevice(self.chip.platform, self.chip.name, capability)
 
     @property
     def hosts(self) -> int:

@@ -243,9 +243,7 @@ class ModelRunner:
         """
         model, dtype = self._model, compute_dtype(params)
         num_blocks = max(block_capacities(self.length))
-        widths = [MIN_CHUNK_TOKENS << i for i in range(MAX_CHUNK_TOKENS.bit_length())]
-        widths = [width for width in widths if width <= min(MAX_CHUNK_TOKENS, chunk_width(self.length))]
-        width = max(widths, key=lambda width: (self._rows(width, num_blocks), width))
+        _, width = largest_prefill(self.length, self._prefill_tokens, self._prefill_positions)
         slots = slot_shapes(model, self.slots, self.length, dtype)
         cache = cache_shapes(model, self.prefix_cache_rows, self.length, dtype)
         chosen = np.zeros(self.slots, bool)
@@ -320,10 +318,8 @@ class ModelRunner:
 
     def _rows(self, width: int, num_blocks: int) -> int:
         """Return the rows of a prefill program of chunks of this width, which reads so many blocks of the cache."""
-        rows = self._prefill_tokens // width
-        if self._prefill_positions is not None:
-            rows = min(rows, self._prefill_positions // block_capacities(self.length)[num_blocks])
-        return self._row_shards * max(1, rows)
+        capacity = block_capacities(self.length)[num_blocks]
+        return self._row_shards * prefill_rows(width, capacity, self._prefill_tokens, self._prefill_positions)
 
     def _chunks(self, chunks: Sequence[PrefillChunk], width: int, num_blocks: int) -> PrefillChunks:
         rows = self._rows(width, num_blocks)
@@ -376,6 +372,32 @@ class ModelRunner:
                 np.int32,
             ),
         )
+
+
+def prefill_rows(width: int, capacity: int, tokens: int, positions: int | None) -> int:
+    """Return the rows, on each row shard, of a prefill program.
+
+    Args:
+        width: tokens of a chunk.
+        capacity: positions of a row of the cache that the program reads.
+        tokens: limit of rows times width.
+        positions: limit of rows times capacity; None for no limit.
+
+    >>> prefill_rows(16, 256, 2048, 8192), prefill_rows(512, 256, 2048, 8192), prefill_rows(16, 256, 256, None)
+    (32, 4, 16)
+    """
+    return max(1, min(tokens // width, tokens if positions is None else positions // capacity))
+
+
+def largest_prefill(length: int, tokens: int, positions: int | None) -> tuple[int, int]:
+    """Return rows and width of the prefill program that gathers most of a cache for `length` tokens a row.
+
+    >>> largest_prefill(2048, 2048, 8192), largest_prefill(512, 2048, 8192)
+    ((4, 512), (16, 128))
+    """
+    widths = [MIN_CHUNK_TOKENS << i for i in range(MAX_CHUNK_TOKENS.bit_length())]
+    fitting = [width for width in widths if width <= min(MAX_CHUNK_TOKENS, chunk_width(length))]
+    return max((prefill_rows(width, length, tokens, positions), width) for width in fitting)
 
 
 def padded(values: Sequence[int], rows: int, filler: int, dtype: Any) -> Any:

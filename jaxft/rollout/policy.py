@@ -35,6 +35,7 @@ class Policy:
         engine: samples for any number of requests at once.
         compiles: counts the compilations of XLA.
         version: version of the parameters; each change adds 1.
+        dtype: dtype of the parameters, of their base if there are adapters.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Policy:
         self.template = ChatTemplate(tokenizer, stop_ids)
         self.version = 0
         self.compiles = CompileCounter()
+        self.dtype = jax.tree.leaves(params.get(BASE, params))[0].dtype
         self._base = base
         self._first_base = None if model.lora is None else self.base_of(params)
         self._params = params

@@ -35,7 +35,7 @@ from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
-from jaxft.training.memory import device_mebibytes, peak
+from jaxft.training.memory import device_mebibytes, peak, phases
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
@@ -337,6 +337,10 @@ class LocalTrainerAdapter(TrainerAdapter):
         with self._memory_errors():
             return await self.policy.read(needs)
 
+    def peak_memory(self, memory: dict[str, float]) -> float:
+        """Return the MiB of the larger phase, as update and rollout take turns."""
+        return peak(memory)
+
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         """Return the settings to change if a device has less than `memory`; None if it fits, or if that is unknown."""
         return memory_advice(self.adapter_config, self.policy, memory)
@@ -443,7 +447,7 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
             "policy; leave out update_every or path"
         )
     mesh: Any = None if sharding is None else sharding.mesh
-    reference, params = load_model(path, lora=lora, mesh=mesh)
+    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh)
     own, other = policy.model.config, reference.config
     assert isinstance(other, DecoderConfig)
     if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
@@ -462,7 +466,9 @@ def memory_advice(config: LocalTrainerAdapterConfig, policy: Policy, memory: dic
     has, needs = device_mebibytes(policy.model.sharding), peak(memory)
     if has is None or needs <= has:
         return None
-    largest = max(memory, key=lambda purpose: memory[purpose])
+    sizes = phases(memory)
+    worst = max(sizes, key=lambda phase: sum(sizes[phase].values()))
+    largest = max(sizes[worst], key=lambda purpose: sizes[worst][purpose])
     return (
         f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
         f"{remedy(config, policy.engine, largest)}"

@@ -93,7 +93,7 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
     """
     platform = platform_of(None if config.mesh is None else Sharding(mesh_of(config.mesh)))
     dtype, compute_dtype = dtypes_of(config, platform)
-    remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen with the first job"
+    remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"
     return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
 
 

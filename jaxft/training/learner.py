@@ -1,6 +1,6 @@
 """The learner: runs training jobs (scores, advantages, updates), and owns the state that passes from job to job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,17 +43,15 @@ def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
 
 def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
     """Return whether to pack rows: `wanted`, or for None True unless that costs a kernel; False if the model cannot."""
-    if wanted is None:
-        wanted = not loses_kernel(model, params)
-    return wanted and can_pack(model, params)
+    if wanted is None and isinstance(model.config, DecoderConfig):
+        dtype = hidden_state(model, params).dtype
+        wanted = not loses_kernel(model.config, dtype, devices_of(model.sharding))
+    return wanted is not False and can_pack(model, params)
 
 
-def loses_kernel(model: Model, params: Params) -> bool:
+def loses_kernel(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> bool:
     """True if a fused kernel takes the model's attention in rows of one sequence, but none does in packed rows."""
-    config = model.config
-    if not isinstance(config, DecoderConfig):
-        return False
-    kind = hidden_state(model, params).dtype, config.head_dim, config.sliding_window, devices_of(model.sharding)
+    kind = dtype, config.head_dim, config.sliding_window, devices
     padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
     return padded != "xla" and packed == "xla"
 
@@ -285,9 +283,13 @@ class Learner:
 
     def largest_microbatch(self, params: Params, longest: int) -> tuple[int, int]:
         """Return rows, over the whole mesh, and width of the largest microbatch of rows of `longest` tokens."""
-        self._packing = choose_packing(self._model, params, self._packing)
         width = padded_width(longest)
-        return self._planner().heights(width)[0], width
+        return self.heights(params, width)[0], width
+
+    def heights(self, params: Params, width: int) -> list[int]:
+        """Return the numbers of rows, over the whole mesh, that microbatches of this width may have, largest first."""
+        self._packing = choose_packing(self._model, params, self._packing)
+        return self._planner().heights(width)
 
     def _state_shapes(self, params: Params) -> TrainState:
         """Return the shapes of the state that an update replaces."""

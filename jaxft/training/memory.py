@@ -20,17 +20,23 @@ def peak(memory: Mapping[str, float]) -> float:
     >>> peak({"parameters": 4.0, "gradients": 4.0, "update": 1.0, "sampling weights": 2.0, "sampling": 8.0})
     17.0
     """
-    return max(map(sum, phases(memory).values()))
+    return max(sum(sizes.values()) for sizes in phases(memory).values())
 
 
-def phases(memory: Mapping[str, float]) -> dict[str, list[float]]:
-    """Return the memory of each purpose that a phase has, by phase.
+def phases(memory: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the memory that each phase has, by purpose.
 
-    >>> phases({"parameters": 4.0, "update": 1.0, "sampling weights": 2.0})
-    {'update': [4.0, 1.0], 'rollout': [4.0, 2.0]}
+    >>> phases({"parameters": 4.0, "update": 1.0, "sampling weights": 2.0})["rollout"]
+    {'parameters': 4.0, 'sampling weights': 2.0}
     """
-    elsewhere = {phase: {each for other, only in PHASES.items() if other != phase for each in only} for phase in PHASES}
-    return {phase: [size for purpose, size in memory.items() if purpose not in elsewhere[phase]] for phase in PHASES}
+    return {
+        phase: {
+            purpose: size
+            for purpose, size in memory.items()
+            if not any(purpose in only for other, only in PHASES.items() if other != phase)
+        }
+        for phase in PHASES
+    }
 
 
 def device_mebibytes(sharding: Sharding | None) -> float | None:

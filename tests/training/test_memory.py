@@ -13,4 +13,5 @@ HELD = {"parameters": 4.0, "optimizer": 8.0, "reference": 0.0, "sampling": 3.0}
 def test_update_and_rollout_take_turns(update, temporaries, wanted):
     memory = HELD | {"gradients": 4.0, "update": update, "sampling weights": 2.0, "sampling temporaries": temporaries}
     assert peak(memory) == wanted
-    assert sum(map(sum, phases(memory).values())) == sum(memory.values()) + sum(HELD.values())
+    both = [size for sizes in phases(memory).values() for size in sizes.values()]
+    assert sum(both) == sum(memory.values()) + sum(HELD.values())
