@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxft.models.config import DecoderConfig
+from jaxft.planning.flops import attention_flops, block_weights, head_weights, matmul_weights, tokens_seen
 
 ADAMW_PASSES = 8
 """Tensors as large as the parameters that a clipped AdamW step moves: the norm reads the gradient; then parameters,
@@ -42,38 +43,6 @@ def limit_seconds(phases: Sequence[Phase], rates: Rates) -> float:
     )
 
 
-def block_weights(config: DecoderConfig) -> int:
-    """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`.
-
-    >>> from jaxft.models.config import model_preset
-    >>> block_weights(model_preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
-    3145728
-    """
-    d = config.hidden_size
-    attention = 2 * d * config.head_dim * (config.num_heads + config.num_kv_heads)
-    return attention + 3 * d * config.intermediate_size
-
-
-def head_weights(config: DecoderConfig) -> int:
-    """Weights of the output projection, `D V`, tied to the embedding or not; looking a token up is no product.
-
-    >>> from jaxft.models.config import model_preset
-    >>> head_weights(model_preset("qwen3-58m"))  # 512 32000
-    16384000
-    """
-    return config.hidden_size * config.vocab_size
-
-
-def matmul_weights(config: DecoderConfig) -> int:
-    """Weights that a sampled token is multiplied with.
-
-    >>> from jaxft.models.config import model_preset
-    >>> matmul_weights(model_preset("qwen3-58m"))  # 8 blocks and the head
-    41549824
-    """
-    return config.num_layers * block_weights(config) + head_weights(config)
-
-
 def parameter_count(config: DecoderConfig) -> int:
     """All parameters: those of matrix products, the embedding if it is not the head, norms and biases.
 
@@ -98,33 +67,6 @@ def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
     114688
     """
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-
-
-def tokens_seen(config: DecoderConfig, first: int, last: int) -> int:
-    """Keys that queries at the 1-based positions `first .. last` see in all: those up to their own, within the window.
-
-    >>> from jaxft.models.config import model_preset
-    >>> tokens_seen(model_preset("qwen3-1m"), 3, 5)  # 3 + 4 + 5
-    12
-    >>> from dataclasses import replace
-    >>> tokens_seen(replace(model_preset("qwen3-1m"), sliding_window=4), 3, 5)  # 3 + 4 + 4
-    11
-    """
-    if last < first:
-        return 0
-    window = last if config.sliding_window is None else config.sliding_window
-    edge = min(max(window, first - 1), last)  # positions up to here see all that came before
-    return (first + edge) * (edge - first + 1) // 2 + (last - edge) * window
-
-
-def attention_flops(config: DecoderConfig, seen: int) -> int:
-    """Operations of the two attention products of one block: `2 H h` each for every key that a query sees.
-
-    >>> from jaxft.models.config import model_preset
-    >>> attention_flops(model_preset("qwen3-58m"), seen=10)  # 10 2 (2 8 64)
-    20480
-    """
-    return 4 * config.num_heads * config.head_dim * seen
 
 
 def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) -> Phase:

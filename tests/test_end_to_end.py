@@ -151,7 +151,13 @@ def test_epochs_count_from_0_in_rows_and_checkpoints_are_named_by_how_many_are_f
 
 def test_the_devices_of_a_run_are_written_down(first_run):
     folder, _ = first_run
-    assert json.loads((folder / "environment.json").read_text())["devices"] == ["cpu (cpu 0)"]
+    about = json.loads((folder / "environment.json").read_text())
+    assert about["devices"] == ["cpu (cpu 0)"]
+    assert about["chosen"] == {
+        "llms.policy.dtype": "float32",
+        "llms.policy.compute_dtype": "float32",
+        "llms.policy.remat": "dots",
+    }
 
 
 @pytest.mark.parametrize("max_concurrency", [64, 1])

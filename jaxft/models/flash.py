@@ -174,11 +174,12 @@ TRITON_BLOCKS = {
     "block_q_dq": 64,
     "block_kv_dq": 32,
 }
-"""Tokens of a tile, which lengths are padded to a multiple of.
+TRITON_WARPS = 8
+"""Tokens of a tile, which lengths are padded to a multiple of, and warps of a program.
 
-With 8 warps, these are the largest whose registers `ptxas` spills none of, at head widths of 64 and 128 on A100 (up to
-235 of 255 registers) and H200 (218); they need 66 KiB of shared memory on the former and 98 KiB on the latter. Tiles of
-64 in the backward pass spill 40 bytes a thread on H200 and 352 on A100; no tile was timed.
+Of the tiles tried, these are the largest for which `ptxas` spills no register at head widths of 64 and 128, on A100 (up
+to 250 of 255 registers, 64 KiB of shared memory) and H200 (218 and 96 KiB). With 64 instead of 32 in the backward pass
+a thread spills 352 bytes on A100 and 40 on H200. No tile was timed.
 """
 
 
@@ -198,7 +199,7 @@ def _pallas(window: None, is_interpreted: bool, segment_ids: Array, q: Array, k:
         sm_scale=q.shape[-1] ** -0.5,
         causal=True,
         block_sizes=triton.BlockSizes(**TRITON_BLOCKS),
-        num_warps=8,
+        num_warps=TRITON_WARPS,
         interpret=is_interpreted,
     )
     return mixed[:, :length]

@@ -3,8 +3,6 @@
 Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` input width, `F` output width, `r` rank, `V` vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -84,12 +82,20 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
     """Return the logits `hidden @ head.T`, in float32 or wider."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _logits(flat, head).reshape(*hidden.shape[:-1], -1)
+    is_narrow = flat.dtype.itemsize < 4
+    logits = _logits_of_narrow(flat, head) if is_narrow else _logits(flat, head)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def _logits(flat: Float[Array, "N D"], head: Float[Array, "V D"]) -> Float[Array, "N V"]:
+    wide = jnp.promote_types(flat.dtype, jnp.float32)
+    return jax.lax.dot_general(flat, head, (((1,), (1,)), ((), ())), preferred_element_type=wide)
 
 
 @jax.custom_vjp
-def _logits(flat: Float[Array, "N D"], head: Float[Array, "V D"]) -> Float[Array, "N V"]:
-    return jax.lax.dot_general(flat, head, (((1,), (1,)), ((), ())), preferred_element_type=_wide(flat))
+def _logits_of_narrow(flat: Float[Array, "N D"], head: Float[Array, "V D"]) -> Float[Array, "N V"]:
+    """Return `_logits`; its gradients are products of narrow numbers, as those of float32 take GPUs 8 times as long."""
+    return _logits(flat, head)
 
 
 def _logits_forward(flat: Array, head: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -97,19 +103,14 @@ def _logits_forward(flat: Array, head: Array) -> tuple[Array, tuple[Array, Array
 
 
 def _logits_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    """Products of the dtype of the hidden state: those of float32 take GPUs 8 times as long or more."""
     flat, head = saved
     cotangent = cotangent.astype(flat.dtype)
-    moved = jax.lax.dot_general(cotangent, head, (((1,), (0,)), ((), ())), preferred_element_type=_wide(flat))
-    of_head = jax.lax.dot_general(cotangent, flat, (((0,), (0,)), ((), ())), preferred_element_type=_wide(flat))
-    return moved.astype(flat.dtype), of_head.astype(head.dtype)
+    of_flat = jax.lax.dot_general(cotangent, head, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    of_head = jax.lax.dot_general(cotangent, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return of_flat.astype(flat.dtype), of_head.astype(head.dtype)
 
 
-_logits.defvjp(_logits_forward, _logits_backward)
-
-
-def _wide(x: Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+_logits_of_narrow.defvjp(_logits_forward, _logits_backward)
 
 
 class Linear(nnx.Module):

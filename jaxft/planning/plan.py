@@ -14,8 +14,10 @@ from jaxft.core.sharding import AXES
 from jaxft.errors import CheckFailed, ConfigError
 from jaxft.harness.config import Config
 from jaxft.models.decoder import AUTO_REMATS, Remat
-from jaxft.planning import compiler, estimate
+from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
+from jaxft.planning.estimate import update_bytes
+from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.programs import Programs, Run, mesh_shape
 from jaxft.planning.targets import Target, find_target
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
@@ -24,7 +26,7 @@ from jaxft.training.memory import peak, phases
 
 GIB = 2**30
 
-MARGIN = 1.3
+MARGIN = 1.15
 """An estimate that is this many times too large for a device rules a checkpoint policy out without compiling it."""
 
 GPU_FRACTION = 0.75
@@ -120,7 +122,7 @@ def make_plan(
 
     # The first checkpoint policy that fits, or else the last.
     for remat, programs in zip(remats(run), policies, strict=True):
-        estimated = {"update": update_estimate(programs, target, remat)}
+        estimated = {"update": estimate_update(programs, target, remat)}
         is_last = remat == remats(run)[-1]
         if not is_last and peak(held | estimated) > limit * (1.0 if interpreter is None else MARGIN):
             continue
@@ -135,7 +137,7 @@ def make_plan(
             continue
         if peak(held | {"update": compiled["gradient"].temporaries}) <= limit:
             break
-    memory = held | estimated | {"sampling temporaries": sampling_estimate(programs, target)}
+    memory = held | estimated | {"sampling temporaries": estimate_sampling(programs, target)}
     if interpreter is not None:
         for name in ("step", "prefill", "decode"):
             try:
@@ -157,12 +159,35 @@ def make_plan(
         programs=compiled,
         rows=rows,
         width=width,
-        model_flops=estimate.model_flops(config, rows, width, is_lora=run.lora is not None) // chips,
-        kernel_flops={"gradient": estimate.kernel_flops(config, rows, width, remat) // chips},
+        model_flops=model_flops(config, rows, width) // chips,
+        kernel_flops={"gradient": kernel_flops(config, rows, width, remat) // chips},
         parameters=programs.parameters(),
         trained_parameters=programs.trained_parameters(),
         versions={} if interpreter is None else compiler.versions(interpreter),
     )
+
+
+def estimate_update(programs: Programs, target: Target, remat: Remat) -> int:
+    """Return the estimated bytes of temporaries of an update."""
+    run, (rows, width) = programs.run, programs.rows_and_width()
+    dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
+    return update_bytes(
+        run.model,
+        rows=rows,
+        tokens=width,
+        remat=remat,
+        platform=target.chip.platform,
+        sharding=programs.sharding,
+        lora=run.lora,
+        compute_dtype=compute_dtype or dtype,
+        param_dtype=dtype,
+        is_packed=programs.is_packed(),
+    )
+
+
+def estimate_sampling(programs: Programs, target: Target) -> int:
+    """Return the estimated bytes of temporaries of the sampler's programs."""
+    raise NotImplementedError
 
 
 def remats(run: Run) -> tuple[Remat, ...]:

@@ -135,6 +135,10 @@ class Programs:
         """Return rows and tokens per row of the largest microbatch, over the whole mesh."""
         return self.learner.largest_microbatch(self.params, self.run.policy.max_context_tokens)
 
+    def is_packed(self) -> bool:
+        """True if rows of a microbatch hold several sequences."""
+        return self.learner.packs_rows(self.params)
+
     def trained_parameters(self) -> int:
         """Return the number of parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(trainable(self.model, self.params)))

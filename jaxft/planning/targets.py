@@ -5,7 +5,7 @@ all of them, so times computed from them are lower bounds.
 """
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ class Chip(NamedTuple):
     """
 
     name: str
-    platform: str
+    platform: Literal["gpu", "tpu"]
     memory_bytes: int
     bytes_per_second: float
     flops_per_second: float

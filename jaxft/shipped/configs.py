@@ -135,8 +135,8 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     packing: bool | None = Field(
         default=None,
         description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
-        "length share a microbatch. null: false where the backend has fused attention, which takes a row "
-        "as one sequence; true elsewhere.",
+        "length share a microbatch. null: true, except where only rows of one sequence have a fused attention kernel: "
+        "on GPUs with a sliding window.",
     )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")

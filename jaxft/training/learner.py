@@ -278,6 +278,11 @@ class Learner:
         batch = jax.eval_shape(lambda: self._empty_batch(rows, width))
         return self._update.programs(self._state_shapes(params), batch)
 
+    def packs_rows(self, params: Params) -> bool:
+        """Return True if rows hold several sequences; pairs of dpo are never packed."""
+        self._packing = choose_packing(self._model, params, self._packing)
+        return self._planner().packed
+
     def largest_microbatch(self, params: Params, longest: int) -> tuple[int, int]:
         """Return rows, over the whole mesh, and width of the largest microbatch of rows of `longest` tokens."""
         self._packing = choose_packing(self._model, params, self._packing)

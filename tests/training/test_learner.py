@@ -12,7 +12,7 @@ from jaxft.core.packing import pack, unpack
 from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import decoder
+from jaxft.models.decoder import AUTO_REMATS, decoder
 from jaxft.models.flash import Choice
 from jaxft.training.batch import Row, compute_advantages, make_batch, with_scores
 from jaxft.training.config import LossConfig, OptimizerConfig
@@ -245,3 +245,41 @@ def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss, monkeypatch
     assert learner.step == 0 and learner.jobs == 0
     assert (learner.value_head is not None) == (loss["name"] == "ppo")
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))
+
+
+@pytest.mark.parametrize("remat", AUTO_REMATS)
+def test_the_fastest_checkpoint_policy_that_fits_is_trained(job, start, remat, monkeypatch):
+    learner, tried = Learner(MODEL, LossConfig(), SGD, microbatch_tokens=64), []
+
+    def memory(params, longest):
+        tried.append(learner._model)
+        if len(tried) == 1 and remat != AUTO_REMATS[0]:  # as compilers for TPUs end that find too little memory
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+        return {"update": float(len(AUTO_REMATS) - len(tried))}
+
+    monkeypatch.setattr(learner, "memory", memory)
+    least = len(AUTO_REMATS) - 1 - AUTO_REMATS.index(remat)
+    assert learner.choose_remat(start, 32, lambda memory: memory["update"] <= least) == remat
+    assert tried == [MODEL.with_remat(name) for name in AUTO_REMATS[: len(tried)]]
+    _, metrics = learner.learn(*job(LossConfig()), jax.tree.map(jnp.copy, start))
+    assert metrics["applied_updates"] == 1
+
+
+def test_another_error_of_the_compiler_is_no_lack_of_memory(start, monkeypatch):
+    learner = Learner(MODEL, LossConfig(), SGD, microbatch_tokens=64)
+
+    def memory(params, longest):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(learner, "memory", memory)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        learner.choose_remat(start, 32, lambda memory: True)
+
+
+def test_memory_is_that_of_the_compiled_programs(start):
+    learner = Learner(MODEL, LossConfig(), OptimizerConfig(), microbatch_tokens=64)
+    shapes = jax.eval_shape(lambda params: params, start)
+    memory, parameters = learner.memory(shapes, 32), sum(leaf.nbytes for leaf in jax.tree.leaves(start)) / 2**20
+    assert memory["parameters"] == memory["gradients"] == parameters and memory["optimizer"] > 2 * parameters
+    assert learner.largest_microbatch(shapes, 32) == (2, 32)
+    assert memory["update"] > 0 and memory["reference"] == 0

@@ -1,0 +1,105 @@
+"""Estimated memory and operations of updates against figures of compilers, and against numbers computed by hand.
+
+`data/compiled_updates.json` has, for each case, what `memory_analysis()` and the reader of HLO said of the program that
+jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of `ModelRunner.programs`. Weights are sharded
+over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16; products
+are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxft.core.sharding import AXES
+from jaxft.models.config import LoraSpec, model_preset
+from jaxft.models.decoder import REMATS, sharding_for
+from jaxft.planning.estimate import update_bytes, update_contributions
+from jaxft.planning.flops import kernel_flops, model_flops, update_flops
+from jaxft.planning.targets import find_target
+
+CASES = json.loads((Path(__file__).parent / "data" / "compiled_updates.json").read_text())
+GRADIENTS = [name for name, case in CASES.items() if case["program"] == "gradient"]
+
+
+def setting(case):
+    """Arguments of `update_bytes` for a case."""
+    target, config = find_target(case["target"]), model_preset(case["model"])
+    lora = LoraSpec(16, 32.0) if case["lora"] else None
+    return dict(
+        config=config,
+        rows=case["rows"],
+        tokens=case["tokens"],
+        remat=case["remat"],
+        platform=target.chip.platform,
+        sharding=sharding_for(config, AbstractMesh((1, target.chips, 1), AXES)),
+        lora=lora,
+        param_dtype="float32" if lora is None else "bfloat16",
+        is_packed=case["loss"] != "dpo",
+    )
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_temporaries_of_updates_are_within_a_quarter_of_the_compilers(name):
+    assert update_bytes(**setting(CASES[name])) == pytest.approx(CASES[name]["temp_bytes"], rel=0.25)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_products_of_updates_are_those_of_the_compiled_program(name):
+    given = setting(CASES[name])
+    config, tokens, remat = given["config"], given["tokens"], given["remat"]
+    rows = given["rows"] // given["sharding"].row_shards
+    products = update_flops(config, rows, tokens, remat, given["lora"]) - kernel_flops(config, rows, tokens, remat)
+    assert products == pytest.approx(CASES[name]["flops"], rel=0.002)
+
+
+def test_policies_that_keep_less_need_less():
+    given = setting(CASES["h200_06_full"])
+    needed = [update_bytes(**{**given, "remat": remat}) for remat in REMATS]
+    assert needed == sorted(needed, reverse=True)
+
+
+def test_activations_divide_over_rows_and_heads_and_weights_over_fsdp():
+    config = model_preset("qwen3-0.6b")
+
+    def contributions(data, fsdp, tensor, rows):
+        sharding = sharding_for(config, AbstractMesh((data, fsdp, tensor), AXES))
+        return update_contributions(config, rows=rows, tokens=1024, remat="dots", platform="gpu", sharding=sharding)
+
+    one, many = contributions(1, 1, 1, rows=2), contributions(2, 2, 1, rows=8)
+    assert many.kept == one.kept
+    assert many.weights == pytest.approx(one.weights / 2, rel=1e-3)  # norms are replicated
+    halved = contributions(1, 1, 2, rows=2)
+    assert halved.kept > one.kept / 2  # the residual stream is not divided
+    assert halved.layer_weights == one.layer_weights / 2
+
+
+def test_adapters_have_no_gradient_of_the_head_and_no_copy_of_a_narrow_base():
+    given = setting(CASES["h100_8b_lora_full"])
+    adapters = update_contributions(**given)
+    assert adapters.head_gradient == adapters.embedding_gradient == 0
+    assert (
+        adapters.weights
+        == adapters.layer_gradients
+        == 2
+        * 36
+        * 16
+        * (
+            2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)  # q and o; k and v; gate, up and down
+        )
+    )
+
+
+def test_operations_of_a_full_recomputation():
+    config = model_preset("qwen3-0.6b")
+    kept, again = (update_flops(config, 1, 4, remat) for remat in ("dots", "full"))
+    forward = 28 * (4 * 2 * (2 * 1024 * (2048 + 1024) + 2 * 1024 * 3072) + 4 * 2048 * (1 + 2 + 3 + 4))
+    assert again - kept == forward
+
+
+def test_kernels_compute_one_product_more_than_three_forward_passes():
+    """Five products backward where twice the forward pass would be four."""
+    config = model_preset("qwen3-0.6b")
+    attention = model_flops(config, 1, 512) - 6 * 512 * (28 * 15728640 + 151936 * 1024)
+    assert kernel_flops(config, 1, 512, "dots") * 6 == attention * 7

@@ -1,0 +1,231 @@
+"""Plans by the command line, estimated, and the arithmetic of plans whose compiled figures are given by hand."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from jaxft.cli import main
+from jaxft.models.config import model_preset
+from jaxft.planning.compiler import Compiled
+from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
+from jaxft.planning.programs import Run, mesh_shape
+from jaxft.planning.targets import find_target, target_names
+from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+
+AGENT = """
+import jaxft
+
+class AgentConfig(jaxft.WorkflowConfig, name="planned_agent"):
+    llm: jaxft.LLMRef
+
+@jaxft.register_workflow(config_type=AgentConfig)
+async def agent(config, builder):
+    yield None
+
+class BrevityConfig(jaxft.EvaluatorConfig, name="planned_brevity"):
+    pass
+
+@jaxft.register_evaluator(config_type=BrevityConfig)
+async def brevity(config, builder):
+    yield None
+"""
+
+RUN = """
+imports: [planned]
+llms:
+  policy: {_type: local_policy, path: model, tokenizer: null, max_context_tokens: 2048, slots: 64,
+           mesh: {data: 1, fsdp: -1}}
+workflow: {_type: planned_agent, llm: policy}
+eval:
+  general: {dataset: {_type: jsonl, file_path: train.jsonl}}
+  evaluators: {brevity: {_type: planned_brevity}}
+trajectory_builders: {rollouts: {_type: grpo_trajectory_builder}}
+trainer_adapters: {local: {_type: local_trainer_adapter, llm: policy, microbatch_tokens: 131072}}
+trainers: {loop: {_type: grpo_trainer}}
+finetuning:
+  enabled: true
+  trainer: loop
+  trajectory_builder: rollouts
+  trainer_adapter: local
+  reward_function: {name: brevity}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A folder with a configuration, and the shape of Qwen3-0.6B; no compilers are in the user's cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "planned.py").write_text(AGENT)
+    (tmp_path / "run.yml").write_text(RUN)
+    (tmp_path / "train.jsonl").write_text('{"question": "?", "answer": "!"}\n')
+    (tmp_path / "model").mkdir()
+    config = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def plan(target, *settings):
+    options = [part for setting in settings for part in ("--set", setting)]
+    return main(["plan", "--config_file", "run.yml", "--target", target, *options])
+
+
+def test_a_plan_without_compilers_is_estimated(planned, capsys):
+    assert plan("v5e-8") == 0
+    shown = capsys.readouterr().out
+    assert "scripts/make_compilers.sh" in shown and str(planned / "cache") in shown
+    assert "v5e-8: 8 x TPU v5e; mesh data 1, fsdp 8, tensor 1 (estimated)" in shown
+    assert "596.0 M parameters in float32, 596.0 M trained; products in bfloat16" in shown
+    assert "64 rows of 2,048 tokens on 8 chips" in shown
+    # 596,049,920 float32 parameters over 8 chips; both moments of AdamW, and its count; sums of gradients.
+    assert "   0.278 GiB  parameters\n" in shown and "   0.556 GiB  optimizer\n" in shown
+    assert "   0.278 GiB  gradients\n" in shown
+    assert "   3.500 GiB  sampling\n" in shown  # 2 (caches) 64 2048 tokens of 112 KiB over 8 chips
+    assert "(estimated)" in shown and "(auto)" in shown
+
+
+def test_adapters_have_a_base_of_bfloat16(planned, capsys):
+    assert plan("h200x1", "llms.policy.mesh=null", "llms.policy.lora.rank=16") == 0
+    shown = capsys.readouterr().out
+    assert "parameters in bfloat16, 10.1 M trained; products in bfloat16" in shown
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "code", "wanted"),
+    [
+        ("h300x1", [], 2, ["target is 'h300x1'", "h200x1", "v5p-16"]),
+        ("v5e-7", [], 2, ["target is 'v5e-7'"]),
+        ("h200x8", ["llms.policy.mesh.tensor=3"], 2, ["mesh is data 1, fsdp -1, tensor 3", "8 devices"]),
+        ("h200x1", ["llms.policy.path=absent/model"], 2, ["llms.policy", "absent/model"]),
+        ("v5e-1", ["llms.policy.mesh=null"], 1, ["does not fit", "microbatch_tokens to 65536", "lora"]),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(planned, capsys, target, settings, code, wanted):
+    assert plan(target, *settings) == code
+    said = capsys.readouterr().err
+    assert said.count("\n") <= 2 and "Traceback" not in said
+    for part in wanted:
+        assert part in said
+
+
+def test_compilers_that_are_not_there_are_one_line(planned, capsys):
+    command = ["plan", "--config_file", "run.yml", "--target", "v5e-8", "--compiler", "nowhere/python"]
+    assert main(command) == 1
+    assert "nowhere/python cannot be run" in (said := capsys.readouterr().err) and "scripts/make_compilers.sh" in said
+    (planned / "empty").write_text("#!/bin/sh\necho no module named jax >&2; exit 1\n")
+    (planned / "empty").chmod(0o755)
+    assert main([*command[:-1], str(planned / "empty")]) == 1
+    assert "no module named jax" in (said := capsys.readouterr().err) and "scripts/make_compilers.sh" in said
+
+
+def test_every_target_has_a_topology():
+    for name in target_names():
+        target = find_target(name)
+        assert target.name == name and target.chips >= 1
+        sides = target.topology.rpartition(":")[2].split("x")
+        product = 1
+        for side in sides:
+            product *= int(side)
+        assert product == target.chips or target.chips == 1
+
+
+def test_a_mesh_without_sizes_takes_all_devices():
+    assert mesh_shape(MeshConfig(), 8) == (8, 1, 1)
+    assert mesh_shape(MeshConfig(data=2, fsdp=-1, tensor=2), 8) == (2, 2, 2)
+    with pytest.raises(ValueError, match=r"data 3, fsdp 1, tensor 1.* 8 devices"):
+        mesh_shape(MeshConfig(data=3), 8)
+
+
+GRADIENT = Compiled(
+    arguments=2**30,
+    outputs=2**29,
+    temporaries=4 * 2**30,
+    aliased=2**29,
+    flops=197 * 10**11,  # 0.1 s on a v5e
+    bytes=819 * 10**8,  # 0.1 s
+    collectives=[
+        ("all-gather", "bf16[8,8]", 8, 10, 800_000_000),  # 7/8 of 8 GB over links of 200 GB/s: 0.035 s
+        ("all-reduce", "f32[8]", 8, 1, 400_000_000),  # twice 7/8 of 0.4 GB: 0.0035 s
+        ("collective-permute", "f32[8]", 1, 1, 1_000),
+    ],
+    kernels={"splash": 2},
+    seconds=40.0,
+)
+STEP = GRADIENT._replace(temporaries=0, flops=0, bytes=819 * 10**6, collectives=[])
+RUN_OF_V5E = Run(
+    LocalPolicyConfig(path="model", mesh=MeshConfig(data=1, fsdp=8)),
+    LocalTrainerAdapterConfig(llm="policy", microbatch_tokens=131072),
+    model_preset("qwen3-0.6b"),
+)
+
+
+def made_plan(**changes):
+    gib = 2**30
+    memory = {
+        "parameters": gib, "optimizer": 2 * gib, "reference": 0, "gradients": gib, "update": 4 * gib,
+        "sampling": 2 * gib, "sampling weights": gib, "sampling temporaries": gib,
+    }  # fmt: skip
+    made = Plan(
+        target=find_target("v5e-8"),
+        mesh=(1, 8, 1),
+        remat="full",
+        memory=memory,
+        limit=16 * gib,
+        programs={"gradient": GRADIENT, "step": STEP},
+        rows=64,
+        width=2048,
+        model_flops=197 * 10**11,
+        kernel_flops={"gradient": 197 * 10**11 // 4},
+        parameters=596_049_920,
+        trained_parameters=596_049_920,
+        versions={"jax": "0.10.2"},
+    )
+    return made._replace(**changes)
+
+
+def test_least_times_follow_from_the_limits_of_the_chip():
+    seconds = least_seconds(find_target("v5e-8"), GRADIENT, GRADIENT.flops)
+    assert seconds == pytest.approx({"arithmetic": 0.1, "memory": 0.1, "links": 0.0385})
+    assert "links" not in least_seconds(find_target("v5e-8"), STEP, 0)
+    assert collectives(GRADIENT)["all-gather"] == (10, 8_000_000_000)
+
+
+def test_a_plan_is_told_in_lines():
+    text = "\n".join(lines(made_plan(), RUN_OF_V5E))
+    assert "compiled with jax 0.10.2" in text and "estimated" not in text
+    assert "10.000 GiB  in all in the update, 62% of 16.00" in text
+    assert "7.000 GiB  in all in the rollout, 44% of 16.00" in text
+    assert "2.462e+13 flops, 81.9 GB moved, compiled in 40 s" in text
+    assert "at least 125.0 ms on a chip, by arithmetic" in text
+    assert "1.25 times the model's flops; at most 80% MFU" in text
+    assert "all-gather: 10 times, 8,000.0 MB in all" in text
+    hosts = "\n".join(lines(made_plan(target=find_target("v5e-16")), RUN_OF_V5E))
+    assert "2 hosts" in hosts and "8 of 16 chips" in hosts
+
+
+def test_advice_begins_with_what_costs_least():
+    small = made_plan(limit=9 * 2**30)
+    assert not small.fits and made_plan().fits
+    given = advice(small, RUN_OF_V5E)
+    assert "1.00 GiB are missing in the update" in given[0]
+    assert "microbatch_tokens to 65536, worth up to 2.00 GiB" in given[1]
+    assert "slots (now 64)" in given[2]
+    gpu = advice(small._replace(target=find_target("h100x8")), RUN_OF_V5E)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in gpu[1]
+    rows = advice(small._replace(rows=8), RUN_OF_V5E)  # one a chip
+    assert not any("microbatch_tokens" in line for line in rows)
+    dots = RUN_OF_V5E._replace(policy=RUN_OF_V5E.policy.model_copy(update={"remat": "dots"}))
+    assert any("remat to auto" in line for line in advice(small, dots))
+
+
+def test_a_configuration_is_sent_as_it_is():
+    from jaxft.planning.compiler import _plain
+
+    sent = json.loads(json.dumps([_plain(RUN_OF_V5E.policy), _plain(RUN_OF_V5E.adapter), asdict(RUN_OF_V5E.model)]))
+    assert LocalPolicyConfig.model_validate(sent[0]) == RUN_OF_V5E.policy
+    assert LocalTrainerAdapterConfig.model_validate(sent[1]) == RUN_OF_V5E.adapter
