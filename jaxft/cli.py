@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
             return
-        from jaxft.harness.device_commands import doctor, export  # imports jax, which --help does without
-
         if parsed.verb == "plan":
-            from jaxft.planning.plan import plan  # imports jax, too
+            from jaxft.planning.plan import plan  # imports jax, which --help does without
 
-            config = load_config(parsed.config_file, parsed.override)
-            plan(config, parsed.target, parsed.compiler, Console().message)
+            run_config = load_config(parsed.config_file, parsed.override)
+            plan(run_config, parsed.target, parsed.compiler, Console().message)
             return
+        from jaxft.harness.device_commands import doctor, export  # imports jax as well
+
         if parsed.verb == "export":
             export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
         else:

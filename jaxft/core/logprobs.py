@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.sharding import ROW_AXES
-from jaxft.core.types import Model, Params, Scored
+from jaxft.core.types import Model, Params, Scored, same_params
 
 CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
@@ -101,7 +101,8 @@ def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "
 
 
 def _sum_terms(x: Float[Array, "N *K"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    return tuple(terms.sum(axis=-1) for terms in _exp_terms(x))
+    weights, moments = _exp_terms(x)
+    return weights.sum(axis=-1), moments.sum(axis=-1)
 
 
 def _exp_terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
@@ -239,6 +240,21 @@ def _with_gradient(total: Array, leaf: Array) -> Array:
 _with_gradient.defvjp(lambda total, leaf: (leaf, None), lambda _, gradient: (gradient.astype(jnp.float32), None))
 
 
+@jax.custom_vjp
+def _exchange_together(head: Params, hidden: Float[Array, "B S D"]) -> tuple[Params, Float[Array, "B S D"]]:
+    """Return the arguments; the gradient of the head is done before that of the hidden state goes on into the layers.
+
+    Without that, XLA keeps the head's float32 gradient through the backward pass of all layers, before it is rounded
+    and exchanged.
+    """
+    return head, hidden
+
+
+_exchange_together.defvjp(
+    lambda head, hidden: ((head, hidden), None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
+)
+
+
 @partial(jax.jit, static_argnums=(0, 5, 6), inline=True)
 def _score(
     model: Model,
@@ -260,13 +276,16 @@ def _score(
         chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * (sharding.devices if sharding else 1)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
+    head = params
+    if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
+        head, hidden = _exchange_together(model.head(params), hidden)
     if sharding is None:
-        return _score_in_chunks(model, entropy_gradient, chunk_tokens, params, hidden, tokens, temperature)
+        return _score_in_chunks(model, entropy_gradient, chunk_tokens, head, hidden, tokens, temperature)
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
     rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in (hidden, tokens, temperature)]
     compute = partial(_score_in_chunks, model, entropy_gradient, -(-chunk_tokens // sharding.devices))
-    scores = sharding.map_shards(compute, model.head(params), rows, ROW_AXES, "tensor")
+    scores = sharding.map_shards(compute, head, rows, ROW_AXES, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
 
 

@@ -51,7 +51,11 @@ def _look_up_forward(embedding: Array, tokens: Array) -> tuple[Array, tuple[Arra
 def _look_up_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
     embedding, tokens = saved
     wide = jnp.promote_types(embedding.dtype, jnp.float32)
-    sums = jnp.zeros(embedding.shape, wide).at[tokens].add(cotangent.astype(wide))
+    zero = jnp.zeros((), wide)
+    if embedding.dtype.itemsize < 4:
+        # Else XLA for GPUs makes the table of zeros long before, together with that of the head's gradient.
+        cotangent, zero = jax.lax.optimization_barrier((cotangent, zero))
+    sums = jnp.broadcast_to(zero, embedding.shape).at[tokens].add(cotangent.astype(wide))
     return sums.astype(embedding.dtype), None
 
 

@@ -24,6 +24,7 @@ from jaxft.models.config import DecoderConfig
 from jaxft.planning.hlo import read
 from jaxft.planning.programs import Programs, Run, mesh_of_devices
 from jaxft.planning.targets import Target, find_target
+from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -218,8 +219,6 @@ def figures(compiled: Any, seconds: float) -> Compiled:
 
 def main() -> None:
     """Answer one request on standard input, or print the versions of the compilers."""
-    import jax  # here, so that importing this module elsewhere is quick
-
     if sys.argv[1:] != ["compile"]:
         packages = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
         print(json.dumps({package: metadata.version(package) for package in packages}))
@@ -231,9 +230,10 @@ def main() -> None:
         answer = figures(compiled, time.perf_counter() - started)._asdict()
         if file := os.environ.get(HLO_FILE):
             Path(file).write_text(compiled.as_text())
-    except jax.errors.JaxRuntimeError as error:
-        is_out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
-        answer = {"error": str(error).partition("\n")[0][:500], "is_out_of_memory": is_out_of_memory}
+    except Exception as error:  # for the process that asked, whatever it is
+        said = f"{type(error).__name__}: {first_line(error)[:500]}"
+        where = f"{request['program']} for {request['target']}"
+        answer = {"error": f"{where}: {said}", "is_out_of_memory": is_out_of_memory(error)}
     print(json.dumps(answer))
 
 

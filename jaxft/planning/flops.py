@@ -118,7 +118,7 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
 
 
 def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lora: LoraSpec | None = None) -> int:
-    """Operations of the gradient of `rows` rows of one device, attention kernels included.
+    """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
     pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, whose result no
@@ -139,8 +139,9 @@ def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lo
         passes = (2 if lora is not None else 3) + (path in recomputed)
         of_token += 2 * passes * inputs * outputs
         if lora is not None and lora.is_target(path):
-            again = remat not in ("none", "dots")  # the product with `lora_a` is an operand of the other's gradient
-            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again * inputs)
+            again = inputs if remat not in ("none", "dots") else 0  # the inner product is read by a gradient
+            again += outputs if path in recomputed else 0
+            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
     head = 2 * (3 if lora is not None else 4) * head_weights(config)
     products = rows * tokens * config.num_layers * of_token + rows * (tokens - 1) * head
     return products + kernel_flops(config, rows, tokens, remat)

@@ -4,6 +4,7 @@ With compilers (`jaxft.planning.compiler`) the figures are the compilers' own. W
 sharding rules, and are marked as estimated.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from jaxft.harness.config import Config
 from jaxft.models.decoder import AUTO_REMATS, Remat
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
-from jaxft.planning.estimate import update_bytes
+from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.programs import Programs, Run, mesh_shape
 from jaxft.planning.targets import Target, find_target
@@ -29,8 +30,8 @@ GIB = 2**30
 MARGIN = 1.15
 """An estimate that is this many times too large for a device rules a checkpoint policy out without compiling it."""
 
-GPU_FRACTION = 0.75
-"""Part of a GPU's memory that jax takes unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise."""
+GPU_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Environment variable: the part of a GPU's memory that jax takes, by default three quarters."""
 
 
 class Plan(NamedTuple):
@@ -187,7 +188,18 @@ def estimate_update(programs: Programs, target: Target, remat: Remat) -> int:
 
 def estimate_sampling(programs: Programs, target: Target) -> int:
     """Return the estimated bytes of temporaries of the sampler's programs."""
-    raise NotImplementedError
+    policy = programs.run.policy
+    dtype, compute_dtype = dtypes_of(policy, target.chip.platform)
+    return max(
+        sampling_bytes(
+            programs.run.model,
+            slots=policy.slots,
+            length=policy.max_context_tokens,
+            platform=target.chip.platform,
+            sharding=programs.sharding,
+            compute_dtype=compute_dtype or dtype,
+        )
+    )
 
 
 def remats(run: Run) -> tuple[Remat, ...]:
@@ -196,8 +208,8 @@ def remats(run: Run) -> tuple[Remat, ...]:
 
 
 def memory_limit(target: Target) -> int:
-    """Return the bytes of one chip for programs and arrays, as jax sets it by default."""
-    fraction = GPU_FRACTION if target.chip.platform == "gpu" else 1.0
+    """Return the bytes of one chip for programs and arrays."""
+    fraction = float(os.environ.get(GPU_FRACTION, "0.75")) if target.chip.platform == "gpu" else 1.0
     return int(target.chip.memory_bytes * fraction)
 
 
@@ -279,6 +291,8 @@ def _program_lines(plan: Plan, name: str, program: Compiled) -> Iterator[str]:
     if name == "gradient":
         ratio, mfu = flops / plan.model_flops, plan.model_flops / seconds[limit] / plan.target.chip.flops_per_second
         yield f"{'':<12} {ratio:.2f} times the model's flops; at most {mfu:.0%} MFU"
+    for kernel, times in program.kernels.items():
+        yield f"{'':<12} kernel {kernel}: {times} times"
     for kind, (times, size) in collectives(program).items():
         yield f"{'':<12} {kind}: {times} times, {size / 1e6:,.1f} MB in all"
 
@@ -313,7 +327,7 @@ def advice(plan: Plan, run: Run) -> list[str]:
     worst = max(sums, key=lambda phase: sums[phase])
     found = [f"{over:.2f} GiB are missing in the {worst}; the changes that cost least come first"]
     if plan.target.chip.platform == "gpu" and peak(plan.memory) <= 0.95 * plan.target.chip.memory_bytes:
-        found.append("set the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, which gives jax the whole GPU")
+        found.append(f"set the environment variable {GPU_FRACTION}=0.95, which gives jax the whole GPU")
     shards = plan.mesh[0] * plan.mesh[1]
     if worst == "update" and plan.rows > shards:
         half, tokens = plan.memory["update"] / 2 / GIB, run.adapter.microbatch_tokens // 2

@@ -116,3 +116,20 @@ def test_spread_rows_are_cut_along_all_axes():
     assert cut((16, 3), AXES).spec == PartitionSpec(AXES)
     assert cut((12, 3), AXES).spec == PartitionSpec(None)
     assert cut((4, 5, 6), ("data", "fsdp"), None, "tensor").spec == PartitionSpec(("data", "fsdp"), None, "tensor")
+
+
+def test_what_is_mapped_over_shards_has_values_and_gradients_of_the_whole():
+    one = Sharding(make_mesh(devices=jax.devices()[:1]), RULES)
+    params, rows = {"embedding": jnp.arange(6.0).reshape(3, 2)}, jnp.array([[0, 2], [1, 2]])
+
+    def look_up(params, rows):
+        return params["embedding"][rows]
+
+    def loss(params, mapped):
+        found = one.map_shards(look_up, params, [rows], ("data", "fsdp"), "tensor") if mapped else look_up(params, rows)
+        return (found**2).sum()
+
+    for mapped in (False, True):
+        value, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, mapped)
+        assert value == 0 + 1 + 2 * (16 + 25) + 4 + 9
+        np.testing.assert_array_equal(gradient["embedding"], [[0, 2], [4, 6], [16, 20]])

@@ -15,12 +15,15 @@ from jax.sharding import AbstractMesh
 from jaxft.core.sharding import AXES
 from jaxft.models.config import LoraSpec, model_preset
 from jaxft.models.decoder import REMATS, sharding_for
-from jaxft.planning.estimate import update_bytes, update_contributions
+from jaxft.planning.estimate import sampling_bytes, update_bytes, update_contributions
 from jaxft.planning.flops import kernel_flops, model_flops, update_flops
 from jaxft.planning.targets import find_target
 
 CASES = json.loads((Path(__file__).parent / "data" / "compiled_updates.json").read_text())
 GRADIENTS = [name for name, case in CASES.items() if case["program"] == "gradient"]
+
+RECOMPUTED_BY_XLA = {"h100_8b_lora_dots", "h100x8_8b_dots"}
+"""Programs in which XLA for GPUs found memory short and computed products a second time on its own account."""
 
 
 def setting(case):
@@ -45,13 +48,24 @@ def test_temporaries_of_updates_are_within_a_quarter_of_the_compilers(name):
     assert update_bytes(**setting(CASES[name])) == pytest.approx(CASES[name]["temp_bytes"], rel=0.25)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", [name for name in GRADIENTS if name not in RECOMPUTED_BY_XLA])
 def test_products_of_updates_are_those_of_the_compiled_program(name):
     given = setting(CASES[name])
     config, tokens, remat = given["config"], given["tokens"], given["remat"]
     rows = given["rows"] // given["sharding"].row_shards
     products = update_flops(config, rows, tokens, remat, given["lora"]) - kernel_flops(config, rows, tokens, remat)
     assert products == pytest.approx(CASES[name]["flops"], rel=0.002)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in GRADIENTS])
+def test_temporaries_of_sampling_are_within_a_quarter_of_the_compilers(name):
+    case = CASES[name]
+    target, config = find_target(case["target"]), model_preset(case["model"])
+    sharding = sharding_for(config, AbstractMesh((1, target.chips, 1), AXES))
+    estimated = sampling_bytes(
+        config, slots=case["rows"], length=case["tokens"], platform=target.chip.platform, sharding=sharding
+    )
+    assert estimated._asdict()[case["program"]] == pytest.approx(case["temp_bytes"], rel=0.25)
 
 
 def test_policies_that_keep_less_need_less():

@@ -52,11 +52,10 @@ finetuning:
 """
 
 
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    """A folder with a configuration, and the shape of Qwen3-0.6B; no compilers are in the user's cache."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a configuration, and the shape of Qwen3-0.6B."""
+    tmp_path = tmp_path_factory.mktemp("planned")
     (tmp_path / "planned.py").write_text(AGENT)
     (tmp_path / "run.yml").write_text(RUN)
     (tmp_path / "train.jsonl").write_text('{"question": "?", "answer": "!"}\n')
@@ -68,6 +67,14 @@ def planned(tmp_path, monkeypatch):
     }  # fmt: skip
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+@pytest.fixture
+def planned(folder, monkeypatch):
+    """That folder as the working directory; no compilers are in the user's cache."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return folder
 
 
 def plan(target, *settings):
