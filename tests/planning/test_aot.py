@@ -6,6 +6,7 @@ structure. `scripts/make_compilers.sh` gets the compilers.
 
 import math
 import re
+import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -208,6 +209,20 @@ def test_rows_of_one_sequence_take_cudnn():
 
 def test_float32_takes_the_reference():
     _, hlo = compiled(ONE_GPU._replace(compute_dtype="float32", rows=1, layers=2))
+    assert not attention_calls(hlo)
+
+
+TURING = """
+from jaxft.planning import compiler, targets
+targets.HOPPER["major"] = "7 minor: 5"
+compiler.main()
+"""
+
+
+def test_gpus_before_ampere_take_the_reference(monkeypatch):
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: run([command[0], "-c", TURING, command[-1]], **more))
+    _, hlo = compiled.__wrapped__(ONE_GPU._replace(rows=1, layers=2))  # no other test may have it
     assert not attention_calls(hlo)
 
 
