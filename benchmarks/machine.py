@@ -118,13 +118,16 @@ def measuring_peak() -> Iterator[dict[str, float]]:
     """Fill the dict at the end of the block with the most memory that was in use, in bytes.
 
     `peak_host_bytes` is the resident memory of the process and `host_bytes_before` what earlier work had left of it.
-    `peak_device_bytes` counts from the start of the process, where the backend counts memory at all.
+    Where the backend counts memory, `peak_device_bytes` is the most since the start of the process, and
+    `peak_device_bytes_before` what earlier work has needed.
     """
     forget_peak()
     peak = {"peak_host_bytes": 0.0, "host_bytes_before": float(peak_resident_bytes())}
+    before = jax.local_devices()[0].memory_stats()
     yield peak
     peak["peak_host_bytes"] = float(peak_resident_bytes())
-    if stats := jax.local_devices()[0].memory_stats():
+    if before and (stats := jax.local_devices()[0].memory_stats()):
+        peak["peak_device_bytes_before"] = float(before["peak_bytes_in_use"])
         peak["peak_device_bytes"] = float(stats["peak_bytes_in_use"])
 
 

@@ -34,6 +34,11 @@ NOT_RUN = {
     'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest': "the first step of .ci/run",
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
+    "scripts/make_compilers.sh": "downloads 4 GB",
+    ".ci/more aot": "minutes of compiling, and downloads",
+    "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
+    "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
+    "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
     "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
 }

@@ -292,6 +292,23 @@ def test_long_rows_are_computed_in_chunks(window, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window", "segment_ids"), [(None, None), (30, None), (None, SEGMENTS), (30, SEGMENTS)])
+def test_kernels_on_the_device_give_the_values_and_gradients_of_the_reference(window, segment_ids, head_dim):
+    packed = segment_ids is not None
+    choice = choose_kernel(jnp.bfloat16, head_dim, window, jax.devices(), has_segments=packed)
+    if choice.kernel == "xla":
+        pytest.skip(choice.reason)
+    narrow = draws(jnp.bfloat16, head_dim=head_dim)
+    with jax.default_matmul_precision("highest"):
+        expected = with_gradients(reference, window, segment_ids, *(x.astype(jnp.float32) for x in narrow))
+    found = with_gradients(by_kernel(choice.kernel), window, segment_ids, *narrow)
+    for one, other in zip(found, expected, strict=True):
+        for row, exact in zip(one.astype(jnp.float32), other, strict=True):
+            assert jnp.linalg.norm(row - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("window", "packed"), [(None, False), (5, False), (None, True)])
 def test_kernels_of_gpus_give_the_logprobs_of_the_reference(window, packed, forced):
     config = replace(SMALL, sliding_window=window)
