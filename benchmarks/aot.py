@@ -91,7 +91,7 @@ class Case(NamedTuple):
     def programs(self, remat: Remat) -> Programs:
         """Return the programs of the case, without its devices."""
         mesh = AbstractMesh((1, find_target(self.target).chips, 1), AXES)
-        return Programs(self.run(), mesh, self.platform, remat)
+        return Programs(self.run(), mesh, find_target(self.target), remat)
 
 
 CASES = (
@@ -211,7 +211,7 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
     tried: dict[str, int | None] = {}
     for remat in AUTO_REMATS:
         programs = case.programs(remat)
-        held, estimated = programs.held(), estimate_update(programs, target, remat)
+        held, estimated = programs.held(), estimate_update(programs)
         is_last = remat == AUTO_REMATS[-1]
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
@@ -235,7 +235,7 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
         Check(name="memory / limit", value=peak(memory) / limit, relation="at most", wanted=1.0),
         Check(
             name="arguments beyond parameters, gradients and batch, relative",
-            value=compiled.arguments / (in_rules + batch_bytes(rows * width // chips)) - 1,
+            value=abs(compiled.arguments / (in_rules + batch_bytes(rows * width // chips)) - 1),
             relation="at most",
             wanted=0.001,
         ),

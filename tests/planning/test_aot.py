@@ -82,8 +82,7 @@ class Case(NamedTuple):
 
     @property
     def programs(self) -> Programs:
-        platform = find_target(self.target).chip.platform
-        return Programs(self.run, AbstractMesh(self.mesh, AXES), platform, self.remat)
+        return Programs(self.run, AbstractMesh(self.mesh, AXES), find_target(self.target), self.remat)
 
 
 @cache
