@@ -149,7 +149,7 @@ def update_bytes(
     ...     config = model_preset("qwen3-0.6b")
     ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu") / 2**30
     >>> f"{gib('dots'):.1f} GiB, {gib('full'):.1f} GiB"
-    '16.2 GiB, 4.8 GiB'
+    '15.4 GiB, 4.0 GiB'
     """
     contributions = update_contributions(
         config,

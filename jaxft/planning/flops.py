@@ -139,7 +139,7 @@ def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lo
         passes = (2 if lora is not None else 3) + (path in recomputed)
         of_token += 2 * passes * inputs * outputs
         if lora is not None and lora.is_target(path):
-            again = inputs if remat not in ("none", "dots") else 0  # the inner product is read by a gradient
+            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
             again += outputs if path in recomputed else 0
             of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
     head = 2 * (3 if lora is not None else 4) * head_weights(config)

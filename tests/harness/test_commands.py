@@ -250,9 +250,14 @@ def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
     for part in ("jax ", "packages ", "llm ", "grpo_trainer", "device ", "writable ", "all checks passed"):
         assert part in shown
     assert main(["doctor", "--config_file", run_file()]) == 0
+    assert "configuration  no faults" in capsys.readouterr().out
+
+    def real(run):
+        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "dtype": "bfloat16"}
+
+    assert main(["doctor", "--config_file", run_file(real)]) == 0
     shown = capsys.readouterr().out
-    assert "configuration  no faults" in shown
-    assert "llms.policy    platform cpu, dtype float32, compute_dtype float32, remat dots" in shown
+    assert "llms.policy    platform cpu, dtype bfloat16, compute_dtype bfloat16, remat dots" in shown
     assert main(["doctor", "--config_file", run_file(lambda run: run.pop("workflow"))]) == 2
     assert "workflow: is required, but not there" in capsys.readouterr().err
 

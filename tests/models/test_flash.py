@@ -207,6 +207,9 @@ def test_devices_of_a_mesh_compute_what_one_device_does():
 
 # --- Through a whole decoder.
 
+NOT_CACHED = decoder_module._decoder.__wrapped__
+"""The function that makes decoders, which gives new ones each time."""
+
 
 @pytest.fixture
 def forced(monkeypatch):
@@ -215,7 +218,7 @@ def forced(monkeypatch):
     def make(kernel, **options):
         choose = lambda *_, has_segments: Choice(kernel if has_segments else "xla")  # noqa: E731
         monkeypatch.setattr(decoder_module, "choose_kernel", choose)
-        decoder_module._decoder.cache_clear()  # its functions may have been traced with another kernel
+        monkeypatch.setattr(decoder_module, "_decoder", NOT_CACHED)  # its functions may be traced with another kernel
         return decoder(**{"config": SMALL} | options)
 
     return make
@@ -277,7 +280,7 @@ def test_long_rows_are_computed_in_chunks(window, monkeypatch):
     params = jax.jit(decoder(config).init)(jax.random.key(0))
 
     def hidden():
-        decoder_module._decoder.cache_clear()  # its functions may have been traced with another limit
+        monkeypatch.setattr(decoder_module, "_decoder", NOT_CACHED)  # its functions may be traced with another limit
         model = decoder(config)
         cache, places = (model.init_cache(2, 192, jnp.float32),), jnp.arange(150) + jnp.array([[0], [9]])
         packed = jax.jit(lambda params: model.apply(params, tokens, positions, segment_ids=SEGMENTS)[0])
