@@ -272,6 +272,8 @@ def _score(
     large as a float32 model, even without a gradient.
     """
     sharding = model.sharding
+    if sharding is not None and sharding.devices == 1:
+        sharding = None  # which changes no bit
     if chunk_tokens is None:
         chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * (sharding.devices if sharding else 1)
     if chunk_tokens < 1:

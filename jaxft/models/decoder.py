@@ -329,7 +329,7 @@ def _decoder(
         return bind_norm(norm)(x, in_halves=context.in_halves), cache
 
     def embed(params: Params, tokens: Int[Array, "B T"], cache: Cache | None) -> Float[Array, "B T D"]:
-        if sharding is None or cache is not None:
+        if sharding is None or sharding.devices == 1 or cache is not None:
             return look_up(gather(params)["embed"], tokens)
         # The gradients of a token's occurrences are summed on each device before they are exchanged.
         return sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
