@@ -272,7 +272,7 @@ def _source(at: Computation, name: str, past: tuple[str, ...] = COPIES) -> Instr
 
 
 def _is_element(body: Computation, instruction: Instruction, place: int) -> bool:
-    """Whether an instruction takes the element at `place` of what a loop carries."""
+    """Return True if an instruction takes the element at `place` of the tuple that a loop carries."""
     is_taken = instruction.opcode == "get-tuple-element" and instruction.place == place
     return is_taken and instruction.operands == (body.parameters[0].name,)
 
@@ -379,7 +379,7 @@ def _group_size(module: Module, collective: Instruction) -> int:
 
 
 def _is_cut(at: Computation, collective: Instruction) -> bool:
-    """Whether only slices of an all-reduce are used, which on TPUs is the form of a reduce-scatter."""
+    """Return True if only slices of an all-reduce are used, which on TPUs is the form of a reduce-scatter."""
     users = [user for user, _ in at.users[collective.name]]
     if not isinstance(collective.type, Array):
         users = [user for element in users for user, _ in at.users[element.name]]
@@ -387,7 +387,7 @@ def _is_cut(at: Computation, collective: Instruction) -> bool:
 
 
 def _is_repeated(at: Computation, collective: Instruction) -> bool:
-    """Whether another fusion starts this collective: on TPUs each that computes in the meantime names it again."""
+    """Return True if another fusion starts this collective: on TPUs all that compute meanwhile name it again."""
     is_start = any(user.target == "AsyncCollectiveStart" for user, _ in at.users[collective.name])
     return "chain_id=" in collective.attributes and not is_start
 
@@ -408,7 +408,7 @@ def _copies(module: Module, at: Computation, instruction: Instruction, times: in
 
 
 def _changes_layout(source: Array, step: Instruction) -> bool:
-    """Whether elements come to lie in another order, which a transpose that renames dimensions does not do."""
+    """Return True if elements change their order in memory; a transpose that renames dimensions moves none."""
     result = step.results[0]
     order = step.dimensions("dimensions") or range(len(result.shape))
     return tuple(order[i] for i in result.layout) != source.layout or result.tiles != source.tiles

@@ -85,7 +85,7 @@ class Instruction(NamedTuple):
 
     @property
     def does_something(self) -> bool:
-        """Whether it computes or moves anything; work that was started counts where it starts."""
+        """True if the instruction computes or moves data; asynchronous work counts where it starts."""
         is_named = self.opcode in FREE or self.target in BOOKKEEPING
         return not is_named and not self.opcode.endswith(("-done", "-update"))
 

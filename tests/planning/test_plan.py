@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def planned(folder, monkeypatch):
-    """That folder as the working directory; no compilers are in the user's cache."""
+    """Make the folder the working directory, without compilers in the user's cache."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     return folder
