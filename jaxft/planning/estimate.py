@@ -129,7 +129,7 @@ def update_bytes(
     compute_dtype: Any = jnp.bfloat16,
     param_dtype: Any = jnp.float32,
     is_packed: bool = True,
-) -> int:
+) -> UpdateBytes:
     """Return the bytes of temporaries, on each device, of the `gradient` program of `Update.programs`.
 
     Args:
@@ -147,39 +147,10 @@ def update_bytes(
     >>> from jaxft.models.config import model_preset
     >>> def gib(remat):
     ...     config = model_preset("qwen3-0.6b")
-    ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu") / 2**30
+    ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu").peak / 2**30
     >>> f"{gib('dots'):.1f} GiB, {gib('full'):.1f} GiB"
     '15.4 GiB, 4.0 GiB'
     """
-    contributions = update_contributions(
-        config,
-        rows=rows,
-        tokens=tokens,
-        remat=remat,
-        platform=platform,
-        sharding=sharding,
-        lora=lora,
-        compute_dtype=compute_dtype,
-        param_dtype=param_dtype,
-        is_packed=is_packed,
-    )
-    return contributions.peak
-
-
-def update_contributions(
-    config: DecoderConfig,
-    *,
-    rows: int,
-    tokens: int,
-    remat: Remat,
-    platform: Platform,
-    sharding: Sharding | None = None,
-    lora: LoraSpec | None = None,
-    compute_dtype: Any = jnp.bfloat16,
-    param_dtype: Any = jnp.float32,
-    is_packed: bool = True,
-) -> UpdateBytes:
-    """Return what `update_bytes` adds up; arguments are the same."""
     itemsize, is_cast = jnp.dtype(compute_dtype).itemsize, jnp.dtype(param_dtype) != jnp.dtype(compute_dtype)
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
     is_gathered = sharding is not None and sharding.mesh.shape["fsdp"] > 1

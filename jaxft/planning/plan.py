@@ -188,9 +188,9 @@ def estimate_update(programs: Programs) -> int:
         is_packed=programs.is_packed(),
     )
     if programs.kernel().kernel != "xla":
-        return fused
+        return fused.peak
     scores = min(rows * width**2 * run.model.num_heads // programs.sharding.devices, MOST_SCORES)
-    return fused + 3 * 4 * scores  # with their weights and their gradient, in float32
+    return fused.peak + 3 * 4 * scores  # with their weights and their gradient, in float32
 
 
 def estimate_sampling(programs: Programs) -> int:

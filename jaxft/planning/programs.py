@@ -24,6 +24,7 @@ from jaxft.rollout.engine import default_prefix_cache_rows
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.policy import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.shipped.local_adapter import make_learner
 from jaxft.shipped.local_policy import dtypes_of, lora_of
 from jaxft.training.learner import Learner, loses_kernel
 
@@ -90,22 +91,12 @@ class Programs:
             run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=self.sharding
         )
         self.params: Params = self.sharding.place(_shapes(run, jnp.dtype(dtype)))
-        adapter, packing = run.adapter, run.adapter.packing
-        if packing is None:
+        adapter = run.adapter
+        if adapter.packing is None:
             packing = not loses_kernel(run.model, self.compute_dtype, [target.device])
-        has_own_reference = adapter.loss.needs_reference and adapter.loss.reference.path is not None
-        self.learner = Learner(
-            self.model,
-            adapter.loss,
-            adapter.optimizer,
-            microbatch_tokens=adapter.microbatch_tokens,
-            num_minibatches=adapter.num_minibatches,
-            num_iterations=adapter.num_iterations,
-            packing=packing,
-            max_sampler_diff=adapter.max_logprob_diff,
-            max_disagreeing_fraction=adapter.max_disagreeing_fraction,
-            ref_params=self.params if has_own_reference else None,
-        )
+            adapter = adapter.model_copy(update={"packing": packing})
+        ref_params = self.params if adapter.has_own_reference else None
+        self.learner: Learner = make_learner(adapter, self.model, ref_params=ref_params)
 
     @cached_property
     def runner(self) -> ModelRunner:

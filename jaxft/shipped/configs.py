@@ -150,6 +150,11 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         default=0.1, ge=0.0, le=1.0, description="Largest fraction of an update's sequences that may disagree."
     )
 
+    @property
+    def has_own_reference(self) -> bool:
+        """True if the reference of the KL is loaded from a checkpoint of its own."""
+        return self.loss.needs_reference and self.loss.reference.path is not None
+
     @model_validator(mode="after")
     def _reinforce_updates_once(self) -> "LocalTrainerAdapterConfig":
         if self.loss.name == "reinforce" and self.num_minibatches * self.num_iterations > 1:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxft.core.sharding import platform_of
+from jaxft.core.types import Model, Params
 from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
@@ -102,20 +103,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         """
         super().__init__(adapter_config)
         self.policy = policy
-        has_own_reference = adapter_config.loss.needs_reference and adapter_config.loss.reference.path is not None
-        self.learner = Learner(
-            policy.model,
-            adapter_config.loss,
-            adapter_config.optimizer,
-            microbatch_tokens=adapter_config.microbatch_tokens,
-            num_minibatches=adapter_config.num_minibatches,
-            num_iterations=adapter_config.num_iterations,
-            packing=adapter_config.packing,
-            max_sampler_diff=adapter_config.max_logprob_diff,
-            max_disagreeing_fraction=adapter_config.max_disagreeing_fraction,
-            seed=seed,
-            ref_params=load_reference(adapter_config, policy) if has_own_reference else None,
-        )
+        ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None
+        self.learner = make_learner(adapter_config, policy.model, seed=seed, ref_params=ref_params)
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         self._has_warned = False
@@ -397,6 +386,25 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def export_model(self, folder: Path) -> Path:
         """Write model and tokenizer in Hugging Face's file format, and return the folder."""
         return await self.policy.save(folder)
+
+
+def make_learner(
+    config: LocalTrainerAdapterConfig, model: Model, *, seed: int = 0, ref_params: Params | None = None
+) -> Learner:
+    """Make the learner of an adapter; arguments and errors are those of `Learner`."""
+    return Learner(
+        model,
+        config.loss,
+        config.optimizer,
+        microbatch_tokens=config.microbatch_tokens,
+        num_minibatches=config.num_minibatches,
+        num_iterations=config.num_iterations,
+        packing=config.packing,
+        max_sampler_diff=config.max_logprob_diff,
+        max_disagreeing_fraction=config.max_disagreeing_fraction,
+        seed=seed,
+        ref_params=ref_params,
+    )
 
 
 STAY = "parameters and optimiser state stay as they were"
