@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 from jaxft.errors import (
@@ -105,11 +106,26 @@ class ComponentBuilder:
         if self._lender is not None:
             self._lender.add_choices(path, values)
 
-    async def get_llm(self, name: str) -> Any:
-        """Return the language model `llms.<name>`."""
+    async def get_llm(self, name: str, wrapper_type: str | Enum | None = None) -> Any:
+        """Return the language model `llms.<name>`.
+
+        Args:
+            name: its name in the configuration.
+            wrapper_type: framework whose client of the model is returned, such as `openai` or `langchain` (the keys of
+                `jaxft.serving.frameworks.WRAPPERS`); None for the model itself.
+
+        Raises:
+            ComponentError: the framework is unknown or not installed.
+        """
         if self._lender is not None and name in self._lender.config.llms:
-            return await self._lender.get_llm(name)
-        return await self._get("llms", name, LLMConfig, object)
+            return await self._lender.get_llm(name, wrapper_type)
+        llm = await self._get("llms", name, LLMConfig, object)
+        if wrapper_type is None:
+            return llm
+        # Imported here, as it imports JAX, which configurations without a policy do not need.
+        from jaxft.serving.frameworks import client_of
+
+        return client_of(llm, wrapper_type)
 
     async def get_workflow(self) -> Workflow:
         """Return the workflow: the agent."""

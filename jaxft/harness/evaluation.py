@@ -257,7 +257,8 @@ class Evaluation:
             self._log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
                 "that an agent started: they are not trained, and cannot be repeated; give such a thread "
-                "jaxft.in_episode(function) instead of function"
+                "jaxft.in_episode(function) instead of function, or give its OpenAI client base_url or api_key of "
+                "jaxft.episode()"
             )
 
         for task in episodes:
@@ -294,8 +295,11 @@ class Evaluation:
                     output = at_json_path(output, self._result_json_path)
             item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
+            # Not the fault of the episode: all others would fail, too.
             if isinstance(failure.error, PolicyError):
-                raise failure.error from None  # not the fault of the episode: all others would fail, too
+                raise failure.error from None
+            if episode.policy_error is not None:
+                raise episode.policy_error from None
             error, traceback = failure.summary, failure.traceback
         finally:
             episode.end()

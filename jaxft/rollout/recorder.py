@@ -13,7 +13,9 @@ import functools
 import hashlib
 import inspect
 import random
+import secrets
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,6 +24,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from jaxft.core import LARGEST_FLOAT32
+from jaxft.errors import PolicyError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,6 +115,7 @@ class Episode:
         candidates: the answers and scores of each `record_candidates`.
         is_dropped: a prompt was too long for a language model whose `long_prompts` is `drop`.
         input_obj: input of the example, the value under `structure.question_key` in a dataset row.
+        policy_error: the error of a policy that can do no further work; a client over HTTP raises another one for it.
     """
 
     run_seed: int
@@ -125,12 +129,14 @@ class Episode:
     candidates: list[Candidates] = field(default_factory=list)
     is_dropped: bool = False
     input_obj: Any = None
+    policy_error: PolicyError | None = None
     _begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
     _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
     _is_over: bool = field(default=False, repr=False, compare=False)
     _refusals: int = field(default=0, repr=False, compare=False)
+    _token: str | None = field(default=None, repr=False, compare=False)
 
     def end(self) -> bool:
         """Cancel the calls that threads wait for and refuse all later ones; return True if a thread was waiting."""
@@ -164,6 +170,45 @@ class Episode:
         finally:
             with _lock:
                 self._waiting.discard(answer)
+
+    @contextlib.contextmanager
+    def cancelling(self) -> Iterator[None]:
+        """Cancel the running task when the episode ends; in the episode's own event loop its owner cancels it."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        if task is None or loop is self._loop:
+            yield
+            return
+
+        def cancel(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed, and the task with it
+                loop.call_soon_threadsafe(task.cancel)
+
+        running: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        running.add_done_callback(cancel)
+        with _lock:
+            self._waiting.add(running)
+        try:
+            yield
+        finally:
+            with _lock:
+                self._waiting.discard(running)
+
+    @property
+    def api_key(self) -> str:
+        """Key that records the calls of an OpenAI client in this episode, for threads that inherit no context.
+
+        It is random, known to this process only, and never written anywhere.
+        """
+        with _lock:
+            if self._token is None:
+                self._token = TOKEN_PREFIX + secrets.token_urlsafe(24)
+                _episodes[self._token] = self
+            return self._token
+
+    @property
+    def base_url(self) -> str:
+        """Base URL that does what `api_key` does, for clients that have no place for a key."""
+        return f"{ENDPOINT}/e/{self.api_key}/v1"
 
     def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """Begin a call: return its index, and the call id (uint32) that is folded into its key.
@@ -257,6 +302,25 @@ class Episode:
         return random.Random(self.seed)
 
 
+ENDPOINT = "http://jaxft.invalid"
+"""Address of the policy in clients that reach it in process; no host has such a name."""
+
+TOKEN_PREFIX = "jaxft-episode-"
+
+_episodes: "weakref.WeakValueDictionary[str, Episode]" = weakref.WeakValueDictionary()
+"""Episodes by their tokens."""
+
+
+def episode_of_token(token: str) -> Episode | None:
+    """Return the episode whose `api_key` this is; None if there is none any more."""
+    return _episodes.get(token)
+
+
+def is_episode_token(text: str) -> bool:
+    """True if a key names an episode, which may have ended."""
+    return text.startswith(TOKEN_PREFIX)
+
+
 _current: ContextVar[Episode | None] = ContextVar("jaxft_episode")
 """The current episode; None in code that runs outside of episodes on purpose, as evaluators do; unset elsewhere."""
 
@@ -319,7 +383,7 @@ def recording(current: Episode | None) -> Iterator[Episode | None]:
 
     None marks them as outside of episodes on purpose: `outside_calls` does not count their calls.
     """
-    if current is not None:
+    if current is not None and (current._loop is None or current._loop.is_closed()):
         with contextlib.suppress(RuntimeError):  # without a running event loop no thread will need it
             current._loop = asyncio.get_running_loop()
     token = _current.set(current)

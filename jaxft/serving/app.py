@@ -1,0 +1,258 @@
+"""An ASGI app that serves language models by OpenAI's chat completions.
+
+A call is recorded in the episode of its caller: the current one where the app runs in the caller's context
+(`jaxft.serving.transport`), else the one that its base URL (`/e/<token>/v1`) or key names; see `Episode.base_url`.
+A client that goes away cancels its call, whose slot is free at the next step of the engine.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxft.errors import PolicyError, PromptTooLongError, did_you_mean, one_line
+from jaxft.rollout.client import ChatClient, Delta
+from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
+from jaxft.serving.protocol import (
+    LAST_EVENT,
+    MAX_BODY_BYTES,
+    APIError,
+    ChatCall,
+    ChunkWriter,
+    completion,
+    encode,
+    event,
+    parse_body,
+    parse_call,
+    refusal,
+)
+
+T = TypeVar("T")
+
+OTHER_PATHS = {
+    "/v1/responses": (
+        "the Responses API is not served, only chat completions: with openai call client.chat.completions.create; "
+        "with openai-agents call set_default_openai_api('chat_completions') or use OpenAIChatCompletionsModel; with "
+        "LangChain give ChatOpenAI use_responses_api=False; with pydantic-ai use OpenAIChatModel; with llama-index use "
+        "OpenAILike"
+    ),
+    "/v1/completions": (
+        "completions of bare text are not served, only chat completions: with openai call "
+        "client.chat.completions.create; with llama-index give OpenAILike is_chat_model=True"
+    ),
+    "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
+}
+"""What to do in the place of calling another path of OpenAI's API."""
+
+
+def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:
+    """Return the app that serves these language models, by their names.
+
+    It serves `POST /v1/chat/completions`, `GET /v1/models` and `GET /health`, each also under `/e/<token>`.
+    """
+
+    async def chat_completions(request: Request) -> Response:
+        call = parse_call(parse_body(await _body(request)))
+        llm = _find(llms, call.model)
+        text_of_token = _text_of_token(llm)
+        if call.stream:
+            events = _events(llm, call, ChunkWriter(call, text_of_token))
+            # Before the response begins, so that a request that cannot be answered gets the status of its error.
+            first = await _while_connected(request, _next(events))
+            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+        reply = await _while_connected(request, llm.answer(call.request))
+        return _json(completion(call, reply, text_of_token))
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_card(llm) for llm in llms.values()]})
+
+    async def model(request: Request) -> Response:
+        return _json(_card(_find(llms, request.path_params["model"])))
+
+    async def health(request: Request) -> Response:
+        for llm in llms.values():
+            await llm.policy.read(lambda params: None)  # raises if its parameters or its device thread are lost
+        return _json({"status": "ok"})
+
+    return _in_episode(
+        Starlette(
+            routes=[
+                Route("/v1/chat/completions", _answering(chat_completions), methods=["POST"]),
+                Route("/v1/models", _answering(models)),
+                Route("/v1/models/{model:path}", _answering(model)),
+                Route("/health", _answering(health)),
+            ],
+            exception_handlers={HTTPException: _no_such_path},
+        )
+    )
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(encode(body), status_code=status, media_type="application/json")
+
+
+def _in_episode(app: ASGIApp) -> ASGIApp:
+    """Return the app; its requests run in the episode that their path or key names, if they name one."""
+
+    async def in_episode(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                token, scope = _episode_token(scope)
+                if token is not None:
+                    stack.enter_context(recording(_episode(token)))
+            except APIError as error:
+                await _json(error.body, error.status)(scope, receive, send)
+                return
+            if (episode := find_episode()) is not None:
+                stack.enter_context(episode.cancelling())
+            await app(scope, receive, send)
+
+    return in_episode
+
+
+def _episode_token(scope: Scope) -> tuple[str | None, Scope]:
+    """Return the token in the path or the key of a request, and the scope without it."""
+    if scope["path"].startswith("/e/"):
+        token, slash, path = scope["path"].removeprefix("/e/").partition("/")
+        return token, {**scope, "path": slash + path}
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            key = value.decode("latin-1").removeprefix("Bearer ")
+            return (key if is_episode_token(key) else None), scope
+    return None, scope
+
+
+def _episode(token: str) -> Episode:
+    episode = episode_of_token(token)
+    if episode is None:
+        raise APIError(
+            "the base URL or key is that of no episode that runs here: take base_url or api_key of jaxft.episode() "
+            "inside the workflow",
+            status=401,
+            code="invalid_api_key",
+        )
+    return episode
+
+
+def _answering(
+    endpoint: Callable[[Request], Coroutine[Any, Any, Response]],
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return the endpoint, which answers every error in OpenAI's format."""
+
+    async def answering(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ClientDisconnect:  # nobody reads this
+            return Response(status_code=499)
+        except Exception as error:
+            refused = _refused(error)
+            return _json(refused.body, refused.status)
+
+    return answering
+
+
+def _refused(error: Exception) -> APIError:
+    """Return an error in OpenAI's format; the episode keeps one of the policy, after which no call can succeed."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return refusal(error, code="context_length_exceeded")
+    if isinstance(error, ValueError):
+        return refusal(error)
+    if isinstance(error, PolicyError):
+        episode = find_episode()
+        if episode is not None:
+            episode.policy_error = error
+        return APIError(one_line(error), status=503, kind="service_unavailable_error")
+    return APIError(one_line(error), status=500, kind="server_error")
+
+
+def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    known = next((told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/")), None)
+    served = "served are POST /v1/chat/completions, GET /v1/models and GET /health"
+    refused = APIError(known or f"{request.method} {path[:100]}: {served}", status=error.status_code, code="not_found")
+    return _json(refused.body, refused.status)
+
+
+def _find(llms: Mapping[str, ChatClient], name: str) -> ChatClient:
+    if name not in llms:
+        raise APIError(
+            f"there is no model {name[:100]!r}{did_you_mean(name, llms, what='models')}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return llms[name]
+
+
+def _card(llm: ChatClient) -> dict[str, Any]:
+    length = llm.policy.engine.max_context_tokens
+    return {"id": llm.name, "object": "model", "created": 0, "owned_by": "jaxft", "max_model_len": length}
+
+
+def _text_of_token(llm: ChatClient) -> Callable[[int], str]:
+    return lambda token_id: llm.policy.tokenizer.decode([token_id])
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, which is cancelled when the client goes away."""
+    answer = asyncio.create_task(answering)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.wait({answer, gone})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(llm: ChatClient, call: ChatCall, writer: ChunkWriter) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a call."""
+    async with contextlib.aclosing(llm.stream(call.request)) as pieces:
+        async for piece in pieces:
+            for chunk in writer.delta(piece) if isinstance(piece, Delta) else writer.reply(piece):
+                yield event(chunk)
+    yield LAST_EVENT
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the events; an error between them becomes the last one."""
+    yield first
+    try:
+        async for each in rest:
+            yield each
+    except Exception as error:
+        yield event(_refused(error).body)

@@ -1,0 +1,165 @@
+"""Clients of agent frameworks for the language models of a configuration: each is what its framework calls a model.
+
+They reach the policy in this process (`jaxft.serving.transport`), wait for it without a time-out, and never repeat a
+request by themselves. Frameworks are imported when they are asked for; each is an extra of jaxft.
+"""
+
+import importlib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from jaxft.errors import ComponentError, did_you_mean
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.recorder import ENDPOINT
+from jaxft.serving.transport import async_transport, sync_transport
+
+
+class Connection(NamedTuple):
+    """The way to a language model, for the client of a framework.
+
+    Attributes:
+        model: name of the model in requests.
+        base_url: address that `/chat/completions` is added to.
+        api_key: key in requests.
+        max_retries: number of times that a client repeats a failed request.
+        timeout_seconds: limit of each wait for the server; None for none.
+        http_client, http_client_sync: clients of openai's HTTP library, asynchronous and synchronous.
+        max_context_tokens: maximum number of tokens of a prompt with its answer; None if it is not known.
+    """
+
+    model: str
+    base_url: str
+    api_key: str
+    max_retries: int
+    timeout_seconds: float | None
+    http_client: Any
+    http_client_sync: Any
+    max_context_tokens: int | None
+
+
+def client_of(llm: ChatClient, wrapper_type: str | Enum) -> Any:
+    """Return a client of a framework for a language model.
+
+    Args:
+        llm: the language model.
+        wrapper_type: name of the framework, a key of `WRAPPERS`, or an enumeration's member with such a value.
+
+    Raises:
+        ComponentError: the framework is unknown or not installed, or has no client for such a model.
+    """
+    name = wrapper_type.value if isinstance(wrapper_type, Enum) else wrapper_type
+    if name not in WRAPPERS:
+        raise ComponentError(f"wrapper_type {name!r} is unknown{did_you_mean(str(name), WRAPPERS, what='known are')}")
+    wrap, extra = WRAPPERS[name]
+    try:
+        return wrap(_connect(llm))
+    except ImportError as error:
+        reason = str(error).partition("\n")[0]
+        raise ComponentError(f'wrapper_type {name!r}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
+
+
+def _connect(llm: ChatClient) -> Connection:
+    # Imported here, as both are parts of an extra.
+    import openai
+
+    from jaxft.serving.app import make_app
+
+    if not isinstance(llm, ChatClient):
+        raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
+    app = make_app({llm.name: llm})
+    # httpx2 for openai 3, httpx for openai 2.
+    http = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+    return Connection(
+        model=llm.name,
+        base_url=f"{ENDPOINT}/v1",
+        api_key="jaxft",  # not looked at, but clients want one
+        max_retries=0,
+        timeout_seconds=None,
+        http_client=http.AsyncClient(transport=async_transport(http, app), timeout=None),
+        http_client_sync=http.Client(transport=sync_transport(http, app), timeout=None),
+        max_context_tokens=llm.policy.engine.max_context_tokens,
+    )
+
+
+def _openai(connection: Connection) -> Any:
+    import openai
+
+    return openai.AsyncOpenAI(
+        base_url=connection.base_url,
+        api_key=connection.api_key,
+        max_retries=connection.max_retries,
+        timeout=connection.timeout_seconds,
+        http_client=connection.http_client,
+    )
+
+
+def _openai_sync(connection: Connection) -> Any:
+    import openai
+
+    return openai.OpenAI(
+        base_url=connection.base_url,
+        api_key=connection.api_key,
+        max_retries=connection.max_retries,
+        timeout=connection.timeout_seconds,
+        http_client=connection.http_client_sync,
+    )
+
+
+def _langchain(connection: Connection) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(
+        model=connection.model,
+        base_url=connection.base_url,
+        api_key=connection.api_key,
+        max_retries=connection.max_retries,
+        timeout=connection.timeout_seconds,
+        http_async_client=connection.http_client,
+        http_client=connection.http_client_sync,
+        use_responses_api=False,
+    )
+
+
+def _pydantic_ai(connection: Connection) -> Any:
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    return OpenAIChatModel(connection.model, provider=OpenAIProvider(openai_client=_openai(connection)))
+
+
+def _openai_agents(connection: Connection) -> Any:
+    from agents import OpenAIChatCompletionsModel, set_tracing_disabled
+
+    set_tracing_disabled(True)  # for the whole process: it would send every episode to OpenAI
+    return OpenAIChatCompletionsModel(model=connection.model, openai_client=_openai(connection))
+
+
+def _llama_index(connection: Connection) -> Any:
+    from llama_index.llms.openai_like import OpenAILike
+
+    context = connection.max_context_tokens
+    return OpenAILike(
+        model=connection.model,
+        api_base=connection.base_url,
+        api_key=connection.api_key,
+        max_retries=connection.max_retries,
+        timeout=connection.timeout_seconds,
+        async_http_client=connection.http_client,
+        http_client=connection.http_client_sync,
+        is_chat_model=True,
+        is_function_calling_model=True,
+        temperature=1.0,  # its own default is 0.1, from which a policy would hardly learn
+        **({} if context is None else {"context_window": context}),
+    )
+
+
+WRAPPERS: dict[str, tuple[Callable[[Connection], Any], str]] = {
+    "openai": (_openai, "openai"),
+    "openai_sync": (_openai_sync, "openai"),
+    "langchain": (_langchain, "langchain"),
+    "pydantic_ai": (_pydantic_ai, "pydantic_ai"),
+    "openai_agents": (_openai_agents, "openai_agents"),
+    "llama_index": (_llama_index, "llama_index"),
+}
+"""Functions that make clients, and the extras that they need, by `wrapper_type`."""
