@@ -137,9 +137,17 @@ class TooManyFailures(JaxftError, RuntimeError):
 
 
 class RequestError(JaxftError, ValueError):
-    """A request can never be served: too long for the context, or with impossible sampling parameters."""
+    """A request can never be served: too long for the context, or with impossible messages or sampling parameters.
+
+    Attributes:
+        param: name of the parameter that is impossible; None if no single one is.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLongError(RequestError):

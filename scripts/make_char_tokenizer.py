@@ -22,13 +22,29 @@ SPECIALS = (PAD, END, *(f"<|{role}|>" for role in ROLES))
 # of a conversation are a prefix of the ids of its continuation. Functions and the environment share the role of a tool:
 # tokens of their own would shift the ids of all bytes, which trained models rely on.
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+    {{- '<|system|>tools: ' -}}
+    {%- for tool in tools -%}
+        {{- tool['function']['name'] ~ '(' -}}
+        {%- set parameters = tool['function']['parameters'] or {} -%}
+        {{- (parameters['properties'] or {}) | join(', ') -}}
+        {{- ')' ~ ('' if loop.last else ', ') -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- set role = 'tool' if message['role'] in ['function', 'environment'] else message['role'] -%}
     {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
         {{- raise_exception("message " ~ loop.index0 ~ " has the role '" ~ role ~ "'; this template knows \
 system, user, assistant, tool, function and environment") -}}
     {%- endif -%}
-    {{- '<|' ~ role ~ '|>' ~ message['content'] ~ '<|end|>' -}}
+    {{- '<|' ~ role ~ '|>' ~ message['content'] -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {%- set arguments = call['function']['arguments'] -%}
+        {{- '<call:' ~ call['function']['name'] ~ '>' -}}
+        {{- (arguments if arguments is string else arguments | tojson) ~ '</call>' -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}

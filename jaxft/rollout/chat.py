@@ -5,6 +5,7 @@ encoded as plain text.
 """
 
 import functools
+import inspect
 import json
 import math
 import os
@@ -13,17 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
-from jaxft.errors import PromptTooLongError
+from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.rollout.messages import Message, Tool, canonical_messages, essence, template_role
 from jaxft.rollout.recorder import Call
 
 # Set before transformers is imported, which else announces that PyTorch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import mark_control_tokens
+
+from jaxft.rollout.responses import ResponseFormat
 
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
@@ -31,7 +33,11 @@ CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 MIN_BYTE_LIMIT = 2**20
 """Bytes of text that are tokenised for any context size; this blocks the event loop for less than a second."""
 
-Message = Mapping[str, str]
+RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+"""Arguments of `apply_chat_template` that no `chat_template_kwargs` may replace."""
+
+PLACEHOLDER = "\U000f0002answer\U000f0003"
+"""Stands for an answer in a rendered conversation; its characters are of Unicode's private use."""
 
 
 class Prompt(NamedTuple):
@@ -44,12 +50,15 @@ class Prompt(NamedTuple):
             (`Request.prefix_boundaries`).
         truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
             that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
+        is_retokenized: True if the conversation goes on from an earlier call, but the chat template renders that call's
+            prompt or answer differently now, so that all text was tokenised again.
     """
 
     text: str
     ids: tuple[int, ...]
     prefix_boundaries: tuple[int, ...] = ()
     truncated_tokens: int = 0
+    is_retokenized: bool = False
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
@@ -92,11 +101,18 @@ def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = 
 
 
 class ChatTemplate:
-    """Turns messages into prompts for one tokenizer."""
+    """Turns messages into prompts for one tokenizer.
+
+    Attributes:
+        tokenizer: a transformers tokenizer.
+        stop_ids: token ids that end an answer.
+        responses: the way in which the model writes reasoning and tool calls.
+    """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
+        self.responses = ResponseFormat(tokenizer)
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
 
@@ -105,6 +121,9 @@ class ChatTemplate:
         messages: Sequence[Message],
         earlier: Sequence[Call] = (),
         *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        forced: str = "",
         max_tokens: int | None = None,
         truncate_left: bool = False,
     ) -> Prompt:
@@ -117,32 +136,43 @@ class ChatTemplate:
         Args:
             messages: the conversation.
             earlier: calls that the conversation may continue.
+            tools: functions that the answer may call.
+            template_kwargs: variables of the chat template, such as `enable_thinking`.
+            forced: text that the answer begins with, control tokens included; it is in `ids` and not in `text`.
             max_tokens: size of the context. Far longer texts are not tokenised, because that blocks the event loop; the
                 engine checks if the tokens fit. None tokenises any text.
             truncate_left: True to leave out the beginning of such a text instead of raising an error.
 
         Raises:
-            ValueError: there are no messages, one has no role or content, or the template refuses them.
+            RequestError: messages or variables of the template are malformed, or the template refuses them.
             PromptTooLongError: there is too much text to tokenise.
         """
-        text = self._render(messages, add_generation_prompt=True)
+        given = canonical_messages(messages)
+        kwargs = template_kwargs or {}
+        text = self._render(given, tools, kwargs, add_generation_prompt=True)
         max_bytes = None
         if max_tokens is not None:
             max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
+        is_retokenized = False
         for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
-            rest = self._text_after(call, messages, text)
+            if not self._continues(call, given):
+                continue
+            rest = self._text_after(call, given, text, tools, kwargs)
+            is_retokenized |= rest is None
             if rest is not None and (max_bytes is None or _num_bytes(rest) <= max_bytes):
                 last = len(call.prompt_ids) - 1
                 prefix_boundaries = (*call.prompt_boundaries, last) if last > 0 else ()
-                return Prompt(text, call.context_ids + self._encode(rest), prefix_boundaries, call.truncated_tokens)
+                ids = call.context_ids + self._encode(rest + forced)
+                return Prompt(text, ids, prefix_boundaries, call.truncated_tokens)
         count = _num_bytes(text)
         if max_tokens is None or max_bytes is None or count <= max_bytes:
-            return Prompt(text, self._encode(text))
+            return Prompt(text, self._encode(text + forced), is_retokenized=is_retokenized)
         if not truncate_left:
             raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
         kept = self._tail(text, max_bytes)
-        ids, kept_bytes = self._encode(kept), _num_bytes(kept)
-        return Prompt(text, ids, truncated_tokens=math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1)))
+        ids, kept_bytes = self._encode(kept + forced), _num_bytes(kept)
+        truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
+        return Prompt(text, ids, truncated_tokens=truncated_tokens, is_retokenized=is_retokenized)
 
     @functools.cached_property
     def _longest_token_bytes(self) -> int:
@@ -166,65 +196,161 @@ class ChatTemplate:
                 return text[start if found.start() >= start else found.end() :]
         return text[start:]
 
-    def _text_after(self, call: Call, messages: Sequence[Message], text: str) -> str | None:
-        """Return the text to tokenise after the ids of a call; None if the conversation does not continue the call."""
-        answered = [*call.messages, {"role": "assistant", "content": call.content}]
-        if list(messages[: len(answered)]) != answered:
-            return None
-        known = call.prompt_text + self._mark(call.content)
-        if not text.startswith(known):
-            return None
-        rest = text[len(known) :]
-        if call.token_ids[-1] in self.stop_ids:
-            # The sampled stop token is in the ids already, so the template's own must not follow it.
-            stop_text = self.tokenizer.decode([call.token_ids[-1]])
-            if not rest.startswith(stop_text):
-                return None
-            rest = rest[len(stop_text) :]
-        return rest
+    def _continues(self, call: Call, messages: Sequence[Message]) -> bool:
+        """Return True if a conversation has the messages of a call and then its answer, however they are written."""
+        asked = len(call.messages)
+        if len(messages) <= asked or any(
+            essence(given) != essence(known) for given, known in zip(messages[:asked], call.messages, strict=True)
+        ):
+            return False
+        answer, known = messages[asked], call.answer_message
+        reasoning = answer.get("reasoning_content", answer.get("reasoning"))
+        if call.reasoning_content is not None:
+            if reasoning is not None and reasoning.strip() != call.reasoning_content:
+                return False
+            # Some clients write reasoning back into the content.
+            *thought, content = answer["content"].rsplit("</think>", 1)
+            answer = {**answer, "content": content.lstrip() if thought else content}
+        return essence(answer) == essence(known)
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def _text_after(
+        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return the text to tokenise after the ids of a call; None if the template renders the call differently now.
+
+        Args:
+            call: the call that the conversation continues.
+            messages: the conversation.
+            text: the conversation, rendered with the tools and variables of the template that follow.
+        """
+        if not text.startswith(call.prompt_text):
+            return None
+        if call.tool_calls or call.reasoning_content is not None:
+            return self._text_after_marked(call, messages, text, tools, kwargs)
+        rest = None
+        for content in (call.content, call.content.strip()):  # some templates strip it
+            known = call.prompt_text + self._mark(content)
+            if rest is None and text.startswith(known):
+                rest = text[len(known) :]
+        if rest is None or call.token_ids[-1] not in self.stop_ids:
+            return rest
+        # The sampled stop token is in the ids already, so the template's own must not follow it.
+        stop_text = self.tokenizer.decode([call.token_ids[-1]])
+        return rest[len(stop_text) :] if rest.startswith(stop_text) else None
+
+    def _text_after_marked(
+        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return the text after an answer with tool calls or reasoning, which templates write in a way of their own.
+
+        A placeholder in the answer shows where the template ends it: the stop text that follows is that of the answer.
+        """
+        asked = len(call.messages)
+        answer: dict[str, Any] = {"role": "assistant", "content": call.content}
+        if call.reasoning_content is not None:
+            answer["reasoning_content"] = call.reasoning_content
+        if call.tool_calls:
+            first = {**call.tool_calls[0].as_message(), "function": {"name": PLACEHOLDER, "arguments": {}}}
+            answer["tool_calls"] = [first]
+        else:
+            answer["content"] = PLACEHOLDER
+        marked = self._render(
+            [*messages[:asked], answer, *messages[asked + 1 :]], tools, kwargs, add_generation_prompt=True
+        )
+        place = marked.find(PLACEHOLDER, len(call.prompt_text))
+        if place < 0 or not marked.startswith(call.prompt_text):
+            return None
+        if self._mark(call.reasoning_content or "") not in marked[len(call.prompt_text) : place]:
+            return None
+        stop_texts = [self.tokenizer.decode([stop]) for stop in self.stop_ids]
+        ends = [(marked.find(stop, place), stop) for stop in stop_texts if stop in marked[place:]]
+        if not ends:
+            return None
+        start, stop_text = min(ends)
+        rest = marked[start:] if call.token_ids[-1] not in self.stop_ids else marked[start + len(stop_text) :]
+        return rest if text.endswith(rest) else None
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[bool]]:
         """Return a conversation as ids for supervised finetuning, and a mask: True on answers and their end tokens.
 
         Raises:
             ValueError: the conversation begins with the assistant, does not end with it, holds something else than
-                text, or the template does not append turns to the turns before.
+                text and tool calls, or the template does not append turns to the turns before.
         """
-        check_messages(messages)
-        if messages[0]["role"] == "assistant" or messages[-1]["role"] != "assistant":
+        given = canonical_messages(messages)
+        if given[0]["role"] == "assistant" or given[-1]["role"] != "assistant":
             raise ValueError("a conversation to be learned must end with a message of the assistant, and not begin so")
         ids: list[int] = []
         mask: list[bool] = []
         rendered = ""
-        for turn, message in enumerate(messages):
+        for turn, message in enumerate(given):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:turn], add_generation_prompt=True)
-            answer = self._mark(message["content"]) + self.tokenizer.eos_token
+            asked = self._render(given[:turn], tools, {}, add_generation_prompt=True)
             if not asked.startswith(rendered):
                 raise ValueError(
                     f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
                 )
+            answer = self._mark(message["content"]) + self.tokenizer.eos_token
+            if "tool_calls" in message:
+                answer = self._rendered_answer(given[: turn + 1], asked, tools)
             context_ids, answer_ids = self._encode(asked[len(rendered) :]), self._encode(answer)
             ids += [*context_ids, *answer_ids]
             mask += [False] * len(context_ids) + [True] * len(answer_ids)
             rendered = asked + answer
         return ids, mask
 
+    def _rendered_answer(self, messages: Sequence[Message], asked: str, tools: Sequence[Tool]) -> str:
+        """Return the last message as the template renders it, up to its end token."""
+        text = self._render(messages, tools, {}, add_generation_prompt=False)
+        end = text.rfind(self.tokenizer.eos_token)
+        if not text.startswith(asked) or end < len(asked):
+            raise ValueError(
+                f"the chat template writes the tool calls of message {len(messages) - 1} elsewhere than in the answer, "
+                "so they cannot be learned"
+            )
+        return text[len(asked) : end + len(self.tokenizer.eos_token)]
+
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, without control tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        check_messages(messages)
-        marked = [{name: self._mark(value) for name, value in message.items()} for message in messages]
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        taken = RENDER_OPTIONS.intersection(kwargs)
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs has {min(taken)!r}, which is no variable of a chat template",
+                param="chat_template_kwargs",
+            )
+        marked = self._marked([{**message, "role": template_role(message["role"])} for message in messages])
         try:
             return self.tokenizer.apply_chat_template(
-                marked, tokenize=False, add_generation_prompt=add_generation_prompt
+                marked,
+                tools=self._marked(list(tools)) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._marked(dict(kwargs)),
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is code of the model's, and may fail in any way
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+            raise RequestError(
+                f"the chat template refuses a conversation of roles {roles}: {error}", param="messages"
+            ) from error
+
+    def _marked(self, value: Any) -> Any:
+        """Return JSON with control tokens marked in all its texts, keys included."""
+        if isinstance(value, Mapping):
+            return {self._mark(key): self._marked(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(each) for each in value]
+        return self._mark(value) if isinstance(value, str) else value
 
     def _mark(self, text: str) -> str:
         return mark_control_tokens(text, self._controls)
@@ -235,23 +361,3 @@ class ChatTemplate:
 
 def _num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise a `ValueError` that names the message unless every message has a role, content, and text in all fields."""
-    if not messages:
-        raise ValueError("messages is empty; wanted at least one {'role': ..., 'content': ...}")
-    for index, message in enumerate(messages):
-        missing = [name for name in ("role", "content") if name not in message]
-        if missing:
-            raise ValueError(f"messages[{index}] has no {missing[0]!r}; wanted 'role' and 'content'")
-        for name, value in message.items():
-            if not isinstance(value, str):
-                raise ValueError(f"messages[{index}][{name!r}] is of type {type(value).__name__}; wanted text")
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"messages[{index}][{name!r}] holds half of a character, U+{ord(value[error.start]):04X}, at index "
-                    f"{error.start}, and no tokenizer takes it; read it with errors='replace', or join it to its pair"
-                ) from None

@@ -7,7 +7,8 @@ the same form; a program reads and writes their first `num_blocks` blocks.
 A request reads only keys and values of its own tokens, and zeros: the rest of a row or slot is cleared when a request
 gets it. Masking alone would not do: a masked position has weight 0, and 0 times NaN is NaN.
 
-Letters: `R` slots, `P` rows of one program, `L` tokens of a chunk, `N` key ids, `S` stop ids, `M` biased tokens.
+Letters: `R` slots, `P` rows of one program, `L` tokens of a chunk, `N` key ids, `S` stop ids, `M` biased tokens,
+`B`, `T`, `D` and `K` rows, positions, width of the hidden state and most likely tokens.
 """
 
 from functools import partial
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxft.core.cache import init_cache, keep_positions
+from jaxft.core.cache import compute_dtype, init_cache, keep_positions
 from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_blocks
+from jaxft.core.logprobs import scaling_temperature
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.types import Cache, Model, Params
 
@@ -230,3 +232,26 @@ def _put_rows(tree: Any, new: Any, rows: Int[Any, "P"]) -> Any:
 def _put_blocks(cache: Cache, new: Cache, rows: Int[Any, "P"]) -> Cache:
     """Write new rows into the first blocks of a cache."""
     return (*_put_rows(cache[: len(new)], new, rows), *cache[len(new) :])
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def most_likely(
+    model: Model, params: Params, tokens: Int[Any, "B T"], temperature: Float[Any, ""], count: int
+) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+    """Return log-probabilities and ids of the `count` tokens that are most likely to follow each token of the rows.
+
+    Log-probabilities are in nats, over the whole vocabulary at the temperature (at 1 when it is 0), the largest first;
+    the lowest id comes first on ties. Logits exist for one position of each row at a time.
+    """
+    rows, length = tokens.shape
+    cache = init_cache(model, rows, length, compute_dtype(params))
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    hidden, _ = model.apply(params, tokens, positions, cache=cache)  # [B T D]
+
+    def top(hidden: Float[Array, "B D"]) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+        logits = model.unembed(params, hidden) / scaling_temperature(temperature)
+        values, ids = jax.lax.top_k(jax.nn.log_softmax(logits), count)
+        return values, ids
+
+    values, ids = jax.lax.map(top, jnp.swapaxes(hidden, 0, 1))
+    return jnp.swapaxes(values, 0, 1), jnp.swapaxes(ids, 0, 1)

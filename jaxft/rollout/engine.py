@@ -13,7 +13,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,11 +38,17 @@ def default_prefix_cache_rows(slots: int) -> int:
     return slots * -(-MIN_PREFIX_CACHE_ROWS // slots)
 
 
+OnTokens = Callable[[list[int], list[float]], None]
+"""Function of new token ids and their log-probabilities, called in the event loop of the request."""
+
+
 @dataclass
 class _Running:
     request: Request
     future: "asyncio.Future[Completion]"
     completion: Completion
+    on_tokens: OnTokens | None = None
+    num_streamed: int = 0  # tokens that `on_tokens` was given
     error: Exception | None = None  # an error of this request alone
 
 
@@ -142,8 +148,13 @@ class Engine:
 
         await self._device.run(run)
 
-    async def submit(self, request: Request) -> Completion:
+    async def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """Run a request and return its completion; cancelling the wait frees the slot.
+
+        Args:
+            request: the request.
+            on_tokens: called whenever tokens were sampled, with the new ones; before the completion is returned it has
+                been given all of its tokens.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for an answer in the context.
@@ -156,7 +167,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         with self._lock:
-            self._waiting.append(_Running(request, future, Completion()))
+            self._waiting.append(_Running(request, future, Completion(), on_tokens))
         # Scheduled after the callbacks that are ready now, so that requests of one wave are admitted together. Every
         # request schedules a step: a loop that is closed before its callbacks run takes only its own request with it.
         loop.call_soon(self._schedule_step)
@@ -250,6 +261,12 @@ class Engine:
         }
         decoded = self._runner.advance(params, num_tokens)
         finished = {slot: running for slot, running in self._running.items() if _take_tokens(running, slot, decoded)}
+        for running in finished.values():
+            if running.request.top_logprobs and running.error is None:
+                running.completion.top_logprobs = self._runner.top_logprobs(
+                    params, running.request, running.completion.token_ids
+                )
+        _deliver_tokens(self._running.values())
         for slot in finished:
             del self._running[slot]
         if any(isinstance(running.error, NonFiniteError) for running in finished.values()):
@@ -302,6 +319,18 @@ def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bo
     if not is_active:
         completion.finish_reason = "stop" if completion.token_ids[-1] in request.stop_ids else "length"
     return not is_active
+
+
+def _deliver_tokens(advanced: Iterable[_Running]) -> None:
+    """Give the new tokens of the requests that stream them to their event loops."""
+    for running in advanced:
+        completion, known = running.completion, running.num_streamed
+        if running.on_tokens is None or running.error is not None or len(completion.token_ids) <= known:
+            continue
+        running.num_streamed = len(completion.token_ids)
+        tokens, logprobs = completion.token_ids[known:], completion.sampler_logprobs[known:]
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+            running.future.get_loop().call_soon_threadsafe(running.on_tokens, tokens, logprobs)
 
 
 def _deliver(ended: list[_Running], error: Exception | None = None) -> None:

@@ -31,6 +31,7 @@ from jaxft.rollout.decode_batch import (
     copy_rows,
     empty_cache,
     empty_slots,
+    most_likely,
     prefill,
     slot_shapes,
     trial_slots,
@@ -44,7 +45,7 @@ from jaxft.rollout.prefix_cache import (
     PrefixCache,
     chunk_width,
 )
-from jaxft.rollout.requests import Request
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, TopLogprobs
 
 T = TypeVar("T")
 
@@ -192,6 +193,23 @@ class ModelRunner:
         decoded = self._decode(params, sub_batches)
         self.counts.decoded_tokens += int(decoded.counts.sum())
         return decoded
+
+    def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int]) -> list[TopLogprobs]:
+        """Return the most likely tokens at the place of each sampled token of a completion.
+
+        The rows are computed at once after the completion has ended, so that requests without `top_logprobs` cost
+        nothing; values differ from those of the sampler by rounding. A row is padded to a power of two.
+        """
+        fed = [*request.prompt_ids, *token_ids][:-1]
+        width = min(self.length, 1 << max(4, (len(fed) - 1).bit_length()))
+        rows = np.zeros((self._row_shards, width), np.int32)
+        rows[:, : len(fed)] = fed
+        values, ids = jax.device_get(
+            most_likely(self._model, params, rows, np.float32(request.temperature), MAX_TOP_LOGPROBS)
+        )
+        places = range(len(request.prompt_ids) - 1, len(fed))
+        chosen = slice(request.top_logprobs)
+        return [tuple(zip(ids[0, i, chosen].tolist(), values[0, i, chosen].tolist(), strict=True)) for i in places]
 
     def _decode(self, params: Params, sub_batches: Sequence[SubBatch]) -> Decoded:
         """Decode all sub-batches, and return their tokens in one table of all slots."""

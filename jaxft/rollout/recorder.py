@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import PolicyError
+from jaxft.rollout.messages import ToolCall, read_arguments
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Call:
         llm: name of the language model in the configuration.
         messages: the conversation as the agent sent it.
         content: text of the answer as the agent got it; a stop string may be cut from it, but not from the ids.
+            Reasoning and tool calls that were parsed are not in it.
         prompt_text: the conversation as the chat template renders it.
         prompt_ids: token ids of the prompt as the policy was fed it.
         token_ids: sampled token ids, the stop token included.
@@ -60,11 +62,17 @@ class Call:
         prompt_boundaries: token counts at which the prompts of earlier turns ended within this one, less their last
             token.
         truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
+        response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
+        tool_calls: tool calls of the answer.
+        reasoning_content: reasoning before the answer; None without any.
+        has_malformed_tool_call: True if the answer begins a tool call that could not be parsed.
+        is_retokenized: True if the prompt goes on from an earlier call whose ids could not be kept
+            (`Prompt.is_retokenized`).
     """
 
     index: int
     llm: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     content: str
     prompt_text: str
     prompt_ids: tuple[int, ...]
@@ -77,6 +85,27 @@ class Call:
     functions: tuple[str, ...] = ()
     prompt_boundaries: tuple[int, ...] = ()
     truncated_tokens: int = 0
+    response_text: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_content: str | None = None
+    has_malformed_tool_call: bool = False
+    is_retokenized: bool = False
+
+    @property
+    def answer_message(self) -> dict[str, Any]:
+        """The answer as a canonical message, without its reasoning."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {**call.as_message(), "function": {"name": call.name, "arguments": read_arguments(call.arguments)}}
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def full_text(self) -> str:
+        """All text of the answer, reasoning and tool calls included."""
+        return self.content if self.response_text is None else self.response_text
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -210,17 +239,18 @@ class Episode:
         """Base URL that does what `api_key` does, for clients that have no place for a key."""
         return f"{ENDPOINT}/e/{self.api_key}/v1"
 
-    def begin_call(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
+    def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None) -> tuple[int, int]:
         """Begin a call: return its index, and the call id (uint32) that is folded into its key.
 
-        The id depends on the prompt and on the number of earlier calls with it, never on the order in which concurrent
-        calls are answered.
+        The id depends on the prompt, on the number of earlier calls with it and on the seed, if there is one, never on
+        the order in which concurrent calls are answered.
         """
         with _lock:
             index, repeats = self._begun, self._asked[prompt_ids]
             self._begun += 1
             self._asked[prompt_ids] += 1
-        digest = hashlib.sha256(repr((prompt_ids, repeats)).encode()).digest()
+        origin = (prompt_ids, repeats) if seed is None else (prompt_ids, repeats, seed)
+        digest = hashlib.sha256(repr(origin).encode()).digest()
         return index, int.from_bytes(digest[:4], "big")
 
     def record(self, call: Call) -> None:

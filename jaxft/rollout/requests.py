@@ -11,6 +11,12 @@ from jaxft.core.sampling import check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 
+MAX_TOP_LOGPROBS = 20
+"""Largest `top_logprobs` of a request, as in OpenAI's API."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Pairs of a token id and its log-probability, the most likely first."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -26,6 +32,7 @@ class Request:
         find_stop: returns how many of the sampled ids complete a stop string, or None.
         prefix_boundaries: token counts, ascending, at which the prefill of the prompt is split. A conversation is split
             where the prompts of its earlier turns ended, so that the prefix cache holds those.
+        top_logprobs: number of most likely tokens to return for each sampled token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,17 +46,22 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int]], int | None] | None = None
     prefix_boundaries: tuple[int, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass
 class Completion:
-    """Tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`."""
+    """Tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`.
+
+    `top_logprobs` holds, for each token, pairs of a token id and its log-probability, if the request asks for them.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "length"
     policy_version: int = 0
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:
@@ -93,6 +105,8 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
             f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending numbers of tokens, from 1 to "
             f"{length - 1}"
         )
+    if not _is_integer(request.top_logprobs) or not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, vocabulary):
+        raise RequestError(f"top_logprobs is {request.top_logprobs}; wanted an integer from 0 to {MAX_TOP_LOGPROBS}")
     try:
         check_token_ids("prompt_ids", request.prompt_ids, vocabulary)
         check_token_ids("logit_bias", [token for token, _ in request.logit_bias], vocabulary)

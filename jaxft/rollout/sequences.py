@@ -5,9 +5,11 @@ never tokenised again.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from jaxft.rollout.messages import essence
 from jaxft.rollout.recorder import WORKFLOW, Call
 
 
@@ -104,12 +106,12 @@ def _without_tail(sequence: TokenSequence) -> TokenSequence:
     return sequence.model_copy(update={name: values[:end] for name, values in sequence if isinstance(values, list)})
 
 
-def episode_messages(calls: Sequence[Call]) -> list[dict[str, str]]:
+def episode_messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Return the messages of all calls, for people to read; a call that a later one continues is not repeated."""
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
-        answered = [*call.messages, {"role": "assistant", "content": call.content}]
+        answered = [*call.messages, call.answer_message]
         later = calls[index + 1].messages if index + 1 < len(calls) else ()
-        if list(later[: len(answered)]) != answered:
+        if list(map(essence, later[: len(answered)])) != list(map(essence, answered)):
             messages += answered
     return messages

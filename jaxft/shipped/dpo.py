@@ -27,6 +27,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.evaluation import EpisodeOutcome
+from jaxft.rollout.messages import readable_text
 from jaxft.rollout.recorder import Call
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
@@ -101,9 +102,11 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         for turn, candidates in enumerate(decisions):
             pairs = pairs_of(candidates, exhaustive=config.exhaustive_pairs, min_score_diff=config.min_score_diff)
             for chosen, rejected in pairs[: config.max_pairs_per_turn]:
-                prompt = [OpenAIMessage(role=said["role"], content=said["content"]) for said in chosen.call.messages]
+                prompt = [
+                    OpenAIMessage(role=said["role"], content=readable_text(said)) for said in chosen.call.messages
+                ]
                 item = DPOItem(
-                    prompt=prompt, chosen_response=chosen.call.content, rejected_response=rejected.call.content
+                    prompt=prompt, chosen_response=chosen.call.full_text, rejected_response=rejected.call.full_text
                 )
                 trajectories.append(
                     Trajectory(

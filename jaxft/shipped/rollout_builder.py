@@ -12,6 +12,7 @@ from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.registry import TrajectoryBuilderConfig
+from jaxft.rollout.messages import essence, readable_text
 from jaxft.rollout.recorder import TRAINING, WORKFLOW, Call
 from jaxft.rollout.sequences import episode_messages, is_targeted
 
@@ -116,6 +117,9 @@ class RolloutBuilder(TrajectoryBuilder):
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
                 "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned_episodes,
                 "calls": len(calls),
+                "tool_calls": sum(len(call.tool_calls) for call in calls),
+                "malformed_tool_calls": sum(call.has_malformed_tool_call for call in calls),
+                "retokenized_calls": sum(call.is_retokenized for call in calls),
                 "untargeted_calls": len(calls) - targeted,
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
@@ -153,13 +157,14 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
     items = []
     for message in episode_messages(outcome.episode.calls):
         role = ROLES.get(message["role"], EpisodeItemRole.OTHER)
-        logprobs = None
+        logprobs = call = None
         if role is EpisodeItemRole.ASSISTANT:
             # The agent itself wrote an assistant's message that no call answered; it is not trained.
-            call = next((call for call in unmatched if call.content == message["content"]), None)
+            call = next((call for call in unmatched if essence(call.answer_message) == essence(message)), None)
             logprobs = [] if call is None else list(call.sampler_logprobs)
             unmatched = [other for other in unmatched if other is not call]
-        items.append(EpisodeItem(role=role, content=message["content"], logprobs=logprobs))
+        text = readable_text(message) if call is None else call.full_text
+        items.append(EpisodeItem(role=role, content=text, logprobs=logprobs))
     return items
 
 

@@ -1,0 +1,156 @@
+"""An answer as it is sampled: tokens become pieces of text, none of which later tokens can change."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+from jaxft.rollout.responses import Answer, make_parser
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer.
+
+    Attributes:
+        index: number of the answer, among the `n` answers to one request.
+        content: text that follows the content so far.
+        reasoning_content: text that follows the reasoning so far.
+        token_ids: the sampled tokens since the piece before; their text may come with a later piece.
+        logprobs: log-probability of each of these tokens, as in `Reply`.
+    """
+
+    index: int
+    content: str = ""
+    reasoning_content: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+class TextDecoder:
+    """Decodes tokens one after the other, each with the tokens before it that its text may depend on."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # of the tokens that are decoded again
+        self._end = 0  # of the tokens whose text was returned
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that the tokens add; text that ends within a character waits for the next tokens."""
+        self._ids += token_ids
+        known, text = self._decode(self._ids[self._start : self._end]), self._decode(self._ids[self._start :])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._start, self._end = self._end, len(self._ids)
+        return text[len(known) :]
+
+
+class Streamer:
+    """Turns the sampled tokens of one answer into deltas, which joined give the content and reasoning of its `Answer`.
+
+    Text is held back while it may belong to a stop string, to a tool call or to the space before one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        on_delta: Callable[[Delta], None],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stops: Sequence[str],
+        template: ResponseTemplate | None,
+        prompt_text: str,
+        forced: str,
+    ) -> None:
+        """Make a streamer.
+
+        Args:
+            index: number of the answer.
+            on_delta: takes each delta.
+            decode: text of sampled ids, as the answer is parsed from.
+            stops: strings that end the answer; a stop string that is part of the content comes with the last delta.
+            template: response template that the answer is parsed with; None if all of its text is content.
+            prompt_text: the rendered conversation.
+            forced: text that the answer begins with.
+        """
+        self._index, self._on_delta, self._stops = index, on_delta, tuple(stops)
+        self._decoder = TextDecoder(decode)
+        self._held = ""
+        self._parser = None if template is None else make_parser(template, prompt_text)
+        has_reasoning = template is not None and "reasoning_content" in template.fields
+        self._content = _Piece(keeps_end=self._parser is None, keeps_start=not has_reasoning)
+        self._reasoning = _Piece(keeps_end=False, keeps_start=False)
+        self._is_open = True  # False once the rest waits for the whole answer
+        if forced and self._parser is not None:
+            self._parse(forced)
+
+    def feed(self, token_ids: list[int], logprobs: list[float]) -> None:
+        """Take newly sampled tokens."""
+        if self._is_open:
+            text = self._held + self._decoder.feed(token_ids)
+            held = self._num_held(text)
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+            if any(stop in text for stop in self._stops):
+                self._is_open = False
+            elif self._parser is None:
+                self._content.add(text)
+            else:
+                self._parse(text)
+        self._on_delta(
+            Delta(self._index, self._content.take(), self._reasoning.take(), tuple(token_ids), tuple(logprobs))
+        )
+
+    def finish(self, answer: Answer) -> None:
+        """Give the rest of the answer."""
+        content = self._content.rest(answer.content)
+        reasoning = self._reasoning.rest(answer.reasoning_content or "")
+        if content or reasoning:
+            self._on_delta(Delta(self._index, content, reasoning))
+
+    def _num_held(self, text: str) -> int:
+        """Return the number of last characters that may begin a stop string."""
+        ends = (
+            length
+            for stop in self._stops
+            for length in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:length])
+        )
+        return max(ends, default=0)
+
+    def _parse(self, text: str) -> None:
+        assert self._parser is not None
+        try:
+            events = self._parser.feed(text)
+        except (ValueError, TypeError, KeyError, RecursionError):  # a malformed tool call: `Answer` says what it is
+            self._is_open = False
+            return
+        for event in events:
+            field = event["field"]
+            if field == "tool_calls":
+                self._is_open = False
+                return
+            if event["type"] == "region_chunk":
+                (self._reasoning if field == "reasoning_content" else self._content).add(event["text"])
+
+
+class _Piece:
+    """Text that grows, with or without the spaces at its start and its end; what is certain is taken piece by piece."""
+
+    def __init__(self, *, keeps_start: bool, keeps_end: bool) -> None:
+        self._keeps_start, self._keeps_end = keeps_start, keeps_end
+        self._text = ""
+        self._taken = 0
+
+    def add(self, text: str) -> None:
+        self._text += text if self._keeps_start or self._text else text.lstrip()
+
+    def take(self) -> str:
+        """Return the text since the last call, without spaces that may turn out to be its end."""
+        certain = self._text if self._keeps_end else self._text.rstrip()
+        start, self._taken = self._taken, max(self._taken, len(certain))
+        return certain[start:]
+
+    def rest(self, whole: str) -> str:
+        """Return what is left of the whole text."""
+        return whole[self._taken :]
