@@ -217,17 +217,24 @@ async def _body(request: Request) -> bytes:
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine, which is cancelled when the client goes away."""
-    answer = asyncio.create_task(answering)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        return answer.result()
-    finally:
-        for task in (answer, gone):
+    task, gone = asyncio.current_task(), asyncio.create_task(_disconnected(request))
+    assert task is not None
+
+    def cancel(gone: "asyncio.Task[None]") -> None:
+        if not gone.cancelled():
             task.cancel()
-        await asyncio.wait({answer, gone})
+
+    gone.add_done_callback(cancel)
+    try:
+        return await answering
+    except asyncio.CancelledError:
+        if gone.done() and not gone.cancelled():
+            task.uncancel()
+            raise ClientDisconnect from None
+        raise
+    finally:
+        gone.remove_done_callback(cancel)
+        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -342,37 +342,31 @@ def _short(value: Any) -> str:
 ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Fields of a reply's message that a client may send back; the policy has the token ids already."""
 
-_SAME_NAME = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "stop",
-    "top_logprobs",
-    "min_p",
-    "stop_token_ids",
-    "chat_template_kwargs",
-)
+ARGUMENTS = {
+    **{field.name: field.name for field in FIELDS if field.name in ChatRequest.__dataclass_fields__},
+    "max_completion_tokens": "max_tokens",
+    "include_stop_str_in_output": "include_stop",
+}
+"""Names of the arguments of `ChatRequest`, by the fields that give them."""
 
 
 def _chat_request(given: Mapping[str, Any]) -> ChatRequest:
-    fields = {name: given[name] for name in _SAME_NAME if name in given}
     limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(limits) > 1:
         raise APIError(
             f"max_tokens is {given['max_tokens']} and max_completion_tokens {given['max_completion_tokens']}; give one",
             param="max_tokens",
         )
-    fields["max_tokens"] = limits.pop() if limits else None
-    fields["include_stop"] = given.get("include_stop_str_in_output", False)
-    fields["top_k"] = max(0, top_k) if (top_k := given.get("top_k", 0)) == -1 else top_k
-    fields["logit_bias"] = {_token_id(key): value for key, value in given.get("logit_bias", {}).items()}
-    messages = [{name: value for name, value in each.items() if name not in ECHOED} for each in given["messages"]]
+    arguments = {ARGUMENTS[name]: value for name, value in given.items() if name in ARGUMENTS}
+    if arguments.get("top_k") == -1:
+        arguments["top_k"] = 0
+    if "logit_bias" in arguments:
+        arguments["logit_bias"] = {_token_id(key): value for key, value in arguments["logit_bias"].items()}
+    arguments["messages"] = [
+        {name: value for name, value in each.items() if name not in ECHOED} for each in given["messages"]
+    ]
     try:
-        return ChatRequest(messages=messages, **fields)
+        return ChatRequest(**arguments)
     except RequestError as error:
         raise refusal(error) from None
 

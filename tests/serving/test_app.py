@@ -1,0 +1,441 @@
+import asyncio
+import json
+import threading
+
+import openai
+import pytest
+
+from jaxft.errors import PolicyError
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.recorder import Episode, outside_calls, recording
+from jaxft.rollout.sequences import token_sequences
+from jaxft.serving.app import make_app
+from jaxft.serving.frameworks import client_of
+
+QUESTION = [{"role": "user", "content": "x?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+NEVER_ENDS = {"logit_bias": {"1": -100}}  # the end token
+
+
+def make_episode(**changes):
+    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
+
+
+@pytest.fixture(scope="module")
+def llm(policy, tokenizer):
+    assert tokenizer.eos_token_id == 1
+    return ChatClient(policy, "player")
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    return client_of(llm, "openai")
+
+
+@pytest.fixture(scope="module")
+def sync_client(llm):
+    return client_of(llm, "openai_sync")
+
+
+def run(asking, episode=None):
+    """The result of a coroutine that asks, in an episode or in none."""
+
+    async def main():
+        async with asyncio.timeout(60):
+            if episode is None:
+                return await asking
+            with recording(episode):
+                return await asking
+
+    return asyncio.run(main())
+
+
+def ask(client, **options):
+    return client.chat.completions.create(**({"model": "player", "messages": QUESTION, "max_tokens": 8} | options))
+
+
+def in_thread(work):
+    """The result of a function in a new thread, which inherits no context."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+def is_idle(policy):
+    """True once no slot is in use and no request waits."""
+
+    async def main():
+        async with asyncio.timeout(30):
+            while policy.engine._running or policy.engine._waiting:
+                await asyncio.sleep(0.01)
+            return True
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def blocked(policy):
+    """Keeps the policy from answering anything."""
+    begun, release = threading.Event(), threading.Event()
+
+    def wait(params):
+        begun.set()
+        release.wait(60)
+
+    blocker = threading.Thread(target=lambda: asyncio.run(policy.read(wait)))
+    blocker.start()
+    assert begun.wait(30)
+    yield
+    release.set()
+    blocker.join()
+    assert is_idle(policy)
+
+
+def test_every_client_gets_what_llm_chat_gives_and_records_it(llm, client, sync_client):
+    options = {"max_tokens": 8, "temperature": 0.9, "stop": ["\x00never"]}
+    episode = make_episode()
+    reply = run(llm.chat(QUESTION, **options), episode)
+
+    async def streamed():
+        return [chunk async for chunk in await ask(client, stream=True, **options)]
+
+    def synchronous(**more):
+        with recording(recorded[-1]):
+            return ask(sync_client, **options, **more)
+
+    recorded = [make_episode()]
+    whole = run(ask(client, **options), recorded[-1])
+    recorded.append(make_episode())
+    chunks = run(streamed(), recorded[-1])
+    recorded.append(make_episode())
+    assert synchronous().choices == whole.choices
+    recorded.append(make_episode())
+    chunks_too = list(synchronous(stream=True))
+    assert all(each.calls == episode.calls for each in recorded)
+    assert whole.choices[0].message.content == reply.content
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(reply.prompt_ids), len(reply.token_ids))
+    for each in (chunks, chunks_too):
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in each) == reply.content
+        assert each[-1].choices[0].finish_reason == reply.finish_reason
+        assert {chunk.id for chunk in each} == {each[0].id}
+
+
+def test_a_reply_can_be_trained_on_from_the_client(client):
+    episode = make_episode()
+    more = {"return_token_ids": True}
+    completion = run(ask(client, n=2, logprobs=True, top_logprobs=3, extra_body=more), episode)
+    for choice, call in zip(completion.choices, episode.calls, strict=True):
+        assert tuple(completion.prompt_token_ids) == call.prompt_ids == tuple(choice.message.prompt_token_ids)
+        assert tuple(choice.token_ids) == call.token_ids == tuple(choice.message.generation_token_ids)
+        assert tuple(choice.message.generation_log_probs) == call.sampler_logprobs
+        entries = choice.logprobs.content
+        assert tuple(entry.logprob for entry in entries) == call.sampler_logprobs
+        assert tuple(entry.token_id for entry in entries) == call.token_ids
+        assert all(len(entry.top_logprobs) == 3 for entry in entries)
+
+    async def last_chunk():
+        return [chunk async for chunk in await ask(client, stream=True, extra_body=more)][-1]
+
+    choice = run(last_chunk(), make_episode()).choices[0]
+    assert tuple(choice.token_ids) == episode.calls[0].token_ids
+    assert tuple(choice.delta.generation_log_probs) == episode.calls[0].sampler_logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_with_tools_makes_one_sequence(make_scripted_policy, tokenizer, stream):
+    """The loop of openai's own guide: the message goes back into the history as it is."""
+    asked = "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"
+    called = 'Well. <call:look_up>{"city":"Oslo"}</call><|end|>'
+    text = asked + called + "<|tool|>3<|end|><|assistant|>3!<|end|>"
+    script = (tokenizer.encode(text) + [1] * 256)[:256]
+    client, episode = client_of(ChatClient(make_scripted_policy(script), "player"), "openai"), make_episode()
+
+    async def complete(messages):
+        if not stream:
+            return (await ask(client, messages=messages, tools=TOOLS, max_tokens=None)).choices[0]
+        async with client.chat.completions.stream(model="player", messages=messages, tools=TOOLS) as events:
+            return (await events.get_final_completion()).choices[0]
+
+    async def agent():
+        messages = list(QUESTION)
+        choice = await complete(messages)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "look_up" and json.loads(call.function.arguments) == {"city": "Oslo"}
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        return (await complete(messages)).message.content
+
+    assert run(agent(), episode) == "3!"
+    (sequence,) = token_sequences(episode.calls)
+    assert tokenizer.decode(sequence.tokens) == text
+
+
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_concurrency_changes_no_token(llm, client, concurrency):
+    async def agent(generation, limit):
+        async with limit:
+            with recording(make_episode(generation=generation)) as episode:
+                first = (await ask(client, max_tokens=6)).choices[0].message
+                history = [*QUESTION, first, {"role": "user", "content": "y"}]
+                await asyncio.gather(*(ask(client, messages=history, max_tokens=4) for _ in range(2)))
+            return episode.calls
+
+    async def main():
+        limit = asyncio.Semaphore(concurrency)
+        return await asyncio.gather(*(agent(generation, limit) for generation in range(32)))
+
+    async def direct(generation):
+        with recording(make_episode(generation=generation)) as episode:
+            first = await llm.chat(QUESTION, max_tokens=6)
+            history = [*QUESTION, first.message, {"role": "user", "content": "y"}]
+            await asyncio.gather(*(llm.chat(history, max_tokens=4) for _ in range(2)))
+        return episode.calls
+
+    async def all_direct():
+        return await asyncio.gather(*map(direct, range(32)))
+
+    assert run(main()) == run(all_direct())
+
+
+REFUSALS = [
+    ({"model": "plaxer"}, openai.NotFoundError, "model", "model_not_found", "player"),
+    ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty", "unsupported_parameter", "0.5"),
+    ({"temperature": -1}, openai.BadRequestError, "temperature", None, "-1"),
+    ({"messages": []}, openai.BadRequestError, "messages", None, "messages"),
+    ({"messages": [{"role": "poet", "content": ""}]}, openai.BadRequestError, None, None, "poet"),
+    (
+        {"messages": [{"role": "user", "content": "x" * 200}]},
+        openai.BadRequestError,
+        None,
+        "context_length_exceeded",
+        "96",
+    ),
+    ({"extra_body": {"foo": 1}}, openai.BadRequestError, "foo", "unknown_parameter", "foo"),
+    ({"logit_bias": {"4000": 1}}, openai.BadRequestError, None, None, "4000"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("options", "kind", "param", "code", "said"), REFUSALS)
+def test_refusals_are_openais(client, options, kind, param, code, said, stream):
+    with pytest.raises(kind, match=said) as caught:
+        run(ask(client, stream=stream, **options))
+    error = caught.value
+    assert error.type == "invalid_request_error" and (error.code == code or code is None)
+    assert error.param == param or param is None
+
+
+def test_other_apis_are_refused_with_a_way_out(client):
+    with pytest.raises(openai.NotFoundError, match="chat_completions.*OpenAIChatCompletionsModel"):
+        run(client.responses.create(model="player", input="x?"))
+    with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
+        run(client.completions.create(model="player", prompt="x?"))
+    with pytest.raises(openai.NotFoundError, match="embedding"):
+        run(client.embeddings.create(model="player", input="x?"))
+    with pytest.raises(openai.APIStatusError, match="POST /v1/chat/completions") as caught:
+        run(client.get("/chat/completions", cast_to=object))
+    assert caught.value.status_code == 405
+
+
+def test_models_and_health_are_told(client, policy):
+    (model,) = run(client.models.list()).data
+    assert (model.id, model.max_model_len) == ("player", policy.engine.max_context_tokens)
+    assert run(client.models.retrieve("player")) == model
+    with pytest.raises(openai.NotFoundError, match="plaxer"):
+        run(client.models.retrieve("plaxer"))
+    assert run(client.with_options(base_url="http://jaxft.invalid").get("/health", cast_to=object)) == {"status": "ok"}
+
+
+def test_an_app_may_serve_several_models(policy):
+    app = make_app({name: ChatClient(policy, name) for name in ("one", "two")})
+    for name in ("one", "two"):
+        status, body = run(post(app, {"model": name, "messages": QUESTION, "max_tokens": 2}))
+        assert (status, json.loads(body)["model"]) == (200, name)
+
+
+async def post(app, body, receive=None):
+    """Status and body of a response, as a server gets them."""
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "root_path": ""}
+    scope |= {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    sent, messages = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive_body():
+        if messages:
+            return messages.pop()
+        await (receive or asyncio.Event().wait)()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope, receive_body, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_s_client_that_disconnects_frees_its_slot(llm, stream):
+    episode, gone = make_episode(), asyncio.Event()
+
+    async def main():
+        body = {"model": "player", "messages": QUESTION, "n": 3, "stream": stream, **NEVER_ENDS}
+        answering = asyncio.create_task(post(make_app({"player": llm}), body, receive=gone.wait))
+        while not llm.policy.engine._running:
+            await asyncio.sleep(0)
+        gone.set()
+        await answering
+
+    run(main(), episode)
+    assert is_idle(llm.policy) and not episode.calls
+
+
+def test_two_hundred_early_closes_leave_no_slot_in_use(policy, client):
+    async def leave(episode):
+        with recording(episode):
+            stream = await ask(client, stream=True, max_tokens=None, **NEVER_ENDS)
+            async for _ in stream:
+                break
+            await stream.close()
+
+    async def main():
+        await asyncio.gather(*map(leave, episodes))
+
+    episodes = [make_episode(generation=number) for number in range(200)]
+    run(main())
+    assert is_idle(policy) and not any(episode.calls for episode in episodes)
+
+
+def test_a_time_out_is_openais_and_cancels_the_call(client, sync_client, policy, blocked):
+    for stream in (False, True):
+        with pytest.raises(openai.APITimeoutError):
+            run(ask(client, timeout=0.05, stream=stream))
+        with pytest.raises(openai.APITimeoutError):
+            ask(sync_client, timeout=0.05, stream=stream)
+
+    async def limited():
+        async with asyncio.timeout(0.05):
+            await ask(client)
+
+    with pytest.raises(TimeoutError):
+        run(limited())
+    assert all(running.future.cancelled() for running in policy.engine._waiting)
+
+
+def test_a_thread_records_by_base_url_or_key_or_is_counted(client, sync_client):
+    episode, expected = make_episode(), make_episode()
+    with recording(expected):
+        for _ in range(3):
+            ask(sync_client)
+
+    def work():
+        ask(sync_client.with_options(base_url=episode.base_url))
+        ask(sync_client.with_options(api_key=episode.api_key))
+        return asyncio.run(
+            client.with_options(api_key=episode.api_key).chat.completions.create(
+                model="player", messages=QUESTION, max_tokens=8
+            )
+        )
+
+    before = outside_calls()
+    in_thread(work)
+    assert episode.calls == expected.calls and outside_calls() == before
+    in_thread(lambda: ask(sync_client))
+    assert outside_calls() == before + 1 and len(episode.calls) == 3
+
+
+def test_a_key_of_no_episode_is_refused(sync_client):
+    episode = make_episode()
+    key, url = episode.api_key, episode.base_url
+    assert make_episode().api_key != key and key not in repr(episode)
+    del episode
+    for gone in (sync_client.with_options(api_key=key), sync_client.with_options(base_url=url)):
+        with pytest.raises(openai.AuthenticationError, match=r"jaxft\.episode"):
+            ask(gone)
+
+
+def test_the_end_of_an_episode_cancels_the_calls_of_its_threads(client, sync_client, policy, blocked):
+    episode = make_episode()
+    url = episode.base_url
+    errors = []
+
+    def expect_cancellation(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(type(error))
+
+    async def main():
+        with recording(episode):
+            inherits = asyncio.to_thread(expect_cancellation, lambda: ask(sync_client))
+            own_loop = asyncio.to_thread(expect_cancellation, lambda: asyncio.run(ask_in(client)))
+            named = threading.Thread(
+                target=expect_cancellation, args=(lambda: ask(sync_client.with_options(base_url=url)),)
+            )
+            named.start()
+            threads = asyncio.gather(inherits, own_loop)
+            while len(policy.engine._waiting) < 3:
+                await asyncio.sleep(0.01)
+            assert episode.end()
+            await threads
+            await asyncio.to_thread(named.join)
+            with pytest.raises(asyncio.CancelledError):
+                await ask(client)
+
+    async def ask_in(client):
+        return await ask(client)
+
+    run(main())
+    assert errors == [asyncio.CancelledError] * 3
+
+
+def test_a_synchronous_call_may_block_the_loop_of_its_episode(sync_client):
+    async def main():
+        return ask(sync_client).choices[0].message.content
+
+    episode = make_episode()
+    assert run(main(), episode) == episode.calls[0].content
+
+
+def test_each_reply_has_one_policy_version(make_policy):
+    policy = make_policy()
+    llm = ChatClient(policy, "player")
+    client = client_of(llm, "openai")
+
+    async def update():
+        await policy.update(lambda params: ({**params}, None))
+
+    async def main():
+        asking = [asyncio.create_task(ask(client, max_tokens=40, n=2)) for _ in range(16)]
+        for _ in range(3):
+            while not policy.engine._running:
+                await asyncio.sleep(0)
+            await update()
+        return await asyncio.gather(*asking)
+
+    episode = make_episode()
+    replies = run(main(), episode)
+    told = {reply.system_fingerprint for reply in replies}
+    assert told <= {f"policy_version_{version}" for version in range(4)} and len(told) > 1
+    assert {call.policy_version for call in episode.calls} >= {int(each[-1]) for each in told}
+
+
+def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):
+    policy = make_policy()
+    client = client_of(ChatClient(policy, "player"), "openai")
+
+    async def main():
+        with pytest.raises(ZeroDivisionError):
+            await policy.update(lambda params: 1 // 0)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as caught:
+            await ask(client)
+        assert caught.value.status_code == 503 and "Traceback" not in str(caught.value)
+
+    episode = make_episode()
+    run(main(), episode)
+    assert isinstance(episode.policy_error, PolicyError)
