@@ -117,6 +117,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned_episodes,
                 "calls": len(calls),
                 "untargeted_calls": len(calls) - targeted,
+                "remote_calls": sum(len(outcome.episode.remote_calls) for outcome in finished),
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
             "timings": {
