@@ -100,8 +100,8 @@ class RemoteClient:
         name: name that calls are recorded under, that of the language model in the configuration.
         base_url: address that `/chat/completions` is added to.
         api_key: the server's key.
-        max_retries: times that a request is repeated.
-        timeout_seconds: time limit of each attempt.
+        max_retries: times that openai repeats a request.
+        timeout_seconds: time limit of connecting, and of each wait for the server to send something.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class RemoteClient:
         try:
             response = await self._client().chat.completions.with_raw_response.create(**request)
         except openai.OpenAIError as error:
-            raise RemoteModelError(f"llms.{self.name}: {self._told(error)}") from error
+            raise RemoteModelError(f"llms.{self.name}: {self._reason(error)}") from error
         completion = _completion(response.content, is_stream=False)
         if completion is None:
             raise RemoteModelError(
@@ -257,7 +257,7 @@ class RemoteClient:
                 self._clients[loop] = self.openai_client()
             return self._clients[loop]
 
-    def _told(self, error: openai.OpenAIError) -> str:
+    def _reason(self, error: openai.OpenAIError) -> str:
         """Return the reason of an error, with what can be done about it."""
         if isinstance(error, openai.APITimeoutError):
             return (

@@ -188,7 +188,7 @@ class LLMJudgeConfig(EvaluatorConfig, name="llm_judge"):
         default=0.0, ge=0.0, allow_inf_nan=False, description="Temperature of the judge; null: that of its server."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, description="Maximum number of tokens of the judge's reply; null: no limit of ours."
+        default=None, ge=1, description="Maximum number of tokens of the judge's reply; null: no limit."
     )
     min_score: float = Field(
         default=0.0, allow_inf_nan=False, description="Number that the judge gives the worst answers; it becomes 0."

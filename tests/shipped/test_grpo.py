@@ -173,9 +173,10 @@ def test_calls_of_remote_models_are_counted_and_shown_but_not_trained(make_items
     ((trajectory,),) = collection.trajectories
     assert (collection.metrics["calls"], collection.metrics["remote_calls"]) == (2, 1)
     assert [row.tokens for row in trajectory.sequences] == [[3, 4, 5, 1, 6, 7]]
-    assert trajectory.metadata["remote_calls"] == [
+    written = json.loads(trajectory.model_dump_json())  # as in trajectories/samples.jsonl
+    assert written["metadata"]["remote_calls"] == [
         {
-            "index": 0, "calls_before": 1, "llm": "helper", "messages": asked, "content": "yes", "tool_calls": (),
+            "index": 0, "calls_before": 1, "llm": "helper", "messages": list(asked), "content": "yes", "tool_calls": [],
             "finish_reason": "stop", "prompt_tokens": None, "completion_tokens": None,
         }
     ]  # fmt: skip
