@@ -226,6 +226,31 @@ def test_a_refused_call_is_a_failed_episode_in_one_line_without_the_key(server, 
     assert len(server.asked) == 3  # a 400 is not repeated
 
 
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_an_episode_that_is_out_of_time_lets_go_of_its_call(server, make_client, make_items, is_async):
+    def answer(request):
+        server.closing.wait()
+        return completion("late")
+
+    server.answer = answer
+
+    async def evaluate(client):
+        async def agent(example):
+            return await client.chat(ASKED)
+
+        def plain(example):
+            return client.chat_sync(ASKED)
+
+        workflow = agent if is_async else plain
+        evaluation = Evaluation(workflow, {"right": lambda item: 1.0}, "right", 4, 0, timeout_seconds=0.3)
+        (outcome,) = await evaluation.run(make_items("a"), stream=TRAINING, rollout_index=0)
+        return outcome, evaluation.supervisor.num_abandoned
+
+    outcome, num_abandoned = run(make_client, evaluate)
+    assert "TimeoutError" in outcome.error and outcome.episode.remote_calls == []
+    assert num_abandoned == 0
+
+
 SPOKEN = [{"role": "assistant", "content": ""}, {"content": "v\u2028"}, {"content": "ier"}, "stop"]
 CALLED = [
     {"role": "assistant", "content": None, "tool_calls": [{"index": 0, **LOOKUP, "function": {"name": "lookup"}}]},
@@ -265,7 +290,7 @@ def test_streams_pass_and_are_recorded_whole(server, make_client, is_async):
 
 
 def test_a_stream_that_is_left_early_is_not_recorded(server, make_client):
-    server.answer = lambda request: events(*[{"content": "word "}] * 100_000, "stop")
+    server.answer = lambda request: events(*[{"content": "word "}] * 5_000, "stop")
 
     async def ask(client):
         async with client.openai_client() as frameworks:
