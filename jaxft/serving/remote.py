@@ -50,11 +50,11 @@ class RemoteReply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant's message to append to the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_message() for call in self.tool_calls]
-        return message
+        """The answer as a message of the history, in OpenAI's format; servers take no reasoning back."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.content}
+        calls = [call.as_message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
 
 
 def _blocking(

@@ -129,7 +129,9 @@ def test_a_call_sends_what_is_given_and_is_recorded_once(server, make_client):
         current.begin_call((1, 2))
         return await client.chat(ASKED, temperature=0.5, max_tokens=9, stop=["\n"])
 
-    assert run(make_client, ask, current) == RemoteReply("4", "stop", prompt_tokens=7, completion_tokens=3)
+    reply = run(make_client, ask, current)
+    assert reply == RemoteReply("4", "stop", prompt_tokens=7, completion_tokens=3)
+    assert reply.message == {"role": "assistant", "content": "4"}
     # The episode is one of a greedy evaluation, which is about the policy only.
     (asked,) = server.asked
     sent = {"model": "small", "messages": ASKED, "temperature": 0.5, "max_tokens": 9, "stop": ["\n"]}
@@ -145,7 +147,7 @@ def test_tools_are_called(server, make_client):
     current = make_episode()
     reply = run(make_client, lambda client: client.chat(ASKED, tools=TOOLS, tool_choice="required"), current)
     assert reply.tool_calls == (ToolCall("call_1", "lookup", '{"name": "b"}'),) and reply.reasoning_content == "b?"
-    assert reply.message == {"role": "assistant", "content": "", "tool_calls": [LOOKUP]}
+    assert reply.message == {"role": "assistant", "content": None, "tool_calls": [LOOKUP]}
     assert (server.asked[0]["tools"], server.asked[0]["tool_choice"]) == (TOOLS, "required")
     assert [call.tool_calls for call in current.remote_calls] == [(LOOKUP,)]
 
