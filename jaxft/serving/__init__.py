@@ -1,0 +1,1 @@
+"""OpenAI's API around the policy: what serves it to clients, and the remote models that agents call beside it."""
