@@ -166,7 +166,11 @@ from .rollout.chat import (
 )
 from .rollout.client import (
     ChatClient as ChatClient,
+    ChatRequest as ChatRequest,
     Reply as Reply,
+)
+from .rollout.messages import (
+    ToolCall as ToolCall,
 )
 from .rollout.policy import (
     Policy as Policy,
@@ -177,6 +181,9 @@ from .rollout.recorder import (
     episode as episode,
     named_function as named_function,
     in_episode as in_episode,
+)
+from .rollout.streaming import (
+    Delta as Delta,
 )
 from .rollout.sequences import (
     TokenSequence as TokenSequence,

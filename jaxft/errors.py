@@ -162,6 +162,10 @@ class PromptTooLongError(RequestError):
         )
 
 
+class RemoteModelError(JaxftError, RuntimeError):
+    """A remote model gave no usable reply; the message names it and the reason."""
+
+
 class NonFiniteError(JaxftError, FloatingPointError):
     """A sampled token has a non-finite log-probability, as of broken parameters."""
 

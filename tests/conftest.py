@@ -1,5 +1,7 @@
 """One tiny policy at one set of shapes, so that tests share what is compiled; made when it is first asked for."""
 
+from functools import cache
+
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
@@ -30,7 +32,7 @@ def make_policy(tokenizer):
     made = []
 
     def make(**options):
-        copied = jax.tree.map(lambda leaf: leaf.copy(), params)
+        copied = jax.tree.map(lambda leaf: leaf.copy(), options.pop("params", params))
         defaults = {"stop_ids": (tokenizer.eos_token_id,), "slots": SLOTS, "max_context_tokens": CONTEXT}
         made.append(Policy(options.pop("model", model), copied, tokenizer, **(defaults | options)))
         return made[-1]
@@ -44,6 +46,30 @@ def make_policy(tokenizer):
 def policy(make_policy):
     """A policy that nobody updates."""
     return make_policy()
+
+
+@pytest.fixture(scope="session")
+def make_scripted_policy(make_policy):
+    """Makes a policy that samples a given token at each position, whatever it is asked."""
+    import jax.numpy as jnp
+
+    return lambda script: make_policy(
+        model=scripted_model(), params={"script": jnp.asarray(script, jnp.int32)}, max_context_tokens=len(script)
+    )
+
+
+@cache
+def scripted_model():
+    import jax
+    import jax.numpy as jnp
+
+    from jaxft.models.bridge import from_function
+
+    def network(params, tokens, positions):
+        following = jnp.take(params["script"], positions + 1, mode="clip")
+        return 100.0 * jax.nn.one_hot(following, 262)
+
+    return from_function(network)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def canonical_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+def canonical_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """Return the messages in one form: content is text, arguments are objects, and no field is null or empty.
 
     Raises:
@@ -90,7 +90,7 @@ def template_role(role: str) -> str:
     return {"developer": "system", "function": "tool"}.get(role, role)
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
+def check_tools(tools: Any) -> None:
     """Raise a `RequestError` that names the tool unless each is a function with a name of its own.
 
     >>> check_tools([{"type": "function", "function": {"name": "look up"}}])

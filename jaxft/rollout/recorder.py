@@ -1,5 +1,7 @@
 """Recording of episodes: every call of their language models, with the token ids of prompt and answer.
 
+Calls of remote models have no token ids and are kept apart: they are never trained.
+
 The current episode and the current `named_function` are context variables, so concurrent episodes never mix. A thread
 that an agent starts has neither; `in_episode` passes them on.
 """
@@ -15,6 +17,7 @@ import inspect
 import random
 import secrets
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -113,6 +116,32 @@ class Call:
         return self.prompt_ids + self.token_ids
 
 
+@dataclass(frozen=True)
+class RemoteCall:
+    """One answer of a remote model, which is not trained. A request for several answers makes one of each.
+
+    Attributes:
+        index: the number of requests to remote models that the episode began before this one.
+        calls_before: the number of calls in `Episode.calls`, or still to come there, that began before this one.
+        llm: name of the language model in the configuration.
+        messages: the conversation as it was sent.
+        content: text of the answer; empty if the server gave none, as beside tool calls.
+        tool_calls: tool calls of the answer, each as in OpenAI's API.
+        finish_reason: `stop`, `length`, `tool_calls`, or another word of the server's.
+        prompt_tokens, completion_tokens: usage of the whole request as the server counts it; None if it does not say.
+    """
+
+    index: int
+    calls_before: int
+    llm: str
+    messages: tuple[dict[str, Any], ...]
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 @runtime_checkable
 class Answer(Protocol):
     """The answer of a chat client, such as `Reply`; `call_index` is None outside an episode."""
@@ -140,6 +169,7 @@ class Episode:
         generation: number of the attempt at that example, from 0.
         temperature: replaces the temperature that calls ask for; None leaves it (evaluation sets 0.0).
         calls: the answered calls, in the order in which they began.
+        remote_calls: the answers of remote models, in the order of their requests.
         step_rewards: sum of the `reward_step` rewards of each call, by its index.
         candidates: the answers and scores of each `record_candidates`.
         is_dropped: a prompt was too long for a language model whose `long_prompts` is `drop`.
@@ -154,12 +184,14 @@ class Episode:
     generation: int
     temperature: float | None = None
     calls: list[Call] = field(default_factory=list)
+    remote_calls: list[RemoteCall] = field(default_factory=list)
     step_rewards: dict[int, float] = field(default_factory=dict)
     candidates: list[Candidates] = field(default_factory=list)
     is_dropped: bool = False
     input_obj: Any = None
     policy_error: PolicyError | None = None
     _begun: int = field(default=0, repr=False)
+    _remote_begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
     _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
@@ -182,7 +214,19 @@ class Episode:
         self._refusals += 1
         if self._refusals > 1:  # an agent that catches the error and asks again must not busy-loop
             await asyncio.sleep(1.0)
-        raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
+        raise self._closed()
+
+    def check_open_sync(self) -> None:
+        """`check_open` for code that cannot await."""
+        if not self._is_over:
+            return
+        self._refusals += 1
+        if self._refusals > 1:
+            time.sleep(1.0)
+        raise self._closed()
+
+    def _closed(self) -> asyncio.CancelledError:
+        return asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
 
     def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a call in the episode's event loop, and block the calling thread, another one, until it returns."""
@@ -195,7 +239,7 @@ class Episode:
         try:
             return answer.result()
         except concurrent.futures.CancelledError:
-            raise asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more") from None
+            raise self._closed() from None
         finally:
             with _lock:
                 self._waiting.discard(answer)
@@ -257,6 +301,17 @@ class Episode:
         """Add an answered call."""
         with _lock:
             bisect.insort(self.calls, call, key=lambda known: known.index)
+
+    def begin_remote_call(self) -> tuple[int, int]:
+        """Begin a request to a remote model: return `index` and `calls_before` of its `RemoteCall`."""
+        with _lock:
+            self._remote_begun += 1
+            return self._remote_begun - 1, self._begun
+
+    def record_remote(self, call: RemoteCall) -> None:
+        """Add an answer of a remote model."""
+        with _lock:
+            bisect.insort(self.remote_calls, call, key=lambda known: known.index)
 
     def reward_step(self, reward: float) -> None:
         """Add a reward to the latest answer; an episode with such rewards is trained on them instead of its outcome.

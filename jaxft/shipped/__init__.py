@@ -4,17 +4,28 @@ Importing this package registers their configurations. The modules of the compon
 when a component is first made.
 """
 
-from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig, registry
+from jaxft.harness.registry import (
+    EvaluatorConfig,
+    LLMConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+    registry,
+)
 from jaxft.shipped.configs import (
     DPOTrainerConfig,
     DPOTrajectoryBuilderConfig,
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
+    LLMJudgeConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
+    OpenAILLMConfig,
 )
 
 registry.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
+registry.add(LLMConfig, OpenAILLMConfig, "jaxft.shipped.openai_llm:openai_llm")
+registry.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.shipped.llm_judge:llm_judge")
 registry.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.shipped.local_adapter:local_trainer_adapter")
 registry.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.shipped.grpo:grpo_trajectory_builder")
 registry.add(TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig, "jaxft.shipped.dpo:dpo_trajectory_builder")

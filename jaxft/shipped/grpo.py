@@ -6,6 +6,7 @@ curriculum, and submits what remains to the trainer adapter.
 
 import random
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from jaxft.errors import NothingToTrain
@@ -80,11 +81,18 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
         )
         reward = await self.compute_reward(verdict)
         is_priced = outcome.reward is None and reward is not None
+        remote_calls = outcome.episode.remote_calls
         return Trajectory(
             episode=to_messages(outcome),
             reward=0.0 if reward is None else reward,
             shaped_rewards=outcome.episode.shaped_rewards,
-            metadata={"example_id": outcome.item.id, "generation": outcome.generation, "score": outcome.reward},
+            metadata={
+                "example_id": outcome.item.id,
+                "generation": outcome.generation,
+                "score": outcome.reward,
+                # For people who read `trajectories/samples.jsonl`; nothing is trained on them.
+                **({"remote_calls": [asdict(call) for call in remote_calls]} if remote_calls else {}),
+            },
             scorable=reward is not None,
             named_rewards={} if is_priced else outcome.named_rewards,
             example_id=outcome.item.id,

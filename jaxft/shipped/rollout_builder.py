@@ -121,6 +121,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 "malformed_tool_calls": sum(call.has_malformed_tool_call for call in calls),
                 "retokenized_calls": sum(call.is_retokenized for call in calls),
                 "untargeted_calls": len(calls) - targeted,
+                "remote_calls": sum(len(outcome.episode.remote_calls) for outcome in finished),
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
             },
             "timings": {

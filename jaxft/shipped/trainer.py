@@ -38,6 +38,7 @@ class LoggedTrainer(Trainer):
         self._validated_epoch: int | None = None
         self._seconds_checkpoint = 0.0
         self._is_warm = False
+        self._has_said_retokenized = False
         self._why_nothing_was_learned, self._lacks_signal = "", False
 
     def start(self, num_epochs: int) -> None:
@@ -118,6 +119,13 @@ class LoggedTrainer(Trainer):
             message(f"{run_id}: {len(failures)} of {episodes:.0f} episodes failed and are left out; {first}")
         if dropped := collection.metrics.get("dropped_episodes", 0):
             message(f"{run_id}: {dropped:.0f} episodes were dropped: a prompt left no room for an answer")
+        if (retokenized := collection.metrics.get("retokenized_calls", 0)) and not self._has_said_retokenized:
+            self._has_said_retokenized = True
+            message(
+                f"{run_id}: {retokenized:.0f} calls go on from an earlier turn that the chat template renders differently "
+                "now (it may drop reasoning, or move tools): each begins a training row of its own "
+                "(retokenized_calls)"
+            )
         return collection
 
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:

@@ -2,11 +2,13 @@ import asyncio
 import random
 import threading
 
+import jax.numpy as jnp
 import pytest
 
 import jaxft
+from jaxft.core.logprobs import token_logprobs
 from jaxft.errors import PromptTooLongError, RequestError
-from jaxft.rollout.client import ChatClient, StopFinder, cut_at_stop
+from jaxft.rollout.client import ChatClient, ChatRequest, StopFinder, cut_at_stop
 from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
 
@@ -188,6 +190,190 @@ def test_another_models_calls_are_not_continued(policy):
     first, apart, second = episode.calls
     assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
     assert apart.prompt_ids == policy.template.prompt(longer).ids
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+def write_script(tokenizer, *parts):
+    """A script of 256 positions: parts of text, the last of which goes on until the end."""
+    ids = [token for part in parts for token in tokenizer.encode(part)]
+    return (ids + [ids[-1]] * 256)[:256]
+
+
+def test_tools_are_called_and_turns_are_one_sequence(make_scripted_policy, tokenizer):
+    asked = "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"
+    called = 'Well. <call:look_up>{"city":"Oslo"}</call><|end|>'
+    script = write_script(tokenizer, asked, called, "<|tool|>3<|end|><|assistant|>", "3 <call:look_up>{<|end|>")
+    llm = ChatClient(make_scripted_policy(script))
+    episode = make_episode()
+
+    async def main():
+        with recording(episode):
+            first = await llm.chat(QUESTION, tools=TOOLS)
+            (call,) = first.tool_calls
+            assert (call.name, call.arguments) == ("look_up", '{"city": "Oslo"}')
+            assert (first.content, first.finish_reason) == ("Well.", "tool_calls")
+            assert tokenizer.decode(first.prompt_ids) == asked and tokenizer.decode(first.token_ids) == called
+            history = [*QUESTION, first.message, {"role": "tool", "content": "3", "tool_call_id": call.id}]
+            return await llm.chat(history, tools=TOOLS)
+
+    second = asyncio.run(main())
+    assert (second.content, second.finish_reason, second.tool_calls) == ("3 <call:look_up>{", "stop", ())
+    assert [call.has_malformed_tool_call for call in episode.calls] == [False, True]
+    (sequence,) = token_sequences(episode.calls)
+    assert tokenizer.decode(sequence.tokens) == asked + called + "<|tool|>3<|end|><|assistant|>3 <call:look_up>{<|end|>"
+
+
+def test_a_choice_decides_on_tools(make_scripted_policy, tokenizer):
+    asked = "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"
+    free = ChatClient(make_scripted_policy(write_script(tokenizer, asked, "<call:look_up>{}</call>" * 2 + "<|end|>")))
+
+    def ask(**options):
+        return asyncio.run(free.chat(QUESTION, tools=TOOLS, **options))
+
+    assert ask(tool_choice="none").content == "<call:look_up>{}</call>" * 2
+    assert len(ask().tool_calls) == 2 and len({call.id for call in ask().tool_calls}) == 2
+    assert len(ask(parallel_tool_calls=False).tool_calls) == 1
+    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+        forced = ask(tool_choice=choice)  # the script goes on behind the forced beginning
+        begun = tokenizer.decode(forced.prompt_ids).removeprefix(asked)
+        assert begun == ("<call:" if choice == "required" else "<call:look_up>")
+        assert [call.name for call in forced.tool_calls] == ["look_up"] * 2
+    cut = ask(max_tokens=10)
+    assert (cut.finish_reason, cut.tool_calls) == ("length", ())
+
+
+def test_several_answers_have_random_numbers_of_their_own(client):
+    episode, repeated = make_episode(), make_episode()
+    (reply,) = chat(client, episode=episode, max_tokens=6, n=3)
+    assert len({choice.token_ids for choice in reply.choices}) == 3
+    assert [choice.call_index for choice in reply.choices] == [0, 1, 2] == [call.index for call in episode.calls]
+    separate = chat(client, episode=repeated, times=3, max_tokens=6)
+    assert [each.token_ids for each in separate] == [choice.token_ids for choice in reply.choices]
+
+
+def test_a_seed_picks_the_random_numbers(client):
+    def ids(episode=None, **options):
+        return chat(client, episode=episode, max_tokens=8, **options)[0].token_ids
+
+    assert ids(seed=1) == ids(seed=1) != ids(seed=2)
+    inside = ids(make_episode(), seed=1)
+    assert inside == ids(make_episode(), seed=1) != ids(make_episode(), seed=2)
+    assert inside not in (ids(make_episode()), ids(make_episode(generation=1), seed=1))
+
+
+def test_more_token_ids_may_end_the_answer(client, tokenizer):
+    free = chat(client, episode=make_episode(), max_tokens=8)[0]
+    stop = free.token_ids[3]
+    stopped = chat(client, episode=make_episode(), max_tokens=8, stop_token_ids=[stop])[0]
+    end = free.token_ids.index(stop) + 1
+    assert stopped.token_ids == free.token_ids[:end] and stopped.finish_reason == "stop"
+    assert stopped.content == client.policy.template.answer_text(free.token_ids[: end - 1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_most_likely_tokens_agree_with_scores_of_the_trainer(client, policy, temperature):
+    reply = chat(client, episode=make_episode(), max_tokens=5, top_logprobs=4, temperature=temperature)[0]
+    plain = chat(client, episode=make_episode(), max_tokens=5, temperature=temperature)[0]
+    assert reply.token_ids == plain.token_ids and reply.logprobs == plain.logprobs
+    assert [len(top) for top in reply.top_logprobs] == [4] * 5
+
+    async def score(token):
+        """The log-probability of a token in place of the last sampled one, by another program."""
+        tokens = jnp.array([[*reply.prompt_ids, *reply.token_ids[:-1], token]])
+        score = policy.read(lambda params: token_logprobs(policy.model, params, tokens, temperature=temperature))
+        return float((await score).logprobs[0, -1])
+
+    async def scores():
+        return [await score(token) for token, _ in reply.top_logprobs[-1]]
+
+    expected = asyncio.run(scores())
+    assert [value for _, value in reply.top_logprobs[-1]] == pytest.approx(expected, abs=1e-5)
+    assert expected == sorted(expected, reverse=True)
+    known = dict(reply.top_logprobs[-1])
+    if temperature == 0.0:
+        assert next(iter(known)) == reply.token_ids[-1]
+
+
+def stream(client, request, *, episode):
+    async def main():
+        with recording(episode):
+            return [piece async for piece in client.stream(request)]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["e", "\x00"]}, {"top_logprobs": 2}, {"tools": TOOLS}])
+def test_a_stream_gives_the_reply_in_pieces(client, options):
+    (reply,) = chat(client, episode=make_episode(), max_tokens=20, **options)
+    episode = make_episode()
+    *deltas, last = stream(client, ChatRequest(QUESTION, max_tokens=20, **options), episode=episode)
+    assert last == reply and len(episode.calls) == len(reply.choices)
+    for index, choice in enumerate(reply.choices):
+        own = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.content for delta in own) == choice.content
+        assert tuple(token for delta in own for token in delta.token_ids) == choice.token_ids
+        assert tuple(logprob for delta in own for logprob in delta.logprobs) == choice.logprobs
+        assert len(own) >= (1 if "top_logprobs" in options else len(choice.token_ids) // 8)
+
+
+def test_a_stream_that_is_left_frees_its_slots(client, policy):
+    episode = make_episode()
+
+    async def main():
+        with recording(episode):
+            for _ in range(3):
+                pieces = client.stream(ChatRequest(QUESTION, n=4))
+                async for _ in pieces:
+                    break
+                await pieces.aclose()
+            await client.chat(QUESTION, max_tokens=1)
+
+    asyncio.run(main())
+    assert len(episode.calls) == 1 and not policy.engine._running
+
+
+def test_a_request_refuses_impossible_fields_by_name():
+    impossible = {
+        "temperature": (-1.0, float("nan")),
+        "top_p": (0.0, 1.5),
+        "top_k": (-1,),
+        "min_p": (1.0,),
+        "max_tokens": (0,),
+        "n": (0, 129),
+        "seed": (2**63,),
+        "stop": ([""], ["\ud800"], ""),
+        "stop_token_ids": ([-1], [2**40]),
+        "top_logprobs": (-1, 21),
+        "logit_bias": ({-1: 1.0},),
+        "tool_choice": ("always", "required", {"type": "function", "function": {"name": "f"}}),
+        "chat_template_kwargs": ({"a": object()},),
+    }
+    for field, values in impossible.items():
+        for value in values:
+            with pytest.raises(RequestError) as refused:
+                ChatRequest(QUESTION, **{field: value})
+            assert refused.value.param == field
+
+
+def test_variables_of_the_template_reach_it_and_nothing_else(client):
+    chat(client, max_tokens=1, chat_template_kwargs={"enable_thinking": False})
+    for name in ("chat_template", "tools", "tokenize", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=name) as refused:
+            chat(client, max_tokens=1, chat_template_kwargs={name: "x"})
+        assert refused.value.param == "chat_template_kwargs"
+
+
+def test_two_names_of_a_limit_must_agree(client):
+    assert len(chat(client, max_completion_tokens=3)[0].token_ids) <= 3
+    with pytest.raises(RequestError, match="max_completion_tokens 4"):
+        chat(client, max_tokens=3, max_completion_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode, episode, find_episode, recording
+from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode, RemoteCall, episode, find_episode, recording
 
 
 def make_episode(**changes):
@@ -59,6 +59,21 @@ def test_calls_are_kept_in_the_order_in_which_they_began(make_call):
     for index in (1, 2, 0):
         current.record(make_call(index, [1], [2]))
     assert [call.index for call in current.calls] == [0, 1, 2]
+
+
+def test_calls_of_remote_models_are_kept_apart_in_the_order_of_their_requests(make_call):
+    current, messages = make_episode(), ({"role": "user", "content": "asked"},)
+    begun = [current.begin_remote_call()]
+    for index in range(2):
+        current.begin_call((1,))
+        current.record(make_call(index, [1], [2]))
+        begun.append(current.begin_remote_call())
+    current.reward_step(1.0)
+    assert begun == [(0, 0), (1, 1), (2, 2)]
+    for index, calls_before in reversed(begun):
+        current.record_remote(RemoteCall(index, calls_before, "helper", messages, f"{index}"))
+    assert [call.content for call in current.remote_calls] == ["0", "1", "2"]
+    assert [call.index for call in current.calls] == [0, 1] and current.shaped_rewards == [0.0, 1.0]
 
 
 def test_concurrent_tasks_have_episodes_of_their_own():

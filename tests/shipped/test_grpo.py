@@ -20,7 +20,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.redaction import hiding
-from jaxft.rollout.recorder import episode
+from jaxft.rollout.recorder import RemoteCall, episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig
@@ -156,6 +156,30 @@ def test_calls_become_rows_and_messages(make_items, record_call):
         (EpisodeItemRole.USER, "asked", None),
         (EpisodeItemRole.ASSISTANT, "second", [-1.0]),
     ]
+
+
+def test_calls_of_remote_models_are_counted_and_shown_but_not_trained(make_items, record_call):
+    asked = ({"role": "user", "content": "is it right?"},)
+
+    async def agent(example):
+        record_call([3, 4], [5, 1])
+        current = episode()
+        current.record_remote(RemoteCall(*current.begin_remote_call(), "helper", asked, "yes", finish_reason="stop"))
+        record_call([3, 4, 5, 1, 6], [7])
+        if example["name"] == "b":
+            raise ValueError("no answer")
+
+    collection = collect(agent, lambda item: 1.0, make_items("ab"), num_generations=1)
+    ((trajectory,),) = collection.trajectories
+    assert (collection.metrics["calls"], collection.metrics["remote_calls"]) == (2, 1)
+    assert [row.tokens for row in trajectory.sequences] == [[3, 4, 5, 1, 6, 7]]
+    written = json.loads(trajectory.model_dump_json())  # as in trajectories/samples.jsonl
+    assert written["metadata"]["remote_calls"] == [
+        {
+            "index": 0, "calls_before": 1, "llm": "helper", "messages": list(asked), "content": "yes", "tool_calls": [],
+            "finish_reason": "stop", "prompt_tokens": None, "completion_tokens": None,
+        }
+    ]  # fmt: skip
 
 
 def test_everyone_keeps_their_role(make_items, record_call):

@@ -1,7 +1,6 @@
 """Components of one's own: importing this package registers them, which is all that its entry point asks for."""
 
 import jaxft_example.evaluator
-import jaxft_example.llm_judge
 import jaxft_example.trainer
 import jaxft_example.trainer_adapter
 import jaxft_example.traj_builder

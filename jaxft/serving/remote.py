@@ -1,0 +1,432 @@
+"""Models on remote servers that speak OpenAI's API, beside the policy: judges, simulated users, helpers.
+
+Their calls are recorded in the current episode (`Episode.remote_calls`) and never trained. Hooks of the HTTP client
+record them, so that a call is recorded once whether `RemoteClient.chat` or the client of a framework makes it. Chat
+completions are recorded, streamed ones too; all other requests pass unrecorded. Retries are openai's own.
+"""
+
+import asyncio
+import functools
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec
+
+import openai
+
+from jaxft.errors import RemoteModelError, one_line
+from jaxft.rollout.messages import ToolCall
+from jaxft.rollout.recorder import Episode, RemoteCall, find_episode
+
+P = ParamSpec("P")
+
+# The HTTP library of the installed openai: httpx2 since 3.52, httpx before. Both have the classes used here.
+_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]]
+
+_RECORDING = "jaxft_recording"
+"""Extension of an HTTP request: the function that records the body of its response."""
+
+
+@dataclass(frozen=True)
+class RemoteReply:
+    """The answer of a remote model.
+
+    Attributes:
+        content: text of the answer; empty if the server gave none, as beside tool calls.
+        finish_reason: `stop`, `length`, `tool_calls`, or another word of the server's.
+        tool_calls: calls of tools in the answer.
+        reasoning_content: reasoning before the answer, of servers that give it apart.
+        prompt_tokens, completion_tokens: usage as the server counts it; None if it does not say.
+    """
+
+    content: str
+    finish_reason: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_content: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the history, in OpenAI's format; servers take no reasoning back."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.content}
+        calls = [call.as_message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
+
+
+def _blocking(
+    chat: Callable[Concatenate["RemoteClient", P], Coroutine[Any, Any, RemoteReply]],
+) -> Callable[Concatenate["RemoteClient", P], RemoteReply]:
+    @functools.wraps(chat, assigned=())
+    def chat_sync(self: "RemoteClient", /, *args: P.args, **kwargs: P.kwargs) -> RemoteReply:
+        """`chat` for code that cannot await, such as a workflow that is a plain function: blocks until the reply.
+
+        Raises:
+            RuntimeError: an event loop runs in this thread, and all episodes would wait with it.
+            CancelledError: the episode has ended.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError(
+                "chat_sync blocks its thread until the reply, and this thread runs an event loop: write "
+                "`await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
+            )
+        episode = find_episode()
+        if episode is not None:
+            return episode.wait_for(chat(self, *args, **kwargs))
+
+        async def alone() -> RemoteReply:
+            try:
+                return await chat(self, *args, **kwargs)
+            finally:
+                await self.close()
+
+        return asyncio.run(alone())
+
+    return chat_sync
+
+
+class RemoteClient:
+    """Chats with a model on a server, and makes recording clients of it for frameworks.
+
+    Attributes:
+        model: the model's name on the server.
+        name: name that calls are recorded under, that of the language model in the configuration.
+        base_url: address that `/chat/completions` is added to.
+        api_key: the server's key.
+        max_retries: times that openai repeats a request.
+        timeout_seconds: time limit of connecting, and of each wait for the server to send something.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        name: str = "remote",
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        max_retries: int = 2,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """Make a client; nothing is sent yet.
+
+        Args:
+            model: the model's name on the server.
+            name: name that calls are recorded under.
+            base_url: address of the server; None: the environment variable OPENAI_BASE_URL, or else OpenAI's own.
+            api_key: the server's key; None: the environment variable OPENAI_API_KEY.
+            max_retries: times that openai repeats a request that could not be sent, timed out, or had the status 408,
+                409, 429 or 5xx.
+            timeout_seconds: time limit of connecting, and of each wait for the server to send something.
+
+        Raises:
+            OpenAIError: there is no key.
+        """
+        self.model = model
+        self.name = name
+        self.max_retries = max_retries
+        self.timeout_seconds = timeout_seconds
+        resolved = openai.OpenAI(base_url=base_url, api_key=api_key)
+        self.base_url, self.api_key = str(resolved.base_url), resolved.api_key
+        resolved.close()
+        # A connection belongs to the event loop that opened it, and agents may run loops of their own.
+        self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
+        self._lock = threading.Lock()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_tokens: int | None = None,
+        max_completion_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> RemoteReply:
+        """Ask for the assistant's next message; a parameter that is None or empty is not sent.
+
+        Inside an episode the call is recorded. The temperature that an evaluation sets does not apply to it.
+
+        Args:
+            messages: the conversation, in OpenAI's format.
+            temperature, top_p, seed, tool_choice, parallel_tool_calls: as in OpenAI's API.
+            max_tokens: maximum number of tokens of the answer.
+            max_completion_tokens: the same, reasoning included; OpenAI's reasoning models take this one only.
+            stop: strings that end the answer.
+            tools: functions that the model may call.
+
+        Raises:
+            RemoteModelError: the server refused the request, was not reached, or gave no chat completion.
+            CancelledError: the episode has ended.
+        """
+        parameters = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": max_tokens,
+            "max_completion_tokens": max_completion_tokens,
+            "stop": stop if isinstance(stop, str) else list(stop),
+            "seed": seed,
+            "tools": list(tools),
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+        }
+        request: dict[str, Any] = {"model": self.model, "messages": list(messages)}
+        request |= {name: value for name, value in parameters.items() if value not in (None, "", [])}
+        try:
+            response = await self._client().chat.completions.with_raw_response.create(**request)
+        except openai.OpenAIError as error:
+            raise RemoteModelError(f"llms.{self.name}: {self._reason(error)}") from error
+        completion = _completion(response.content, is_stream=False)
+        if completion is None:
+            raise RemoteModelError(
+                f"llms.{self.name}: the server gave {response.text[:100]!r}; wanted a chat completion with an answer; "
+                "base_url must be the part before /chat/completions, which often ends with /v1"
+            )
+        return _reply(completion)
+
+    chat_sync = _blocking(chat)
+
+    def openai_client(self) -> openai.AsyncOpenAI:
+        """Return a new `AsyncOpenAI` whose chat completions are recorded; the caller closes it."""
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self.api_key,
+            max_retries=self.max_retries,
+            timeout=self.timeout_seconds,
+            http_client=self.http_client(),
+        )
+
+    def openai_client_sync(self) -> openai.OpenAI:
+        """Return a new `OpenAI` whose chat completions are recorded; the caller closes it."""
+        return openai.OpenAI(
+            base_url=self.base_url,
+            api_key=self.api_key,
+            max_retries=self.max_retries,
+            timeout=self.timeout_seconds,
+            http_client=self.http_client_sync(),
+        )
+
+    def http_client(self) -> Any:
+        """Return a new `AsyncClient` of openai's HTTP library that records chat completions and changes nothing."""
+
+        async def begin(request: Any) -> None:
+            episode = find_episode()
+            if episode is not None:
+                await episode.check_open()
+                self._begin(request, episode)
+
+        async def watch(response: Any) -> None:
+            _watch(response)
+
+        return openai.DefaultAsyncHttpxClient(event_hooks={"request": [begin], "response": [watch]})
+
+    def http_client_sync(self) -> Any:
+        """Return a new `Client` of openai's HTTP library that records chat completions and changes nothing."""
+
+        def begin(request: Any) -> None:
+            episode = find_episode()
+            if episode is not None:
+                episode.check_open_sync()
+                self._begin(request, episode)
+
+        return openai.DefaultHttpxClient(event_hooks={"request": [begin], "response": [_watch]})
+
+    async def close(self) -> None:
+        """Close the connections that `chat` opened in this event loop."""
+        with self._lock:
+            client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+
+    def _client(self) -> openai.AsyncOpenAI:
+        """Return the client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._clients:
+                self._clients = {known: client for known, client in self._clients.items() if not known.is_closed()}
+                self._clients[loop] = self.openai_client()
+            return self._clients[loop]
+
+    def _reason(self, error: openai.OpenAIError) -> str:
+        """Return the reason of an error, with what can be done about it."""
+        if isinstance(error, openai.APITimeoutError):
+            return (
+                f"no answer within {self.timeout_seconds:g} s, in {self.max_retries + 1} attempts; raise "
+                f"llms.{self.name}.timeout_seconds, or see whether the server is overloaded"
+            )
+        if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
+            return f"the server at base_url cannot be reached: {one_line(error.__cause__)}"
+        return one_line(error)
+
+    def _begin(self, request: Any, episode: Episode) -> None:
+        """Prepare the recording of a request in an episode if it asks for a chat completion."""
+        if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
+            return
+        try:
+            messages = tuple(json.loads(request.content)["messages"])
+        except (KeyError, TypeError, ValueError):  # not of openai's making; the server will say so
+            return
+        index, calls_before = episode.begin_remote_call()
+
+        def record(completion: Mapping[str, Any]) -> None:
+            for choice in completion["choices"]:
+                call = RemoteCall(
+                    index=index,
+                    calls_before=calls_before,
+                    llm=self.name,
+                    messages=messages,
+                    content=choice["message"]["content"],
+                    tool_calls=tuple(choice["message"]["tool_calls"]),
+                    finish_reason=choice["finish_reason"],
+                    prompt_tokens=completion["usage"].get("prompt_tokens"),
+                    completion_tokens=completion["usage"].get("completion_tokens"),
+                )
+                episode.record_remote(call)
+
+        request.extensions = {**request.extensions, _RECORDING: record}
+
+
+def _watch(response: Any) -> None:
+    """Let the stream of a response record its completion, if that is to be recorded, when it is closed."""
+    if _RECORDING in response.request.extensions and response.is_success:
+        response.stream = _Watched(response, response.request.extensions[_RECORDING])
+
+
+class _Watched(_http.SyncByteStream, _http.AsyncByteStream):
+    """The stream of a response, unchanged; when it is closed, `record` gets the completion that has passed."""
+
+    def __init__(self, response: Any, record: Callable[[Mapping[str, Any]], None]) -> None:
+        self._response = response
+        self._stream = response.stream
+        self._record = record
+        self._passed: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            self._passed.append(part)
+            yield part
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            self._passed.append(part)
+            yield part
+
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        finally:
+            self._end()
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        body, headers = b"".join(self._passed), self._response.headers
+        self._passed.clear()  # a second close records nothing
+        try:
+            body = _http.Response(200, headers=headers, content=body).content  # decompressed
+        except _http.DecodingError:
+            return  # the caller has got the same error
+        is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        completion = _completion(body, is_stream=is_stream)
+        if completion is not None:
+            self._record(completion)
+
+
+def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
+    """Return a chat completion from the body of a response; None if the body holds none, or one that was cut off.
+
+    Returns:
+        `choices`, each with `finish_reason` and a `message` of `content`, `reasoning_content` and `tool_calls`, and
+        `usage`.
+
+    >>> _completion(b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}', is_stream=False)
+    {'choices': [{'message': {'content': '4', 'reasoning_content': None, 'tool_calls': []}, 'finish_reason': 'stop'}],
+     'usage': {}}
+    >>> cut = b'data: {"choices": [{"index": 0, "delta": {"content": "4"}}]}'
+    >>> end = b'data: {"choices": [{"index": 0, "delta": {"content": "2"}, "finish_reason": "stop"}]}'
+    >>> _completion(cut, is_stream=True) is None
+    True
+    >>> _completion(cut + b"\\n\\n" + end, is_stream=True)["choices"][0]["message"]["content"]
+    '42'
+    """
+    try:
+        given = _merged(body) if is_stream else json.loads(body)
+        choices = [
+            {
+                "message": {
+                    "content": choice["message"].get("content") or "",
+                    "reasoning_content": choice["message"].get("reasoning_content"),
+                    "tool_calls": choice["message"].get("tool_calls") or [],
+                },
+                "finish_reason": choice.get("finish_reason"),
+            }
+            for choice in given["choices"]
+        ]
+        usage = dict(given.get("usage") or {})
+    # A server may send anything.
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+    is_whole = bool(choices) and not (is_stream and any(choice["finish_reason"] is None for choice in choices))
+    return {"choices": choices, "usage": usage} if is_whole else None
+
+
+def _merged(body: bytes) -> dict[str, Any]:
+    """Return the completion that server-sent events add up to."""
+    choices: dict[int, dict[str, Any]] = {}
+    calls: dict[tuple[int, int], dict[str, Any]] = {}
+    usage = None
+    for line in body.split(b"\n"):
+        data = line.removeprefix(b"data:").strip()
+        if data == line.strip() or data == b"[DONE]":  # other fields, blank lines, the end
+            continue
+        chunk = json.loads(data)
+        usage = chunk.get("usage") or usage
+        for part in chunk.get("choices") or ():
+            choice = choices.setdefault(part["index"], {"message": {"content": "", "tool_calls": []}})
+            message, delta = choice["message"], part.get("delta") or {}
+            message["content"] += delta.get("content") or ""
+            if delta.get("reasoning_content"):
+                message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+            for piece in delta.get("tool_calls") or ():
+                place = part["index"], piece["index"]
+                if place not in calls:
+                    calls[place] = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+                    message["tool_calls"].append(calls[place])
+                call, function = calls[place], piece.get("function") or {}
+                call["id"] = piece.get("id") or call["id"]
+                call["function"]["name"] += function.get("name") or ""
+                call["function"]["arguments"] += function.get("arguments") or ""
+            choice["finish_reason"] = part.get("finish_reason") or choice.get("finish_reason")
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
+
+
+def _reply(completion: Mapping[str, Any]) -> RemoteReply:
+    """Return the first answer of a completion."""
+    choice, usage = completion["choices"][0], completion["usage"]
+    message = choice["message"]
+    return RemoteReply(
+        content=message["content"],
+        finish_reason=choice["finish_reason"],
+        tool_calls=tuple(
+            ToolCall(call.get("id") or "", call["function"]["name"], call["function"]["arguments"])
+            for call in message["tool_calls"]
+            if "function" in call  # the other kind needs tools that are no functions
+        ),
+        reasoning_content=message["reasoning_content"],
+        prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+    )

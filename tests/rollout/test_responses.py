@@ -1,0 +1,431 @@
+"""Formats of model families: what an answer says, and how a conversation goes on from its sampled ids."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxft.errors import RequestError
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.rollout.messages import canonical_messages
+from jaxft.rollout.recorder import Call
+from jaxft.rollout.responses import Answer, number_tool_calls
+from jaxft.rollout.streaming import Streamer
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+
+QWEN = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+SPECIAL = {
+    "qwen3": QWEN,
+    "hermes": QWEN,
+    "llama3": {
+        "eos_token": "<|eot_id|>",
+        "additional_special_tokens": [
+            "<|begin_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|python_tag|>",
+            "<|eom_id|>",
+        ],
+    },
+    "mistral": {
+        "eos_token": "</s>",
+        "additional_special_tokens": ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    },
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("weather", "time")
+]
+OSLO = ("weather", '{"city": "Oslo"}')
+BERN = ("time", '{"city": "Bern"}')
+
+CALLS = {
+    "jaxft": ['<call:weather>{"city": "Oslo"}</call>', '<call:time>{"city":"Bern"}</call>'],
+    "qwen3": [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        '<tool_call>{"arguments":{"city":"Bern"},"name":"time"}</tool_call>',
+    ],
+    "llama3": [
+        '{"name": "weather", "parameters": {"city": "Oslo"}}',
+        '{"name": "time", "arguments": {"city": "Bern"}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        '[TOOL_CALLS][{"name":"time","arguments":{"city":"Bern"},"id":"abcdefghi"}]',
+    ],
+}
+CALLS["hermes"] = CALLS["qwen3"]
+FAMILIES = sorted(CALLS)
+
+
+def make_template(family, tokenizer, chat_template=None):
+    """A byte-level tokenizer with the control tokens and the chat template of a family."""
+    if family == "jaxft":
+        return ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
+    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    text = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8") if chat_template is None else chat_template
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=text, **SPECIAL[family])
+    return ChatTemplate(made, (made.eos_token_id,))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def template(family, tokenizer):
+    return make_template(family, tokenizer)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def sample(template, messages, text, earlier=(), tools=TOOLS, end=True):
+    """The call in which the model answers with this text, in which names of control tokens are control tokens."""
+    prompt = template.prompt(messages, earlier, tools=tools)
+    ids = template.tokenizer(text, add_special_tokens=False)["input_ids"] + [template.stop_ids[0]] * end
+    answer = template.responses.parse(template.responses.text(ids), prompt.text, has_tools=bool(tools))
+    logprobs = (-1.0,) * len(ids)
+    return Call(
+        index=len(earlier),
+        llm="policy",
+        messages=canonical_messages(messages),
+        content=answer.content,
+        prompt_text=prompt.text,
+        prompt_ids=prompt.ids,
+        token_ids=tuple(ids),
+        sampler_logprobs=logprobs,
+        behavior_logprobs=logprobs,
+        temperature=1.0,
+        finish_reason="stop",
+        policy_version=0,
+        response_text=text,
+        tool_calls=number_tool_calls(answer, len(earlier)),
+        reasoning_content=answer.reasoning_content,
+        has_malformed_tool_call=answer.is_malformed,
+        is_retokenized=prompt.is_retokenized,
+    )
+
+
+def parse(template, text, has_tools=True):
+    prompt = template.prompt([user("?")], tools=TOOLS if has_tools else ())
+    return template.responses.parse(text, prompt.text, has_tools=has_tools)
+
+
+def test_calls_are_parsed(family, template):
+    first, second = CALLS[family]
+    assert parse(template, first) == Answer("", None, (OSLO,))
+    assert parse(template, second) == Answer("", None, (BERN,))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama3"])  # its calls are whole answers
+def test_text_before_a_call_is_content(family, tokenizer):
+    template = make_template(family, tokenizer)
+    assert parse(template, "I look.\n" + CALLS[family][0]) == Answer("I look.", None, (OSLO,))
+
+
+@pytest.mark.parametrize("separator", ["", "\n"])
+def test_several_calls_are_parsed(family, template, separator):
+    first, second = CALLS[family]
+    text = first + {"llama3": "; "}.get(family, separator) + second
+    if family == "mistral":
+        text = first[:-1] + ", " + second.removeprefix("[TOOL_CALLS][")
+    assert parse(template, text).tool_calls == (OSLO, BERN)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda call: call.replace("}", "", 1),
+        lambda call: call.replace('"Oslo"', "Oslo"),
+        lambda call: call.replace('{"city": "Oslo"}', '["Oslo"]'),
+        lambda call: call.replace('{"city": "Oslo"}', "7"),
+        lambda call: call.replace('"Oslo"', "NaN"),
+        lambda call: call.replace('"Oslo"', '"\\ud800"'),
+        lambda call: call.replace('"Oslo"', "[" * 3000 + "]" * 3000),
+        lambda call: call[: len(call) // 2 + 8],
+    ],
+)
+def test_a_malformed_call_is_text(family, template, spoil):
+    text = spoil(CALLS[family][0])
+    assert parse(template, text) == Answer(text, is_malformed=True)
+    good = CALLS[family][1]
+    if family in ("jaxft", "qwen3", "hermes"):
+        assert parse(template, good + text) == Answer(good + text, is_malformed=True)
+
+
+def test_without_tools_a_call_is_text(family, template):
+    text = CALLS[family][0]
+    assert parse(template, text, has_tools=False) == Answer(text)
+
+
+def test_a_tool_that_a_choice_forces_is_called(family, template):
+    before = template.responses.forced_call("weather")
+    closed = {"jaxft": "</call>", "llama3": "}", "mistral": "}]"}.get(family, "}\n</tool_call>")
+    assert parse(template, before + '{"city": "Oslo"}' + closed).tool_calls == (OSLO,)
+    assert before.startswith(template.responses.forced_call(None))
+
+
+def test_reasoning_is_apart(tokenizer):
+    template = make_template("qwen3", tokenizer)
+    text = "<think>\nhm\n</think>\n\nYes. "
+    assert parse(template, text, has_tools=False) == Answer("Yes. ", "hm")
+    assert parse(template, text + CALLS["qwen3"][0]) == Answer("Yes.", "hm", (OSLO,))
+    assert parse(template, "<think>\nhm") == Answer("", "hm")
+    assert parse(template, text + "<tool_call>{</tool_call>") == Answer("Yes. <tool_call>{</tool_call>", "hm", (), True)
+    prompt = template.prompt([user("?")]).text + "<think>\n"
+    assert template.responses.parse("hm\n</think>\n\nYes.", prompt, has_tools=False) == Answer("Yes.", "hm")
+
+
+def test_a_tokenizer_may_bring_its_own_response_template(tokenizer):
+    template = make_template("hermes", tokenizer, "{{ messages[0].content }}>>")
+    with pytest.raises(RequestError, match="response_template") as refused:
+        parse(template, "x")
+    assert refused.value.param == "tools"
+    template.tokenizer.response_template = {
+        "start_anchor": ">>",
+        "fields": {
+            "content": {},
+            "tool_calls": {"open": "!", "content": "json", "repeats": True, "transform": {"function": "{content}"}},
+        },
+    }
+    own = ChatTemplate(template.tokenizer, template.stop_ids)
+    assert parse(own, '!{"name": "weather", "arguments": {"city": "Oslo"}}').tool_calls == (OSLO,)
+    with pytest.raises(RequestError, match="auto"):
+        own.responses.forced_call(None)
+
+
+def as_openai(message):
+    return message
+
+
+def with_null(message):
+    return {**message, "content": message["content"] or None, "refusal": None, "annotations": [], "audio": None}
+
+
+def without_content(message):
+    return {name: value for name, value in message.items() if name != "content" or value}
+
+
+def with_parts(message):
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def with_compact_arguments(message):
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def with_other_ids(message):
+    return {**message, "tool_calls": [{**call, "id": "123456789"} for call in message["tool_calls"]]}
+
+
+WRITINGS = [as_openai, with_null, without_content, with_parts, with_compact_arguments, with_other_ids]
+
+
+@pytest.mark.parametrize("write", WRITINGS)
+@pytest.mark.parametrize("spelling", [0, 1])
+def test_turns_with_calls_stay_token_exact(family, template, write, spelling):
+    messages, calls = [user("Weather?")], []
+    for turn in range(3):
+        call = sample(template, messages, CALLS[family][spelling], calls)
+        assert not call.is_retokenized
+        if calls:
+            known = calls[-1].context_ids
+            assert call.prompt_ids[: len(known)] == known
+            # Only the spelling of the calls differs from the rendered conversation.
+            rest = template.tokenizer.decode(call.prompt_ids[len(known) :])
+            assert call.prompt_text.endswith(rest) and f"{turn - 1} degrees" in rest
+        calls.append(call)
+        answer = {"role": "assistant", "content": call.content}
+        answer["tool_calls"] = [each.as_message() for each in call.tool_calls]
+        result = {
+            "role": "tool",
+            "content": f"{turn} degrees",
+            "tool_call_id": call.tool_calls[0].id,
+            "name": "weather",
+        }
+        messages = [*messages, write(answer), result]
+
+
+REAL = [
+    *[(name, "qwen3") for name in ("qwen3", "qwen3_instruct_2507", "qwen2_5")],
+    *[(name, "llama3") for name in ("llama3_1", "llama3_2")],
+]
+
+
+@pytest.mark.agents
+@pytest.mark.parametrize("write", WRITINGS)
+@pytest.mark.parametrize(("name", "family"), REAL)
+def test_turns_stay_token_exact_with_the_templates_that_trl_ships(tokenizer, name, family, write):
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
+    text = Path(folder, "chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+    template = make_template(family, tokenizer, text)
+    for spelling in (0, 1):
+        test_turns_with_calls_stay_token_exact(family, template, write, spelling)
+    test_several_calls_are_parsed(family, template, "\n")
+
+
+def test_a_template_that_strips_answers_keeps_their_ids(tokenizer):
+    template = make_template("llama3", tokenizer)
+    call = sample(template, [user("?")], "\n\nYes ", tools=())
+    assert call.content == "\n\nYes "
+    history = [user("?"), {"role": "assistant", "content": call.content}, user("!")]
+    prompt = template.prompt(history, [call])
+    assert prompt.ids[: len(call.context_ids)] == call.context_ids and not prompt.is_retokenized
+
+
+def test_an_edited_call_is_tokenised_afresh(family, template):
+    call = sample(template, [user("Weather?")], CALLS[family][0])
+    other = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "123456789"}
+    messages = [user("Weather?"), {"role": "assistant", "content": None, "tool_calls": [other]}, result]
+    assert template.prompt(messages, [call], tools=TOOLS) == template.prompt(messages, tools=TOOLS)
+
+
+def test_results_spell_no_control_tokens(family, template):
+    call = sample(template, [user("Weather?")], CALLS[family][0])
+    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.tool_calls]}
+
+    def controls(result):
+        messages = [
+            user("Weather?"),
+            answer,
+            {"role": "tool", "content": result, "tool_call_id": call.tool_calls[0].id},
+        ]
+        ids = template.prompt(messages, [call], tools=TOOLS).ids
+        assert ids[: len(call.context_ids)] == call.context_ids
+        return [token for token in ids if token in template.tokenizer.all_special_ids]
+
+    assert controls("".join(template.tokenizer.all_special_tokens)) == controls("3 degrees")
+
+
+def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template):
+    call = sample(template, [user("Weather?")], CALLS[family][0], end=False)
+    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.tool_calls]}
+    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.tool_calls[0].id}]
+    ids = template.prompt(messages, [call], tools=TOOLS).ids
+    assert ids[: len(call.context_ids) + 1] == (*call.context_ids, template.stop_ids[0])
+
+
+@pytest.mark.parametrize("echo", [None, "hm", "in the content"])
+def test_reasoning_stays_in_the_ids_while_the_template_keeps_it(tokenizer, echo):
+    template = make_template("qwen3", tokenizer)
+    call = sample(template, [user("Weather?")], "<think>\nhm\n</think>\n\n" + CALLS["qwen3"][0])
+    answer = {"role": "assistant", "content": "", "tool_calls": [each.as_message() for each in call.tool_calls]}
+    if echo == "in the content":
+        answer["content"] = "<think>\nhm\n</think>\n"
+    elif echo is not None:
+        answer["reasoning_content"] = echo
+    history = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.tool_calls[0].id}]
+    second = sample(template, history, "<think>\nso\n</think>\n\n3 degrees", [call])
+    assert second.prompt_ids[: len(call.context_ids)] == call.context_ids and second.reasoning_content == "so"
+    # The template leaves out the reasoning before the last question.
+    history = [*history, {"role": "assistant", "content": "3 degrees"}, user("And Bern?")]
+    third = template.prompt(history, [call, second], tools=TOOLS)
+    assert third.is_retokenized and third.ids == template.prompt(history, tools=TOOLS).ids
+
+
+def test_edited_reasoning_is_tokenised_afresh(tokenizer):
+    template = make_template("qwen3", tokenizer)
+    call = sample(template, [user("?")], "<think>\nhm\n</think>\n\nYes", tools=())
+    history = [user("?"), {"role": "assistant", "content": "Yes", "reasoning_content": "ha"}, user("!")]
+    assert not template.prompt(history, [call]).is_retokenized
+
+
+def test_conversations_with_calls_can_be_learned(family, template):
+    call = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        user("Weather?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "123456789"},
+        {"role": "assistant", "content": "3 degrees"},
+    ]
+    ids, mask = template.conversation(messages, TOOLS)
+    learned = template.tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
+    end = template.tokenizer.eos_token
+    called, said, rest = learned.split(end)
+    assert parse(template, called).tool_calls == (OSLO,) and (said, rest) == ("3 degrees", "")
+    asked = template.prompt(messages[:1], tools=TOOLS).ids
+    assert tuple(ids[: len(asked)]) == asked and not any(mask[: len(asked)])
+
+
+PIECES = [
+    *(
+        "a",
+        " ",
+        "\n",
+        "é",
+        "<",
+        "<c",
+        "<tool_call",
+        "}",
+        ";",
+        "[TOOL_CALLS]",
+        "<think>",
+        "</think>",
+        "stop",
+        "sto",
+        "\\",
+    ),
+    *(call for calls in CALLS.values() for call in calls),
+    *('<call:weather>{"city"', "</call>", "<tool_call>", "</tool_call>", '{"name":', "<call:"),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    has_tools=st.booleans(),
+    stops=st.sampled_from([(), ("stop",), ("}", "stop")]),
+    include_stop=st.booleans(),
+)
+def test_deltas_join_to_the_answer(tokenizer, family, pieces, sizes, has_tools, stops, include_stop):
+    """Whatever is sampled, and however many tokens come at a time, no delta is taken back."""
+    from jaxft.rollout.client import StopFinder, cut_at_stop
+
+    template = make_template(family, tokenizer)
+    responses = template.responses
+    ids = template.tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
+    parser = responses.template(has_tools=has_tools)
+    text_of = template.answer_text if parser is None else responses.text
+    deltas, finder, sent = [], StopFinder(text_of, stops) if stops else lambda ids: None, 0
+    prompt = template.prompt([user("?")], tools=TOOLS if has_tools else ())
+    streamer = Streamer(0, deltas.append, text_of, stops=stops, template=parser, prompt_text=prompt.text, forced="")
+    while sent < len(ids):
+        size = sizes[sent % len(sizes)]
+        cut = finder(ids[: sent + size])
+        new = ids[sent : min(sent + size, len(ids) if cut is None else cut)]
+        streamer.feed(new, [-1.0] * len(new))
+        sent += len(new)
+        if cut is not None:
+            break
+    text = cut_at_stop(text_of(ids[:sent]), stops, include_stop=include_stop)
+    answer = responses.parse(text, prompt.text, has_tools=has_tools)
+    streamer.finish(answer)
+    assert "".join(delta.content for delta in deltas) == answer.content
+    assert "".join(delta.reasoning_content for delta in deltas) == (answer.reasoning_content or "")
+    assert [token for delta in deltas for token in delta.token_ids] == ids[:sent]
