@@ -321,7 +321,6 @@ class ChatClient:
             await episode.check_open()
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
-        request = replace(request, messages=canonical_messages(request.messages))
         forced = ""
         if request.may_call_tools:
             self.policy.template.responses.template(has_tools=True)
@@ -418,7 +417,7 @@ class ChatClient:
             call = Call(
                 index=index,
                 llm=self.name,
-                messages=tuple(dict(message) for message in request.messages),
+                messages=canonical_messages(request.messages),
                 content=parsed.content,
                 prompt_text=prompt.text,
                 prompt_ids=prompt.ids,
