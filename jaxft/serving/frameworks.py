@@ -153,13 +153,13 @@ def _openai_agents(connection: Connection) -> Any:
 def _llama_index(connection: Connection) -> Any:
     from llama_index.llms.openai_like import OpenAILike
 
-    context = connection.max_context_tokens
+    context, seconds = connection.max_context_tokens, connection.timeout_seconds
     return OpenAILike(
         model=connection.model,
         api_base=connection.base_url,
         api_key=connection.api_key,
         max_retries=connection.max_retries,
-        timeout=connection.timeout_seconds,
+        timeout=1e6 if seconds is None else seconds,  # it takes numbers only
         async_http_client=connection.http_client,
         http_client=connection.http_client_sync,
         is_chat_model=True,

@@ -16,6 +16,8 @@ from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.frameworks import WRAPPERS, client_of
 from jaxft.serving.remote import RemoteClient
 
+pytestmark = pytest.mark.usefixtures("no_sockets")
+
 CALLED = '<call:look_up>{"city":"Oslo"}</call><|end|>'
 TEXT = (
     "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"

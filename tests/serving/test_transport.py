@@ -7,6 +7,8 @@ import pytest
 
 from jaxft.serving.transport import async_transport, sync_transport
 
+pytestmark = pytest.mark.usefixtures("no_sockets")
+
 URL = "http://app.invalid/a/b?c=d"
 caller = contextvars.ContextVar("caller", default="nobody")
 
