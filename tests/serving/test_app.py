@@ -241,7 +241,7 @@ def test_refusals_are_openais(client, options, kind, param, code, said, stream):
 
 
 def test_other_apis_are_refused_with_a_way_out(client):
-    with pytest.raises(openai.NotFoundError, match="chat_completions.*OpenAIChatCompletionsModel"):
+    with pytest.raises(openai.NotFoundError, match=r"chat_completions.*OpenAIChatCompletionsModel"):
         run(client.responses.create(model="player", input="x?"))
     with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
         run(client.completions.create(model="player", prompt="x?"))
