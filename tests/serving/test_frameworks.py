@@ -1,4 +1,4 @@
-"""Clients of frameworks. Each agent is as its framework's guide would, and calls a tool of a scripted policy."""
+"""Clients of frameworks: an agent of each, as its own guide writes one, calls a tool of a scripted policy."""
 
 import asyncio
 import enum
