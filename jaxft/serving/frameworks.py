@@ -1,18 +1,22 @@
 """Clients of agent frameworks for the language models of a configuration: each is what its framework calls a model.
 
-They reach the policy in this process (`jaxft.serving.transport`), wait for it without a time-out, and never repeat a
-request by themselves. Frameworks are imported when they are asked for; each is an extra of jaxft.
+Those of the policy reach it in this process (`jaxft.serving.transport`), wait for it without a time-out, and never
+repeat a request. Those of a remote model have its retries and time-out, and their calls are recorded like its own.
+Frameworks are imported when they are asked for; each is an extra of jaxft.
 """
 
 import importlib
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.errors import ComponentError, did_you_mean
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.serving.transport import async_transport, sync_transport
+
+if TYPE_CHECKING:
+    from jaxft.serving.remote import RemoteClient
 
 
 class Connection(NamedTuple):
@@ -35,10 +39,10 @@ class Connection(NamedTuple):
     timeout_seconds: float | None
     http_client: Any
     http_client_sync: Any
-    max_context_tokens: int | None
+    max_context_tokens: int | None = None
 
 
-def client_of(llm: ChatClient, wrapper_type: str | Enum) -> Any:
+def client_of(llm: "ChatClient | RemoteClient", wrapper_type: str | Enum) -> Any:
     """Return a client of a framework for a language model.
 
     Args:
@@ -59,12 +63,23 @@ def client_of(llm: ChatClient, wrapper_type: str | Enum) -> Any:
         raise ComponentError(f'wrapper_type {name!r}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
 
 
-def _connect(llm: ChatClient) -> Connection:
-    # Imported here, as both are parts of an extra.
+def _connect(llm: "ChatClient | RemoteClient") -> Connection:
+    # Imported here, as they are parts of an extra.
     import openai
 
     from jaxft.serving.app import make_app
+    from jaxft.serving.remote import RemoteClient
 
+    if isinstance(llm, RemoteClient):
+        return Connection(
+            model=llm.model,
+            base_url=llm.base_url,
+            api_key=llm.api_key,
+            max_retries=llm.max_retries,
+            timeout_seconds=llm.timeout_seconds,
+            http_client=llm.http_client(),
+            http_client_sync=llm.http_client_sync(),
+        )
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
     app = make_app({llm.name: llm})
@@ -138,13 +153,13 @@ def _openai_agents(connection: Connection) -> Any:
 def _llama_index(connection: Connection) -> Any:
     from llama_index.llms.openai_like import OpenAILike
 
-    context = connection.max_context_tokens
+    context, seconds = connection.max_context_tokens, connection.timeout_seconds
     return OpenAILike(
         model=connection.model,
         api_base=connection.base_url,
         api_key=connection.api_key,
         max_retries=connection.max_retries,
-        timeout=connection.timeout_seconds,
+        timeout=1e6 if seconds is None else seconds,  # it takes numbers only
         async_http_client=connection.http_client,
         http_client=connection.http_client_sync,
         is_chat_model=True,

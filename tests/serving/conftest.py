@@ -15,7 +15,7 @@ def http(request):
     return importlib.import_module(request.param)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_sockets(monkeypatch):
     """Fails a test that connects or binds a socket; an event loop's own pair of sockets does neither."""
 

@@ -2,6 +2,8 @@ import asyncio
 import json
 import threading
 
+import jax
+import jax.numpy as jnp
 import openai
 import pytest
 
@@ -12,11 +14,17 @@ from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
 from jaxft.serving.frameworks import client_of
 
+pytestmark = pytest.mark.usefixtures("no_sockets")
+
 QUESTION = [{"role": "user", "content": "x?"}]
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+        "function": {
+            "name": "look_up",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            "strict": True,
+        },
     }
 ]
 NEVER_ENDS = {"logit_bias": {"1": -100}}  # the end token
@@ -233,7 +241,7 @@ def test_refusals_are_openais(client, options, kind, param, code, said, stream):
 
 
 def test_other_apis_are_refused_with_a_way_out(client):
-    with pytest.raises(openai.NotFoundError, match="chat_completions.*OpenAIChatCompletionsModel"):
+    with pytest.raises(openai.NotFoundError, match=r"chat_completions.*OpenAIChatCompletionsModel"):
         run(client.responses.create(model="player", input="x?"))
     with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
         run(client.completions.create(model="player", prompt="x?"))
@@ -439,3 +447,16 @@ def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):
     episode = make_episode()
     run(main(), episode)
     assert isinstance(episode.policy_error, PolicyError)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_that_is_no_ones_fault_is_a_500_of_one_line(make_policy, stream):
+    broken = make_policy()
+
+    async def main():
+        await broken.update(lambda params: (jax.tree.map(lambda leaf: leaf * jnp.nan, params), None))
+        with pytest.raises(openai.InternalServerError, match="NonFiniteError") as caught:
+            await ask(client_of(ChatClient(broken, "player"), "openai"), stream=stream)
+        assert caught.value.status_code == 500 and "\n" not in caught.value.body["message"]
+
+    run(main())

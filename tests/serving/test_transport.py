@@ -7,6 +7,8 @@ import pytest
 
 from jaxft.serving.transport import async_transport, sync_transport
 
+pytestmark = pytest.mark.usefixtures("no_sockets")
+
 URL = "http://app.invalid/a/b?c=d"
 caller = contextvars.ContextVar("caller", default="nobody")
 
@@ -93,11 +95,11 @@ def test_chunks_arrive_one_by_one(http):
     assert asynchronously(http, app(async_turn.acquire), use) == [b"0", b"1", b"2"]
 
     got = []
-    with http.Client(transport=sync_transport(http, app(lambda: asyncio.to_thread(sync_turn.acquire)))) as client:
-        with client.stream("GET", URL) as response:
-            for chunk in response.iter_bytes():
-                got.append(chunk)
-                sync_turn.release()
+    client = http.Client(transport=sync_transport(http, app(lambda: asyncio.to_thread(sync_turn.acquire))))
+    with client.stream("GET", URL) as response:
+        for chunk in response.iter_bytes():
+            got.append(chunk)
+            sync_turn.release()
     assert got == [b"0", b"1", b"2"]
 
 
@@ -159,9 +161,8 @@ def test_a_time_out_cancels_the_app(http, begins):
     asynchronously(http, silent, use, timeout=0.05)
     assert ended == [1]
     is_idle.clear()
-    with http.Client(transport=sync_transport(http, silent), timeout=0.05) as client:
-        with pytest.raises(http.ReadTimeout, match=r"0\.05"):
-            client.get(URL)
+    with pytest.raises(http.ReadTimeout, match=r"0\.05"):
+        http.Client(transport=sync_transport(http, silent), timeout=0.05).get(URL)
     assert is_idle.wait(10) and ended == [1, 1]
 
 
