@@ -190,6 +190,25 @@ def test_an_agent_of_each_framework_calls_a_tool_and_makes_one_sequence(
 
 
 @pytest.mark.agents
+@pytest.mark.skipif(not installed("langchain_openai"), reason="LangChain is not installed")
+def test_token_ids_reach_a_harness_through_langchain(policy):
+    """LangChain drops unknown fields of choices and messages, but none beside log-probabilities."""
+    model = client_of(ChatClient(policy, "player"), "langchain")
+    asking = model.bind(logprobs=True, max_tokens=5, extra_body={"return_token_ids": True})
+    episode = make_episode()
+
+    async def main():
+        with recording(episode):
+            return await asking.ainvoke("x?")
+
+    entries = asyncio.run(main()).response_metadata["logprobs"]["content"]
+    (call,) = episode.calls
+    assert tuple(entries[0]["prompt_token_ids"]) == call.prompt_ids
+    assert tuple(entry["token_id"] for entry in entries) == call.token_ids
+    assert tuple(entry["logprob"] for entry in entries) == call.sampler_logprobs
+
+
+@pytest.mark.agents
 def test_a_framework_is_installed():
     assert any(installed(package) for wrapper_type, package, _ in AGENTS if wrapper_type != "openai")
 
