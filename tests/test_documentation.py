@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 
 import jaxft
+from jaxft.serving.protocol import FIELDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -168,6 +169,13 @@ def test_the_page_of_names_lists_every_public_name_and_no_other():
         for space in spaces
     }
     assert listed == {"jaxft": set(jaxft.__all__) - spaces, **offered}
+
+
+def test_the_page_of_the_endpoint_lists_every_field_and_its_treatment():
+    page = (ROOT / "docs" / "openai-api.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| (OpenAI|vLLM) \| (\w+) \| (.*?)\.?(?: Accepted: .*)? \|$", page, re.MULTILINE)
+    fields = [(field.name, field.api, field.treatment, field.note.rstrip(".").lower()) for field in FIELDS]
+    assert [(*rest, note.lower()) for *rest, note in listed] == fields
 
 
 def test_every_test_that_is_named_exists():

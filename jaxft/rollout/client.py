@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import numbers
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, ParamSpec
 
@@ -296,7 +296,7 @@ class ChatClient:
 
     chat_sync = _blocking(chat)
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[Delta | Reply]:
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[Delta | Reply, None]:
         """Yield the pieces of the answers as they are sampled, and at the end the reply.
 
         The pieces of an answer, joined, are its `content` and `reasoning_content`; tool calls come with the reply. If
@@ -321,7 +321,6 @@ class ChatClient:
             await episode.check_open()
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
-        request = replace(request, messages=canonical_messages(request.messages))
         forced = ""
         if request.may_call_tools:
             self.policy.template.responses.template(has_tools=True)
@@ -418,7 +417,7 @@ class ChatClient:
             call = Call(
                 index=index,
                 llm=self.name,
-                messages=tuple(dict(message) for message in request.messages),
+                messages=canonical_messages(request.messages),
                 content=parsed.content,
                 prompt_text=prompt.text,
                 prompt_ids=prompt.ids,
