@@ -280,7 +280,7 @@ class Episode:
 
     @property
     def base_url(self) -> str:
-        """Base URL that does what `api_key` does, for clients that have no place for a key."""
+        """Base URL that does what `api_key` does, in process; the log of a server would show it."""
         return f"{ENDPOINT}/e/{self.api_key}/v1"
 
     def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None) -> tuple[int, int]:

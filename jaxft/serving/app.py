@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxft.errors import PolicyError, PromptTooLongError, did_you_mean, one_line
+from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
 from jaxft.rollout.client import ChatClient, Delta
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
 from jaxft.serving.protocol import (
@@ -31,7 +31,6 @@ from jaxft.serving.protocol import (
     event,
     parse_body,
     parse_call,
-    refusal,
 )
 
 T = TypeVar("T")
@@ -166,9 +165,11 @@ def _refused(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
-        return refusal(error, code="context_length_exceeded")
+        return APIError(str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, RequestError):
+        return APIError(str(error), param=error.param)
     if isinstance(error, ValueError):
-        return refusal(error)
+        return APIError(str(error))
     if isinstance(error, PolicyError):
         episode = find_episode()
         if episode is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jaxft.errors import RequestError
 from jaxft.rollout.client import ChatRequest, Delta, Reply
 
-MAX_BODY_BYTES = 2**26
+MAX_BODY_BYTES = 2**24
 """Largest body of a request."""
 
 MAX_DEPTH = 100
@@ -370,18 +370,13 @@ def _chat_request(given: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest(**arguments)
     except RequestError as error:
-        raise refusal(error) from None
+        raise APIError(str(error), param=error.param) from None
 
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise APIError(f"logit_bias has the key {_short(key)}; wanted a token id", param="logit_bias")
     return int(key)
-
-
-def refusal(error: ValueError, code: str | None = None) -> APIError:
-    """Return the refusal of a request that the policy cannot answer."""
-    return APIError(str(error), param=error.param if isinstance(error, RequestError) else None, code=code)
 
 
 _PREFIX, _numbers = uuid.uuid4().hex[:16], itertools.count()

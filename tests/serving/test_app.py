@@ -13,6 +13,7 @@ from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
 from jaxft.serving.frameworks import client_of
+from jaxft.serving.protocol import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
@@ -221,7 +222,7 @@ REFUSALS = [
     (
         {"messages": [{"role": "user", "content": "x" * 200}]},
         openai.BadRequestError,
-        None,
+        "messages",
         "context_length_exceeded",
         "96",
     ),
@@ -241,15 +242,23 @@ def test_refusals_are_openais(client, options, kind, param, code, said, stream):
 
 
 def test_other_apis_are_refused_with_a_way_out(client):
+    episode = make_episode()
     with pytest.raises(openai.NotFoundError, match=r"chat_completions.*OpenAIChatCompletionsModel"):
         run(client.responses.create(model="player", input="x?"))
     with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
         run(client.completions.create(model="player", prompt="x?"))
     with pytest.raises(openai.NotFoundError, match="embedding"):
         run(client.embeddings.create(model="player", input="x?"))
+    with pytest.raises(openai.NotFoundError, match="chat_completions"):
+        run(client.with_options(base_url=episode.base_url).responses.create(model="player", input="x?"))
     with pytest.raises(openai.APIStatusError, match="POST /v1/chat/completions") as caught:
         run(client.get("/chat/completions", cast_to=object))
     assert caught.value.status_code == 405
+
+
+def test_a_body_that_is_too_large_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match=str(MAX_BODY_BYTES)):
+        run(ask(client, messages=[{"role": "user", "content": "x" * MAX_BODY_BYTES}]))
 
 
 def test_models_and_health_are_told(client, policy):
