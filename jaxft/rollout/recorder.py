@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import PolicyError
-from jaxft.rollout.messages import ToolCall, read_arguments
+from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class Call:
         has_malformed_tool_call: True if the answer begins a tool call that could not be parsed.
         is_retokenized: True if the prompt goes on from an earlier call whose ids could not be kept
             (`Prompt.is_retokenized`).
+        num_choices: number of answers to the request.
     """
 
     index: int
@@ -93,6 +94,12 @@ class Call:
     reasoning_content: str | None = None
     has_malformed_tool_call: bool = False
     is_retokenized: bool = False
+    num_choices: int = 1
+
+    @functools.cached_property
+    def message_keys(self) -> list[Any]:
+        """Keys of the messages, which are equal for other spellings of them."""
+        return [comparison_key(message) for message in self.messages]
 
     @property
     def answer_message(self) -> dict[str, Any]:
@@ -313,20 +320,30 @@ class Episode:
         with _lock:
             bisect.insort(self.remote_calls, call, key=lambda known: known.index)
 
-    def reward_step(self, reward: float) -> None:
-        """Add a reward to the latest answer; an episode with such rewards is trained on them instead of its outcome.
+    def reward_step(self, reward: float, answer: Answer | None = None) -> None:
+        """Add a reward to an answer; an episode with such rewards is trained on them instead of its outcome.
 
         Rewards of one answer are summed; an answer without any has 0.
 
+        Args:
+            reward: the reward.
+            answer: the answer, such as a `Reply`; None: the latest one.
+
         Raises:
-            RuntimeError: no call has been answered yet.
-            ValueError: the reward is not a finite number, or too large for float32.
+            RuntimeError: no call has been answered yet, or the latest request had several answers.
+            ValueError: the reward is not a finite number or too large for float32, or the answer is of another episode.
         """
         if not self.calls:
             raise RuntimeError("reward_step rewards the latest answer, and the episode has none yet")
+        if answer is None and self.calls[-1].num_choices > 1:
+            raise RuntimeError(
+                f"the latest request had {self.calls[-1].num_choices} answers: name one, as in reward_step(1.0, reply)"
+            )
+        if answer is not None and answer.call_index not in {call.index for call in self.calls}:
+            raise ValueError("the answer was not given in this episode")
         if isinstance(reward, bool) or not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(f"the reward of a step is {reward!r}; wanted a number that fits float32")
-        index = self.calls[-1].index
+        index = self.calls[-1].index if answer is None or answer.call_index is None else answer.call_index
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
     def record_candidates(self, answers: Sequence[Answer], scores: Sequence[float]) -> None:

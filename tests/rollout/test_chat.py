@@ -198,7 +198,8 @@ def forgotten_turn(messages):
 def test_edited_history_is_tokenised_afresh(template, tokenizer, edit):
     call = answered(template, [user("x?")], tokenizer.encode("yes."), content="yes")
     messages = edit([*call.messages, assistant(call.content), user("next")])
-    assert template.prompt(messages, [call]) == template.prompt(messages)
+    afresh = template.prompt(messages)._replace(is_retokenized=edit is edited_answer)
+    assert template.prompt(messages, [call]) == afresh
 
 
 def test_a_template_that_drops_reasoning_is_tokenised_afresh(tokenizer):
