@@ -396,9 +396,13 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def fingerprint(reply: Reply) -> str:
-    """Return the `system_fingerprint` of a reply: the version of the parameters that sampled it."""
-    return f"policy_version_{reply.policy_version}"
+def fingerprint(*choices: Reply) -> str:
+    """Return the `system_fingerprint` of choices: the versions of the parameters that sampled them.
+
+    It is one version, unless an update came between the choices of one reply.
+    """
+    versions = sorted({choice.policy_version for choice in choices})
+    return f"policy_version_{'_'.join(map(str, versions))}"
 
 
 def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -420,7 +424,7 @@ def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "system_fingerprint": fingerprint(reply),
+        "system_fingerprint": fingerprint(*reply.choices),
         **({"prompt_token_ids": reply.prompt_ids} if call.token_ids else {}),
         "choices": choices,
         "usage": _usage(reply),
