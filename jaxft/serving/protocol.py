@@ -247,7 +247,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """
     try:
         text = body.decode()
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = _DECODER.decode(text)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()  # raises on half of a character
     except (ValueError, RecursionError) as error:
@@ -271,6 +271,10 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"it holds {text[:30]}, which is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _children(node: Any) -> Any:
@@ -515,4 +519,4 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 def encode(value: dict[str, Any]) -> bytes:
     """Return a value as JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()

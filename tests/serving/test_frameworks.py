@@ -187,6 +187,7 @@ def test_an_agent_of_each_framework_calls_a_tool_and_makes_one_sequence(
     assert asyncio.run(main()) == "3!"
     (sequence,) = token_sequences(episode.calls)
     assert tokenizer.decode(sequence.tokens) == TEXT
+    assert {call.temperature for call in episode.calls} == {1.0}  # no framework's own default
 
 
 @pytest.mark.agents
