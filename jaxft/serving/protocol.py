@@ -247,7 +247,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """
     try:
         text = body.decode()
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = _DECODER.decode(text)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()  # raises on half of a character
     except (ValueError, RecursionError) as error:
@@ -271,6 +271,10 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"it holds {text[:30]}, which is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _children(node: Any) -> Any:
@@ -396,9 +400,13 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def fingerprint(reply: Reply) -> str:
-    """Return the `system_fingerprint` of a reply: the version of the parameters that sampled it."""
-    return f"policy_version_{reply.policy_version}"
+def fingerprint(*choices: Reply) -> str:
+    """Return the `system_fingerprint` of choices: the versions of the parameters that sampled them.
+
+    It is one version, unless an update came between the choices of one reply.
+    """
+    versions = sorted({choice.policy_version for choice in choices})
+    return f"policy_version_{'_'.join(map(str, versions))}"
 
 
 def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -420,7 +428,7 @@ def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "system_fingerprint": fingerprint(reply),
+        "system_fingerprint": fingerprint(*reply.choices),
         **({"prompt_token_ids": reply.prompt_ids} if call.token_ids else {}),
         "choices": choices,
         "usage": _usage(reply),
@@ -511,4 +519,4 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 def encode(value: dict[str, Any]) -> bytes:
     """Return a value as JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()

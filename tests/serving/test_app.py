@@ -419,27 +419,29 @@ def test_a_synchronous_call_may_block_the_loop_of_its_episode(sync_client):
     assert run(main(), episode) == episode.calls[0].content
 
 
-def test_each_reply_has_one_policy_version(make_policy):
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
     policy = make_policy()
-    llm = ChatClient(policy, "player")
-    client = client_of(llm, "openai")
-
-    async def update():
-        await policy.update(lambda params: ({**params}, None))
+    client = client_of(ChatClient(policy, "player"), "openai")
 
     async def main():
-        asking = [asyncio.create_task(ask(client, max_tokens=40, n=2)) for _ in range(16)]
-        for _ in range(3):
-            while not policy.engine._running:
+        more = {"return_token_ids": True}
+        asking = [asyncio.create_task(ask(client, max_tokens=40, n=n, extra_body=more)) for _ in range(32)]
+        for _ in range(2):
+            while not policy.engine._running and not all(task.done() for task in asking):
                 await asyncio.sleep(0)
-            await update()
+            await policy.update(lambda params: ({**params}, None))
         return await asyncio.gather(*asking)
 
     episode = make_episode()
-    replies = run(main(), episode)
-    told = {reply.system_fingerprint for reply in replies}
-    assert told <= {f"policy_version_{version}" for version in range(4)} and len(told) > 1
-    assert {call.policy_version for call in episode.calls} >= {int(each[-1]) for each in told}
+    versions = set()
+    for reply in run(main(), episode):
+        ids = {tuple(choice.token_ids) for choice in reply.choices}
+        calls = [call for call in episode.calls if call.token_ids in ids]
+        told = [int(version) for version in reply.system_fingerprint.removeprefix("policy_version_").split("_")]
+        assert set(told) == {call.policy_version for call in calls} and len(calls) == n >= len(told)
+        versions |= set(told)
+    assert len(versions) > 1
 
 
 def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):

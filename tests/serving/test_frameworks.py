@@ -172,21 +172,28 @@ def cases():
             yield pytest.param(wrapper_type, agent, marks=marks, id=agent.__name__)
 
 
-@pytest.mark.parametrize(("wrapper_type", "agent"), list(cases()))
-def test_an_agent_of_each_framework_calls_a_tool_and_makes_one_sequence(
-    make_scripted_policy, tokenizer, wrapper_type, agent
-):
-    script = (tokenizer.encode(TEXT) + [1] * 256)[:256]
-    model = client_of(ChatClient(make_scripted_policy(script), "player"), wrapper_type)
+def run_agent(policy, wrapper_type, agent):
+    """The episode of an agent."""
     episode = make_episode()
 
     async def main():
         with recording(episode):
-            return await agent(model)
+            return await agent(client_of(ChatClient(policy, "player"), wrapper_type))
 
     assert asyncio.run(main()) == "3!"
+    return episode
+
+
+@pytest.mark.parametrize(("wrapper_type", "agent"), list(cases()))
+def test_an_agent_of_each_framework_makes_the_same_calls_and_one_sequence(
+    make_scripted_policy, tokenizer, wrapper_type, agent
+):
+    policy = make_scripted_policy((tokenizer.encode(TEXT) + [1] * 256)[:256])
+    episode = run_agent(policy, wrapper_type, agent)
     (sequence,) = token_sequences(episode.calls)
     assert tokenizer.decode(sequence.tokens) == TEXT
+    assert {call.temperature for call in episode.calls} == {1.0}  # no framework's own default
+    assert episode.calls == run_agent(policy, "openai", openai_agent).calls
 
 
 @pytest.mark.agents
@@ -195,14 +202,18 @@ def test_token_ids_reach_a_harness_through_langchain(policy):
     """LangChain drops unknown fields of choices and messages, but none beside log-probabilities."""
     model = client_of(ChatClient(policy, "player"), "langchain")
     asking = model.bind(logprobs=True, max_tokens=5, extra_body={"return_token_ids": True})
-    episode = make_episode()
+    episode, expected = make_episode(), make_episode()
 
     async def main():
         with recording(episode):
-            return await asking.ainvoke("x?")
+            reply = await asking.ainvoke("x?")
+        with recording(expected):
+            await ChatClient(policy, "player").chat([{"role": "user", "content": "x?"}], max_tokens=5)
+        return reply
 
     entries = asyncio.run(main()).response_metadata["logprobs"]["content"]
     (call,) = episode.calls
+    assert episode.calls == expected.calls
     assert tuple(entries[0]["prompt_token_ids"]) == call.prompt_ids
     assert tuple(entry["token_id"] for entry in entries) == call.token_ids
     assert tuple(entry["logprob"] for entry in entries) == call.sampler_logprobs
