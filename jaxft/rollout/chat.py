@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import Message, Tool, canonical_messages, comparison_key, template_role
-from jaxft.rollout.recorder import Call
 
 # Set before transformers is imported, which else announces that PyTorch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import comparison_key
-from jaxft.rollout.recorder import WORKFLOW, Call
+from jaxft.rollout.recorder import WORKFLOW
 
 
 def is_targeted(call: Call, functions: Sequence[str] = (WORKFLOW,), model: str | None = None) -> bool:

@@ -12,8 +12,9 @@ from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.registry import TrajectoryBuilderConfig
+from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import comparison_key, readable_text
-from jaxft.rollout.recorder import TRAINING, WORKFLOW, Call
+from jaxft.rollout.recorder import TRAINING, WORKFLOW
 from jaxft.rollout.sequences import episode_messages, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}

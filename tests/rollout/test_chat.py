@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import PromptTooLongError
+from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
-from jaxft.rollout.recorder import Call
 
 END = 1  # of the embedded tokenizer
 

@@ -9,7 +9,8 @@ import jaxft
 from jaxft.core.logprobs import token_logprobs
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.models.bridge import from_function
-from jaxft.rollout.client import ChatClient, ChatRequest
+from jaxft.rollout.chat_request import ChatRequest
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import most_likely
 from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences

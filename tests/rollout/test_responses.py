@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import RequestError
+from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.messages import canonical_messages
-from jaxft.rollout.recorder import Call
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop
 
