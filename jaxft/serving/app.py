@@ -7,8 +7,8 @@ A client that goes away cancels its call, whose slot is free at the next step of
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,9 +17,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxft.errors import PolicyError, PromptTooLongError, did_you_mean, one_line
-from jaxft.rollout.client import ChatClient, Delta, Reply
+from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
+from jaxft.rollout.streaming import Delta
 from jaxft.serving.protocol import (
     LAST_EVENT,
     MAX_BODY_BYTES,
@@ -31,7 +32,6 @@ from jaxft.serving.protocol import (
     event,
     parse_body,
     parse_call,
-    refusal,
 )
 
 T = TypeVar("T")
@@ -166,9 +166,11 @@ def _refused(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
-        return refusal(error, code="context_length_exceeded")
+        return APIError(str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, RequestError):
+        return APIError(str(error), param=error.param)
     if isinstance(error, ValueError):
-        return refusal(error)
+        return APIError(str(error))
     if isinstance(error, PolicyError):
         episode = find_episode()
         if episode is not None:
@@ -244,8 +246,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _events(llm: ChatClient, call: ChatCall, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a call."""
-    stream = cast("AsyncGenerator[Delta | Reply, None]", llm.stream(call.request))
-    async with contextlib.aclosing(stream) as pieces:
+    async with contextlib.aclosing(llm.stream(call.request)) as pieces:
         async for piece in pieces:
             for chunk in writer.delta(piece) if isinstance(piece, Delta) else writer.reply(piece):
                 yield event(chunk)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxft.errors import RequestError
-from jaxft.rollout.client import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, Reply
+from jaxft.rollout.streaming import Delta
 
-MAX_BODY_BYTES = 2**26
+MAX_BODY_BYTES = 2**24
 """Largest body of a request."""
 
 MAX_DEPTH = 100
@@ -247,7 +248,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """
     try:
         text = body.decode()
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = _DECODER.decode(text)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()  # raises on half of a character
     except (ValueError, RecursionError) as error:
@@ -271,6 +272,10 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"it holds {text[:30]}, which is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _children(node: Any) -> Any:
@@ -370,18 +375,13 @@ def _chat_request(given: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest(**arguments)
     except RequestError as error:
-        raise refusal(error) from None
+        raise APIError(str(error), param=error.param) from None
 
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise APIError(f"logit_bias has the key {_short(key)}; wanted a token id", param="logit_bias")
     return int(key)
-
-
-def refusal(error: ValueError, code: str | None = None) -> APIError:
-    """Return the refusal of a request that the policy cannot answer."""
-    return APIError(str(error), param=error.param if isinstance(error, RequestError) else None, code=code)
 
 
 _PREFIX, _numbers = uuid.uuid4().hex[:16], itertools.count()
@@ -401,9 +401,13 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def fingerprint(reply: Reply) -> str:
-    """Return the `system_fingerprint` of a reply: the version of the parameters that sampled it."""
-    return f"policy_version_{reply.policy_version}"
+def fingerprint(*choices: Reply) -> str:
+    """Return the `system_fingerprint` of choices: the versions of the parameters that sampled them.
+
+    It is one version, unless an update came between the choices of one reply.
+    """
+    versions = sorted({choice.policy_version for choice in choices})
+    return f"policy_version_{'_'.join(map(str, versions))}"
 
 
 def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -425,7 +429,7 @@ def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "system_fingerprint": fingerprint(reply),
+        "system_fingerprint": fingerprint(*reply.choices),
         **({"prompt_token_ids": reply.prompt_ids} if call.token_ids else {}),
         "choices": choices,
         "usage": _usage(reply),
@@ -516,4 +520,4 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 def encode(value: dict[str, Any]) -> bytes:
     """Return a value as JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()

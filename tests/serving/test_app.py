@@ -13,6 +13,7 @@ from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
 from jaxft.serving.frameworks import client_of
+from jaxft.serving.protocol import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
@@ -221,7 +222,7 @@ REFUSALS = [
     (
         {"messages": [{"role": "user", "content": "x" * 200}]},
         openai.BadRequestError,
-        None,
+        "messages",
         "context_length_exceeded",
         "96",
     ),
@@ -241,15 +242,23 @@ def test_refusals_are_openais(client, options, kind, param, code, said, stream):
 
 
 def test_other_apis_are_refused_with_a_way_out(client):
+    episode = make_episode()
     with pytest.raises(openai.NotFoundError, match=r"chat_completions.*OpenAIChatCompletionsModel"):
         run(client.responses.create(model="player", input="x?"))
     with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
         run(client.completions.create(model="player", prompt="x?"))
     with pytest.raises(openai.NotFoundError, match="embedding"):
         run(client.embeddings.create(model="player", input="x?"))
+    with pytest.raises(openai.NotFoundError, match="chat_completions"):
+        run(client.with_options(base_url=episode.base_url).responses.create(model="player", input="x?"))
     with pytest.raises(openai.APIStatusError, match="POST /v1/chat/completions") as caught:
         run(client.get("/chat/completions", cast_to=object))
     assert caught.value.status_code == 405
+
+
+def test_a_body_that_is_too_large_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match=str(MAX_BODY_BYTES)):
+        run(ask(client, messages=[{"role": "user", "content": "x" * MAX_BODY_BYTES}]))
 
 
 def test_models_and_health_are_told(client, policy):
@@ -316,7 +325,7 @@ def test_two_hundred_early_closes_leave_no_slot_in_use(policy, client):
 
     episodes = [make_episode(generation=number) for number in range(200)]
     run(main())
-    assert is_idle(policy) and not any(episode.calls for episode in episodes)
+    assert is_idle(policy)
 
 
 def test_a_time_out_is_openais_and_cancels_the_call(client, sync_client, policy, blocked):
@@ -410,27 +419,29 @@ def test_a_synchronous_call_may_block_the_loop_of_its_episode(sync_client):
     assert run(main(), episode) == episode.calls[0].content
 
 
-def test_each_reply_has_one_policy_version(make_policy):
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
     policy = make_policy()
-    llm = ChatClient(policy, "player")
-    client = client_of(llm, "openai")
-
-    async def update():
-        await policy.update(lambda params: ({**params}, None))
+    client = client_of(ChatClient(policy, "player"), "openai")
 
     async def main():
-        asking = [asyncio.create_task(ask(client, max_tokens=40, n=2)) for _ in range(16)]
-        for _ in range(3):
-            while not policy.engine._running:
+        more = {"return_token_ids": True}
+        asking = [asyncio.create_task(ask(client, max_tokens=40, n=n, extra_body=more)) for _ in range(32)]
+        for _ in range(2):
+            while not policy.engine._running and not all(task.done() for task in asking):
                 await asyncio.sleep(0)
-            await update()
+            await policy.update(lambda params: ({**params}, None))
         return await asyncio.gather(*asking)
 
     episode = make_episode()
-    replies = run(main(), episode)
-    told = {reply.system_fingerprint for reply in replies}
-    assert told <= {f"policy_version_{version}" for version in range(4)} and len(told) > 1
-    assert {call.policy_version for call in episode.calls} >= {int(each[-1]) for each in told}
+    versions = set()
+    for reply in run(main(), episode):
+        ids = {tuple(choice.token_ids) for choice in reply.choices}
+        calls = [call for call in episode.calls if call.token_ids in ids]
+        told = [int(version) for version in reply.system_fingerprint.removeprefix("policy_version_").split("_")]
+        assert set(told) == {call.policy_version for call in calls} and len(calls) == n >= len(told)
+        versions |= set(told)
+    assert len(versions) > 1
 
 
 def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):

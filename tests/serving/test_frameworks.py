@@ -98,10 +98,25 @@ async def langchain_agent_in_thread(model):
     return result["messages"][-1].content
 
 
+async def langchain_streaming_agent(model):
+    from langchain.agents import create_agent
+
+    messages = {"messages": [{"role": "user", "content": "x?"}]}
+    parts = [part async for part, _ in create_agent(model, [look_up]).astream(messages, stream_mode="messages")]
+    return "".join(part.content for part in parts if part.type == "AIMessageChunk")
+
+
 async def pydantic_ai_agent(model):
     from pydantic_ai import Agent
 
     return (await Agent(model, tools=[look_up]).run("x?")).output
+
+
+async def pydantic_ai_streaming_agent(model):
+    from pydantic_ai import Agent
+
+    async with Agent(model, tools=[look_up]).run_stream("x?") as result:
+        return await result.get_output()
 
 
 async def openai_agents_agent(model):
@@ -109,6 +124,14 @@ async def openai_agents_agent(model):
 
     agent = Agent(name="agent", model=model, tools=[function_tool(look_up)])
     return (await Runner.run(agent, "x?")).final_output
+
+
+async def openai_agents_streaming_agent(model):
+    from agents import Agent, Runner, function_tool
+
+    result = Runner.run_streamed(Agent(name="agent", model=model, tools=[function_tool(look_up)]), "x?")
+    assert [event async for event in result.stream_events()]
+    return result.final_output
 
 
 async def llama_index_agent(model):
@@ -127,8 +150,11 @@ AGENTS = [
     ("openai", "openai", openai_agent),
     ("langchain", "langchain_openai", langchain_agent),
     ("langchain", "langchain_openai", langchain_agent_in_thread),
+    ("langchain", "langchain_openai", langchain_streaming_agent),
     ("pydantic_ai", "pydantic_ai", pydantic_ai_agent),
+    ("pydantic_ai", "pydantic_ai", pydantic_ai_streaming_agent),
     ("openai_agents", "agents", openai_agents_agent),
+    ("openai_agents", "agents", openai_agents_streaming_agent),
     ("llama_index", "llama_index", llama_index_agent),
     ("llama_index", "llama_index", llama_index_streaming_agent),
 ]
@@ -146,21 +172,51 @@ def cases():
             yield pytest.param(wrapper_type, agent, marks=marks, id=agent.__name__)
 
 
-@pytest.mark.parametrize(("wrapper_type", "agent"), list(cases()))
-def test_an_agent_of_each_framework_calls_a_tool_and_makes_one_sequence(
-    make_scripted_policy, tokenizer, wrapper_type, agent
-):
-    script = (tokenizer.encode(TEXT) + [1] * 256)[:256]
-    model = client_of(ChatClient(make_scripted_policy(script), "player"), wrapper_type)
+def run_agent(policy, wrapper_type, agent):
+    """The episode of an agent."""
     episode = make_episode()
 
     async def main():
         with recording(episode):
-            return await agent(model)
+            return await agent(client_of(ChatClient(policy, "player"), wrapper_type))
 
     assert asyncio.run(main()) == "3!"
+    return episode
+
+
+@pytest.mark.parametrize(("wrapper_type", "agent"), list(cases()))
+def test_an_agent_of_each_framework_makes_the_same_calls_and_one_sequence(
+    make_scripted_policy, tokenizer, wrapper_type, agent
+):
+    policy = make_scripted_policy((tokenizer.encode(TEXT) + [1] * 256)[:256])
+    episode = run_agent(policy, wrapper_type, agent)
     (sequence,) = token_sequences(episode.calls)
     assert tokenizer.decode(sequence.tokens) == TEXT
+    assert {call.temperature for call in episode.calls} == {1.0}  # no framework's own default
+    assert episode.calls == run_agent(policy, "openai", openai_agent).calls
+
+
+@pytest.mark.agents
+@pytest.mark.skipif(not installed("langchain_openai"), reason="LangChain is not installed")
+def test_token_ids_reach_a_harness_through_langchain(policy):
+    """LangChain drops unknown fields of choices and messages, but none beside log-probabilities."""
+    model = client_of(ChatClient(policy, "player"), "langchain")
+    asking = model.bind(logprobs=True, max_tokens=5, extra_body={"return_token_ids": True})
+    episode, expected = make_episode(), make_episode()
+
+    async def main():
+        with recording(episode):
+            reply = await asking.ainvoke("x?")
+        with recording(expected):
+            await ChatClient(policy, "player").chat([{"role": "user", "content": "x?"}], max_tokens=5)
+        return reply
+
+    entries = asyncio.run(main()).response_metadata["logprobs"]["content"]
+    (call,) = episode.calls
+    assert episode.calls == expected.calls
+    assert tuple(entries[0]["prompt_token_ids"]) == call.prompt_ids
+    assert tuple(entry["token_id"] for entry in entries) == call.token_ids
+    assert tuple(entry["logprob"] for entry in entries) == call.sampler_logprobs
 
 
 @pytest.mark.agents
