@@ -16,6 +16,13 @@ TOOLS = [
 ]
 
 
+def get(facts, key):
+    return str(facts.get(key, "unknown"))
+
+
+FUNCTIONS = {"get": get}
+
+
 class OpenAIAgentConfig(jaxft.WorkflowConfig, name="tool_use_openai"):
     llm: jaxft.LLMRef
 
@@ -33,8 +40,8 @@ async def openai_agent(config, builder):
             if not message.tool_calls:
                 return message.content
             for call in message.tool_calls:
-                arguments = json.loads(call.function.arguments)
-                result = str(row["facts"].get(arguments["key"], "unknown"))
+                function, arguments = FUNCTIONS[call.function.name], json.loads(call.function.arguments)
+                result = function(row["facts"], arguments["key"])
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     yield answer
