@@ -27,7 +27,8 @@ import jax
 from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
 from jaxft.rollout.chat import load_tokenizer
-from jaxft.rollout.client import ChatClient, ChatRequest
+from jaxft.rollout.chat_request import ChatRequest
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.runs.environment import environment
 from jaxft.serving.frameworks import client_of

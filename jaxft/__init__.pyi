@@ -166,6 +166,8 @@ from .rollout.chat import (
 )
 from .rollout.client import (
     ChatClient as ChatClient,
+)
+from .rollout.chat_request import (
     ChatRequest as ChatRequest,
     Reply as Reply,
 )
@@ -175,8 +177,10 @@ from .rollout.messages import (
 from .rollout.policy import (
     Policy as Policy,
 )
-from .rollout.recorder import (
+from .rollout.calls import (
     Call as Call,
+)
+from .rollout.recorder import (
     Episode as Episode,
     episode as episode,
     named_function as named_function,

@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.recorder import Call, current_functions, episode
+from jaxft.rollout.calls import Call
+from jaxft.rollout.recorder import current_functions, episode
 from jaxft.rollout.sequences import TokenSequence
 
 SLOTS, CONTEXT = 8, 96

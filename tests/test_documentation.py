@@ -186,6 +186,19 @@ def test_every_test_that_is_named_exists():
             assert path and re.search(rf"def {name}\(", (ROOT / path).read_text()), f"{page}: {path}::{name}"
 
 
+def test_the_page_of_the_frameworks_quotes_the_agents():
+    agents = [path.read_text() for path in sorted((ROOT / "experiments" / "tool_use").glob("*_agent.py"))]
+    first, *quoted = blocks("docs/frameworks.md", "python")
+    assert "builder.get_llm(" in first and len(quoted) == len(agents) == 5
+    for block in quoted:
+        assert any(textwrap.indent(block, "    ") in agent for agent in agents), block
+
+
+def test_each_agent_imports_jaxft_once():
+    for path in (ROOT / "experiments" / "tool_use").glob("*_agent.py"):
+        assert len(re.findall(r"^\s*(?:import|from) jaxft", path.read_text(), re.MULTILINE)) == 1
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A tiny model of a shape that four devices can share."""
@@ -257,7 +270,7 @@ optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 PROGRAMS = {
     f"{name}, Python {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
     for name in DOCUMENTS
-    if name != "docs/extending.md"  # tests/test_examples.py runs its programs, and finds its quotations
+    if name not in ("docs/extending.md", "docs/frameworks.md")  # quotations of files that are tested
     for number, block in enumerate(blocks(name, "python"), start=1)
 }
 

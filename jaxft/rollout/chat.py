@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxft.errors import PromptTooLongError, RequestError
-from jaxft.rollout.messages import Message, Tool, canonical_messages, essence, template_role
-from jaxft.rollout.recorder import Call
+from jaxft.rollout.calls import Call
+from jaxft.rollout.messages import Message, Tool, canonical_messages, comparison_key, template_role
 
 # Set before transformers is imported, which else announces that PyTorch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -36,8 +36,8 @@ MIN_BYTE_LIMIT = 2**20
 RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """Arguments of `apply_chat_template` that no `chat_template_kwargs` may replace."""
 
-PLACEHOLDER = "\U000f0002answer\U000f0003"
-"""Stands for an answer in a rendered conversation; its characters are of Unicode's private use."""
+PLACEHOLDER, THOUGHT = "\U000f0002answer\U000f0003", "\U000f0002thought\U000f0003"
+"""Stand for an answer and its reasoning in a rendered conversation; they have characters of Unicode's private use."""
 
 
 class Prompt(NamedTuple):
@@ -50,8 +50,8 @@ class Prompt(NamedTuple):
             (`Request.prefix_boundaries`).
         truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
             that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
-        is_retokenized: True if the conversation goes on from an earlier call, but the chat template renders that call's
-            prompt or answer differently now, so that all text was tokenised again.
+        is_retokenized: True if the conversation begins with the messages of an earlier call, but the chat template or
+            the agent changed what followed, so that all text was tokenised again.
     """
 
     text: str
@@ -123,7 +123,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
-        forced: str = "",
+        prefill: str = "",
         max_tokens: int | None = None,
         truncate_left: bool = False,
     ) -> Prompt:
@@ -138,7 +138,7 @@ class ChatTemplate:
             earlier: calls that the conversation may continue.
             tools: functions that the answer may call.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
-            forced: text that the answer begins with, control tokens included; it is in `ids` and not in `text`.
+            prefill: text that the answer begins with, control tokens included; it is in `ids` and not in `text`.
             max_tokens: size of the context. Far longer texts are not tokenised, because that blocks the event loop; the
                 engine checks if the tokens fit. None tokenises any text.
             truncate_left: True to leave out the beginning of such a text instead of raising an error.
@@ -153,24 +153,27 @@ class ChatTemplate:
         max_bytes = None
         if max_tokens is not None:
             max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
-        is_retokenized = False
-        for call in sorted(earlier, key=lambda call: len(call.messages), reverse=True):
-            if not self._continues(call, given):
+        keys = [comparison_key(message) for message in given]
+        begun = [call for call in earlier if keys[: len(call.messages)] == call.message_keys]
+        for call in sorted(begun, key=lambda call: len(call.messages), reverse=True):
+            if not self._has_answer(call, given):
                 continue
             rest = self._text_after(call, given, text, tools, kwargs)
-            is_retokenized |= rest is None
-            if rest is not None and (max_bytes is None or _num_bytes(rest) <= max_bytes):
+            if rest is None:
+                break  # the template changes what came before, so earlier calls fare no better
+            if max_bytes is None or _num_bytes(rest) <= max_bytes:
                 last = len(call.prompt_ids) - 1
                 prefix_boundaries = (*call.prompt_boundaries, last) if last > 0 else ()
-                ids = call.context_ids + self._encode(rest + forced)
+                ids = call.context_ids + self._encode(rest + prefill)
                 return Prompt(text, ids, prefix_boundaries, call.truncated_tokens)
+        is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = _num_bytes(text)
         if max_tokens is None or max_bytes is None or count <= max_bytes:
-            return Prompt(text, self._encode(text + forced), is_retokenized=is_retokenized)
+            return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
         if not truncate_left:
             raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
         kept = self._tail(text, max_bytes)
-        ids, kept_bytes = self._encode(kept + forced), _num_bytes(kept)
+        ids, kept_bytes = self._encode(kept + prefill), _num_bytes(kept)
         truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
         return Prompt(text, ids, truncated_tokens=truncated_tokens, is_retokenized=is_retokenized)
 
@@ -196,14 +199,11 @@ class ChatTemplate:
                 return text[start if found.start() >= start else found.end() :]
         return text[start:]
 
-    def _continues(self, call: Call, messages: Sequence[Message]) -> bool:
-        """Return True if a conversation has the messages of a call and then its answer, however they are written."""
-        asked = len(call.messages)
-        if len(messages) <= asked or any(
-            essence(given) != essence(known) for given, known in zip(messages[:asked], call.messages, strict=True)
-        ):
+    def _has_answer(self, call: Call, messages: Sequence[Message]) -> bool:
+        """Return True if the answer of a call follows its messages in a conversation, however it is written."""
+        if len(messages) <= len(call.messages):
             return False
-        answer, known = messages[asked], call.answer_message
+        answer, known = messages[len(call.messages)], call.answer_message
         reasoning = answer.get("reasoning_content", answer.get("reasoning"))
         if call.reasoning_content is not None:
             if reasoning is not None and reasoning.strip() != call.reasoning_content:
@@ -211,7 +211,7 @@ class ChatTemplate:
             # Some clients write reasoning back into the content.
             *thought, content = answer["content"].rsplit("</think>", 1)
             answer = {**answer, "content": content.lstrip() if thought else content}
-        return essence(answer) == essence(known)
+        return comparison_key(answer) == comparison_key(known)
 
     def _text_after(
         self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
@@ -248,19 +248,22 @@ class ChatTemplate:
         asked = len(call.messages)
         answer: dict[str, Any] = {"role": "assistant", "content": call.content}
         if call.reasoning_content is not None:
-            answer["reasoning_content"] = call.reasoning_content
+            answer["reasoning_content"] = THOUGHT
         if call.tool_calls:
             first = {**call.tool_calls[0].as_message(), "function": {"name": PLACEHOLDER, "arguments": {}}}
             answer["tool_calls"] = [first]
         else:
             answer["content"] = PLACEHOLDER
-        marked = self._render(
-            [*messages[:asked], answer, *messages[asked + 1 :]], tools, kwargs, add_generation_prompt=True
-        )
+        try:
+            marked = self._render(
+                [*messages[:asked], answer, *messages[asked + 1 :]], tools, kwargs, add_generation_prompt=True
+            )
+        except RequestError:  # a template may compare results with calls
+            return None
         place = marked.find(PLACEHOLDER, len(call.prompt_text))
         if place < 0 or not marked.startswith(call.prompt_text):
             return None
-        if self._mark(call.reasoning_content or "") not in marked[len(call.prompt_text) : place]:
+        if call.reasoning_content is not None and THOUGHT not in marked[len(call.prompt_text) : place]:
             return None
         stop_texts = [self.tokenizer.decode([stop]) for stop in self.stop_ids]
         ends = [(marked.find(stop, place), stop) for stop in stop_texts if stop in marked[place:]]
@@ -292,7 +295,7 @@ class ChatTemplate:
                     f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
                 )
             answer = self._mark(message["content"]) + self.tokenizer.eos_token
-            if "tool_calls" in message:
+            if "tool_calls" in message or "reasoning_content" in message:
                 answer = self._rendered_answer(given[: turn + 1], asked, tools)
             context_ids, answer_ids = self._encode(asked[len(rendered) :]), self._encode(answer)
             ids += [*context_ids, *answer_ids]
@@ -306,8 +309,8 @@ class ChatTemplate:
         end = text.rfind(self.tokenizer.eos_token)
         if not text.startswith(asked) or end < len(asked):
             raise ValueError(
-                f"the chat template writes the tool calls of message {len(messages) - 1} elsewhere than in the answer, "
-                "so they cannot be learned"
+                f"the chat template writes tool calls or reasoning of message {len(messages) - 1} elsewhere than in "
+                "the answer, so they cannot be learned"
             )
         return text[len(asked) : end + len(self.tokenizer.eos_token)]
 

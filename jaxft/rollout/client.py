@@ -4,191 +4,54 @@ import asyncio
 import functools
 import hashlib
 import itertools
-import numbers
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Concatenate, Literal, ParamSpec
+from dataclasses import replace
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
-from jaxft.core.sampling import check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import Prompt
-from jaxft.rollout.messages import Message, Tool, ToolCall, canonical_messages, check_json, check_text, check_tools
+from jaxft.rollout.chat_request import ChatRequest, Reply
+from jaxft.rollout.messages import Message, Tool, ToolCall, canonical_messages
 from jaxft.rollout.policy import Policy
-from jaxft.rollout.recorder import Call, Episode, current_functions, find_episode, note_outside_call
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, TopLogprobs
-from jaxft.rollout.responses import number_tool_calls
-from jaxft.rollout.streaming import Delta, Streamer
+from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
+from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
+from jaxft.rollout.streaming import Delta, StopFinder, Streamer, cut_at_stop
 
 P = ParamSpec("P")
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
 
-MAX_CHOICES = 128
-"""Largest `n` of a request."""
-
 LongPrompts = Literal["fail", "drop", "truncate_left"]
 """Treatments of a prompt that is too long: raise an error; raise it and drop the episode; or cut off first tokens."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """The arguments of a chat; names and meanings are those of OpenAI's and vLLM's chat completions.
+class Answered(NamedTuple):
+    """One sampled and parsed answer; `text` includes reasoning, tool calls and what `tool_choice` forced."""
 
-    Attributes:
-        messages: the conversation, in OpenAI's format: `role`, `content` (text, parts of text, or null beside tool
-            calls), `tool_calls`, `tool_call_id`.
-        tools: functions that the model may call, in OpenAI's format.
-        tool_choice: `auto`, `none` (an answer is never parsed for calls), `required`, or
-            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call.
-        parallel_tool_calls: False if only the first tool call of an answer counts.
-        temperature: divisor of the logits; 0 takes the most likely token every time.
-        max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
-        n: number of answers.
-        seed: picks other random numbers; outside of episodes, equal seeds and prompts give equal answers.
-        stop: strings that end the answer; they are not part of `content`.
-        include_stop: True to include the stop string in `content`, for an agent that wants it in its history: a
-            history with another text than `content` is tokenised again and begins a new training row.
-        stop_token_ids: more token ids that end the answer.
-        top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
-        logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
-        top_logprobs: number of most likely tokens to return for each sampled one.
-        chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
-    """
+    call_index: int | None
+    completion: Completion
+    text: str
+    parsed: ParsedAnswer
+    tool_calls: tuple[ToolCall, ...]
 
-    messages: Sequence[Message]
-    tools: Sequence[Tool] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    temperature: float = 1.0
-    max_tokens: int | None = None
-    n: int = 1
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    include_stop: bool = False
-    stop_token_ids: Sequence[int] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    top_logprobs: int = 0
-    chat_template_kwargs: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
-        check_tools(self.tools)
-        self._check_tool_choice()
-        for name, number in vars(self).items():
-            is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-            if name in ("temperature", "top_k", "top_p", "min_p") and not is_number:
-                raise RequestError(f"{name} is {number!r}; wanted a number", param=name)
-        try:
-            check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-        except ValueError as error:
-            raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
-        for name, value, low, high in (
-            ("n", self.n, 1, MAX_CHOICES),
-            ("max_tokens", self.max_tokens, 1, None),
-            ("seed", self.seed, -(2**63), 2**63 - 1),
-            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
-        ):
-            if value is None and name in ("max_tokens", "seed"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
-                wanted = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
-                raise RequestError(f"{name} is {value!r}; wanted {wanted}", param=name)
-        bias = self.logit_bias or {}
-        if not isinstance(bias, Mapping) or not all(isinstance(value, numbers.Real) for value in bias.values()):
-            raise RequestError("logit_bias must give a number for each token id", param="logit_bias")
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", bias)):
-            if isinstance(ids, str) or not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
-                raise RequestError(f"{name} holds {list(ids)[:5]}; wanted token ids", param=name)
-        for stop in self.stops:
-            if not isinstance(stop, str):
-                raise RequestError(f"stop contains {stop!r}; wanted strings", param="stop")
-            check_text(stop, "stop")
-            if not stop:
-                raise RequestError("stop contains an empty string, which every text ends with", param="stop")
-        check_json(self.chat_template_kwargs or {}, "chat_template_kwargs")
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def may_call_tools(self) -> bool:
-        """True if the answer is parsed for tool calls."""
-        return bool(self.tools) and self.tool_choice != "none"
-
-    @property
-    def forced_function(self) -> str | None:
-        """Name of the function that the answer must call; None if there is no such."""
-        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, Mapping) else None
-
-    def _check_tool_choice(self) -> None:
-        choice = self.tool_choice
-        if isinstance(choice, str):
-            if choice not in ("auto", "none", "required"):
-                raise RequestError(
-                    f"tool_choice is {choice!r}; wanted 'auto', 'none', 'required' or a function", param="tool_choice"
-                )
-            if choice == "required" and not self.tools:
-                raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
-            return
-        names = [tool["function"]["name"] for tool in self.tools]
-        function = choice.get("function") if isinstance(choice, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if name not in names:
-            raise RequestError(f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}", "tool_choice")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer to a chat.
-
-    Attributes:
-        content: text of the answer up to a stop string, which is included only with `include_stop`. Reasoning and tool
-            calls are not part of it.
-        finish_reason: `stop`, `tool_calls`, or `length` when `max_tokens` or the context was used up.
-        token_ids: sampled token ids, the stop token included.
-        logprobs: log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature.
-        policy_version: version of the parameters that sampled.
-        call_index: index of the call in its episode; None outside one.
-        prompt_ids: token ids of the prompt as the policy was fed it.
-        tool_calls: the tools that the model calls, with arguments that are a JSON object.
-        reasoning_content: reasoning before the answer; None without any.
-        top_logprobs: for each sampled token, pairs of a token id and its log-probability, the most likely first; empty
-            unless the request asked for them.
-        others: the other answers if the request asked for several.
-    """
-
-    content: str
-    finish_reason: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_version: int
-    call_index: int | None = None
-    prompt_ids: tuple[int, ...] = ()
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_content: str | None = None
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    others: tuple["Reply", ...] = ()
-
-    @property
-    def choices(self) -> tuple["Reply", ...]:
-        """All answers to the request: this one and the others."""
-        return (self, *self.others)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The answer as a message of the history, in OpenAI's format."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message |= {"content": self.content or None, "tool_calls": [call.as_message() for call in self.tool_calls]}
-        return message
+    def reply(self, prompt_ids: tuple[int, ...]) -> Reply:
+        """Return the answer as the agent gets it."""
+        completion, finish_reason = self.completion, self.completion.finish_reason
+        return Reply(
+            content=self.parsed.content,
+            finish_reason="tool_calls" if self.tool_calls and finish_reason == "stop" else finish_reason,
+            token_ids=tuple(completion.token_ids),
+            logprobs=tuple(completion.sampler_logprobs),
+            policy_version=completion.policy_version,
+            call_index=self.call_index,
+            prompt_ids=prompt_ids,
+            tool_calls=self.tool_calls,
+            reasoning_content=self.parsed.reasoning_content,
+            top_logprobs=tuple(completion.top_logprobs),
+        )
 
 
 def _blocking(
@@ -237,17 +100,17 @@ class ChatClient:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str | Mapping[str, Any] = "auto",
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         n: int = 1,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         include_stop: bool = False,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] | None = None,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
@@ -275,16 +138,16 @@ class ChatClient:
             )
         request = ChatRequest(
             messages=messages,
-            tools=tools,
-            tool_choice=tool_choice,
+            tools=() if tools is None else tools,
+            tool_choice="auto" if tool_choice is None else tool_choice,
             parallel_tool_calls=parallel_tool_calls,
             temperature=temperature,
             max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
             n=n,
             seed=seed,
-            stop=stop,
+            stop=() if stop is None else stop,
             include_stop=include_stop,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=() if stop_token_ids is None else stop_token_ids,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
@@ -311,6 +174,7 @@ class ChatClient:
             yield await reply
         finally:
             reply.cancel()
+            await asyncio.gather(reply, return_exceptions=True)
 
     async def answer(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None = None) -> Reply:
         """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
@@ -321,27 +185,42 @@ class ChatClient:
             await episode.check_open()
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
-        forced = ""
+        prefill = ""
         if request.may_call_tools:
             self.policy.template.responses.template(has_tools=True)
             if request.tool_choice != "auto":
-                forced = self.policy.template.responses.forced_call(request.forced_function)
-        prompt = self._prompt(request, forced, episode)
-        calls = [self._begin(prompt, request, episode, choice) for choice in range(request.n)]
-        if len(calls) == 1:
-            return await self._answer(request, prompt, forced, episode, 0, calls[0], on_delta)
-        tasks = [
-            asyncio.create_task(self._answer(request, prompt, forced, episode, choice, call, on_delta))
-            for choice, call in enumerate(calls)
-        ]
-        try:
-            first, *others = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+                prefill = self.policy.template.responses.forced_call(request.forced_function)
+        prompt = self._prompt(request, prefill, episode)
+        begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
+
+        async def sample(choices: Sequence[int]) -> list[Answered]:
+            """Sample these answers at once."""
+            answering = [self._answer(request, prompt, prefill, each, *begun[each], on_delta) for each in choices]
+            if len(answering) == 1:
+                return [await answering[0]]
+            tasks = [asyncio.create_task(each) for each in answering]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        answered = dict(enumerate(await sample(range(request.n))))
+        # An update between them: those of the earlier policy are sampled again, unless they were streamed.
+        while on_delta is None:
+            newest = max(each.completion.policy_version for each in answered.values())
+            stale = [choice for choice, each in answered.items() if each.completion.policy_version < newest]
+            if not stale:
+                break
+            answered |= zip(stale, await sample(stale), strict=True)
+        if episode is not None:
+            for each in answered.values():
+                episode.record(self._call(request, prompt, each))
+        first, *others = (each.reply(prompt.ids) for each in answered.values())
         return replace(first, others=tuple(others))
 
-    def _prompt(self, request: ChatRequest, forced: str, episode: Episode | None) -> Prompt:
+    def _prompt(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
         # Calls of another language model may be in token ids of another tokenizer.
         earlier = [] if episode is None else [call for call in tuple(episode.calls) if call.llm == self.name]
@@ -351,7 +230,7 @@ class ChatClient:
                 earlier,
                 tools=request.tools,
                 template_kwargs=request.chat_template_kwargs,
-                forced=forced,
+                prefill=prefill,
                 max_tokens=self.policy.engine.max_context_tokens,
                 truncate_left=self.long_prompts == "truncate_left",
             )
@@ -360,7 +239,7 @@ class ChatClient:
             raise
         return self._fitted(prompt, request.max_tokens, episode)
 
-    def _begin(
+    def _begin_call(
         self, prompt: Prompt, request: ChatRequest, episode: Episode | None, choice: int
     ) -> tuple[int | None, tuple[int, ...]]:
         """Return the index of a new call in its episode, and the numbers that seed its sampling."""
@@ -370,21 +249,21 @@ class ChatClient:
         if request.seed is not None:
             digest = hashlib.sha256(repr((request.seed, prompt.ids)).encode()).digest()
             numbers = [int.from_bytes(digest[start : start + 4], "big") for start in (0, 4, 8, 12)]
-            return None, (SEEDED, *numbers, choice)
+            return None, (SEEDED, choice, *numbers)
         return None, (INTERACTIVE, 0, 0, 0, 0, next(self._interactive_calls))
 
     async def _answer(
         self,
         request: ChatRequest,
         prompt: Prompt,
-        forced: str,
-        episode: Episode | None,
+        prefill: str,
         choice: int,
-        begun: tuple[int | None, tuple[int, ...]],
+        index: int | None,
+        key_ids: tuple[int, ...],
         on_delta: Callable[[Delta], None] | None,
-    ) -> Reply:
-        """Sample one answer, and record it in the episode."""
-        template, engine, (index, key_ids) = self.policy.template, self.policy.engine, begun
+    ) -> "Answered":
+        """Sample and parse one answer."""
+        template, engine = self.policy.template, self.policy.engine
         parser = template.responses.template(has_tools=request.may_call_tools)
         custom_stops = set(request.stop_token_ids) - set(template.stop_ids)
 
@@ -395,59 +274,54 @@ class ChatClient:
         streamer = None
         if on_delta is not None:
             streamer = Streamer(
-                choice, on_delta, text_of, stops=request.stops, template=parser, prompt_text=prompt.text, forced=forced
+                choice,
+                on_delta,
+                text_of,
+                stops=request.stops,
+                template=parser,
+                prompt_text=prompt.text,
+                prefill=prefill,
             )
         completion = await engine.submit(
             self._request(request, prompt, key_ids, text_of),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
         text = cut_at_stop(text_of(completion.token_ids), request.stops, include_stop=request.include_stop)
-        parsed = template.responses.parse(forced + text, prompt.text, has_tools=request.may_call_tools)
+        parsed = template.responses.parse(prefill + text, prompt.text, has_tools=request.may_call_tools)
         if not request.parallel_tool_calls:
             parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
-        tool_calls = number_tool_calls(parsed, key_ids[-1])
-        token_ids, logprobs = tuple(completion.token_ids), tuple(completion.sampler_logprobs)
-        finish_reason = "tool_calls" if tool_calls and completion.finish_reason == "stop" else completion.finish_reason
         if streamer is not None:
             if request.top_logprobs:
                 streamer.feed(completion.token_ids, completion.sampler_logprobs)
             streamer.finish(parsed)
-        if episode is not None and index is not None:
-            has_parts = bool(tool_calls) or parsed.reasoning_content is not None
-            call = Call(
-                index=index,
-                llm=self.name,
-                messages=canonical_messages(request.messages),
-                content=parsed.content,
-                prompt_text=prompt.text,
-                prompt_ids=prompt.ids,
-                prompt_boundaries=prompt.prefix_boundaries,
-                token_ids=token_ids,
-                sampler_logprobs=logprobs,
-                behavior_logprobs=tuple(completion.behavior_logprobs),
-                temperature=request.temperature,
-                finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
-                functions=current_functions(),
-                truncated_tokens=prompt.truncated_tokens,
-                response_text=forced + text if has_parts else None,
-                tool_calls=tool_calls,
-                reasoning_content=parsed.reasoning_content,
-                has_malformed_tool_call=parsed.is_malformed,
-                is_retokenized=prompt.is_retokenized,
-            )
-            episode.record(call)
-        return Reply(
+        return Answered(index, completion, prefill + text, parsed, number_tool_calls(parsed, key_ids[-1]))
+
+    def _call(self, request: ChatRequest, prompt: Prompt, answered: "Answered") -> Call:
+        """Return the record of one answer."""
+        completion, parsed = answered.completion, answered.parsed
+        assert answered.call_index is not None
+        return Call(
+            index=answered.call_index,
+            llm=self.name,
+            messages=canonical_messages(request.messages),
             content=parsed.content,
-            finish_reason=finish_reason,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            policy_version=completion.policy_version,
-            call_index=index,
+            prompt_text=prompt.text,
             prompt_ids=prompt.ids,
-            tool_calls=tool_calls,
+            prompt_boundaries=prompt.prefix_boundaries,
+            token_ids=tuple(completion.token_ids),
+            sampler_logprobs=tuple(completion.sampler_logprobs),
+            behavior_logprobs=tuple(completion.behavior_logprobs),
+            temperature=request.temperature,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+            functions=current_functions(),
+            truncated_tokens=prompt.truncated_tokens,
+            response_text=answered.text if answered.text != parsed.content else None,
+            tool_calls=answered.tool_calls,
             reasoning_content=parsed.reasoning_content,
-            top_logprobs=tuple(completion.top_logprobs),
+            has_malformed_tool_call=parsed.is_malformed,
+            is_retokenized=prompt.is_retokenized,
+            num_choices=request.n,
         )
 
     def _request(
@@ -490,55 +364,3 @@ class ChatClient:
         """Mark an episode whose prompt is too long as dropped if `long_prompts` is `drop`."""
         if episode is not None and self.long_prompts == "drop":
             episode.is_dropped = True
-
-
-SLACK = 8
-"""Characters searched back beyond the longest stop string: the first ones may be decoded differently without earlier
-tokens."""
-
-
-class StopFinder:
-    """Finds the token that completes a stop string; called repeatedly with all tokens sampled so far.
-
-    Each call searches only the new tokens, and the tokens before them in which a stop string may begin.
-    """
-
-    def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        """`text_of` decodes tokens; `stops` holds at least one string, and no empty one."""
-        self._text_of = text_of
-        self._stops = tuple(stops)
-        self._reach = max(map(len, stops)) + SLACK
-        self._checked = 0
-
-    def __call__(self, token_ids: list[int]) -> int | None:
-        """Return the fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
-        checked, self._checked = self._checked, len(token_ids)
-        if not self._is_in(token_ids[self._begin(token_ids, checked) :]):
-            return None
-        counts = range(checked + 1, len(token_ids) + 1)
-        return next((count for count in counts if self._is_in(token_ids[:count])), None)
-
-    def _begin(self, token_ids: list[int], checked: int) -> int:
-        """Return the index to search from; no stop string that ends in the unchecked tokens can begin before it."""
-        tokens = self._reach
-        while tokens < checked and len(self._text_of(token_ids[checked - tokens : checked])) < self._reach:
-            tokens *= 2  # control tokens have no text, and some characters take several tokens
-        return max(0, checked - tokens)
-
-    def _is_in(self, token_ids: list[int]) -> bool:
-        text = self._text_of(token_ids)
-        return any(stop in text for stop in self._stops)
-
-
-def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
-    """Return the text before its first stop string; with `include_stop`, up to the end of that string.
-
-    >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
-    ('yes', 'yes.')
-    """
-    # If two begin at one index, the shorter one ended the answer.
-    found = [(start, len(stop)) for start, stop in ((text.find(stop), stop) for stop in stops) if start >= 0]
-    if not found:
-        return text
-    start, length = min(found)
-    return text[: start + length] if include_stop else text[:start]

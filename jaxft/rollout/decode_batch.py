@@ -8,7 +8,7 @@ A request reads only keys and values of its own tokens, and zeros: the rest of a
 gets it. Masking alone would not do: a masked position has weight 0, and 0 times NaN is NaN.
 
 Letters: `R` slots, `P` rows of one program, `L` tokens of a chunk, `N` key ids, `S` stop ids, `M` biased tokens,
-`B`, `T`, `D` and `K` rows, positions, width of the hidden state and most likely tokens.
+`B` rows, `T` tokens of a row, `K` most likely tokens.
 """
 
 from functools import partial
@@ -26,6 +26,9 @@ from jaxft.core.types import Cache, Model, Params
 
 MAX_STOP_IDS = 8
 MAX_BIASED_IDS = 32
+
+LIKELY_TOKENS = 64
+"""Positions that `most_likely` computes at a time."""
 
 
 class DecodeBatch(NamedTuple):
@@ -234,24 +237,44 @@ def _put_blocks(cache: Cache, new: Cache, rows: Int[Any, "P"]) -> Cache:
     return (*_put_rows(cache[: len(new)], new, rows), *cache[len(new) :])
 
 
-@partial(jax.jit, static_argnums=(0, 4))
+@partial(jax.jit, static_argnums=(0, 5))
 def most_likely(
-    model: Model, params: Params, tokens: Int[Any, "B T"], temperature: Float[Any, ""], count: int
-) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-    """Return log-probabilities and ids of the `count` tokens that are most likely to follow each token of the rows.
+    model: Model,
+    params: Params,
+    tokens: Int[Any, "B T"],
+    num_tokens: Int[Any, ""],
+    temperature: Float[Any, ""],
+    count: int,
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Return log-probabilities and ids of the `count` tokens that are most likely to follow each token of a row.
 
     Log-probabilities are in nats, over the whole vocabulary at the temperature (at 1 when it is 0), the largest first;
-    the lowest id comes first on ties. Logits exist for one position of each row at a time.
+    the lowest id comes first on ties. The row is computed `LIKELY_TOKENS` positions at a time, each with the keys and
+    values of those before, as a prompt is prefilled; so scores and logits never exist for all positions.
+
+    Args:
+        model: the model.
+        params: weights to decode with.
+        tokens: the row, padded to a multiple of `LIKELY_TOKENS`, once for each row shard of a mesh.
+        num_tokens: number of tokens of the row; results of later chunks are 0.
+        temperature: sampling temperature.
+        count: number of tokens to return at each position.
     """
-    rows, length = tokens.shape
-    cache = init_cache(model, rows, length, compute_dtype(params))
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    hidden, _ = model.apply(params, tokens, positions, cache=cache)  # [B T D]
+    length, width = tokens.shape[1], LIKELY_TOKENS
+    cache = init_cache(model, len(tokens), length, compute_dtype(params))
+    found = jnp.zeros((length, count), jnp.float32), jnp.zeros((length, count), jnp.int32)
 
-    def top(hidden: Float[Array, "B D"]) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-        logits = model.unembed(params, hidden) / scaling_temperature(temperature)
-        values, ids = jax.lax.top_k(jax.nn.log_softmax(logits), count)
-        return values, ids
+    def score(index: Any, carry: Any) -> Any:
+        cache, (values, ids) = carry
+        start = index * width
+        positions = jnp.broadcast_to(start + jnp.arange(width, dtype=jnp.int32), (len(tokens), width))
+        chunk = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
+        hidden, cache = model.apply(params, chunk, positions, cache=cache)
+        logits = model.unembed(params, hidden[0]) / scaling_temperature(temperature)  # [L V]
+        top = jax.lax.top_k(jax.nn.log_softmax(logits), count)
+        put = jax.lax.dynamic_update_slice_in_dim
+        return cache, (put(values, top[0], start, 0), put(ids, top[1], start, 0))
 
-    values, ids = jax.lax.map(top, jnp.swapaxes(hidden, 0, 1))
-    return jnp.swapaxes(values, 0, 1), jnp.swapaxes(ids, 0, 1)
+    chunks = (num_tokens + width - 1) // width
+    _, found = jax.lax.fori_loop(0, chunks, score, (cache, found))
+    return found

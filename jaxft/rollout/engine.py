@@ -24,7 +24,7 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.rollout.model_runner import Counts, Decoded, ModelRunner
-from jaxft.rollout.requests import Completion, Request, check_request
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Completion, Request, check_request
 
 MIN_PREFIX_CACHE_ROWS = 8
 
@@ -263,15 +263,21 @@ class Engine:
         finished = {slot: running for slot, running in self._running.items() if _take_tokens(running, slot, decoded)}
         for running in finished.values():
             if running.request.top_logprobs and running.error is None:
-                running.completion.top_logprobs = self._runner.top_logprobs(
-                    params, running.request, running.completion.token_ids
-                )
+                self._add_top_logprobs(params, running)
         _deliver_tokens(self._running.values())
         for slot in finished:
             del self._running[slot]
         if any(isinstance(running.error, NonFiniteError) for running in finished.values()):
             self._runner.clear_prefix_cache()  # its rows may hold the non-finite numbers
         return list(finished.values())
+
+    def _add_top_logprobs(self, params: Params, running: _Running) -> None:
+        """Compute the most likely tokens of a completion; an error is that of its request alone."""
+        completion, count = running.completion, min(MAX_TOP_LOGPROBS, self.vocabulary)
+        try:
+            completion.top_logprobs = self._runner.top_logprobs(params, running.request, completion.token_ids, count)
+        except Exception as error:  # such as too little memory
+            running.error = error
 
 
 def _is_abandoned(running: _Running) -> bool:

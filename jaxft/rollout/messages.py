@@ -1,4 +1,4 @@
-"""Messages and tools of a conversation in OpenAI's format, checked and in one form.
+"""Check messages and tools in OpenAI's format, and bring messages into one canonical form.
 
 Clients write one message in many ways: content null or missing, text as a list of parts, arguments as text or as an
 object, fields that are null. `canonical_messages` gives all of them the same form, so that messages can be compared and
@@ -25,6 +25,7 @@ MAX_DEPTH = 64
 MAX_TOOLS = 128
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+NAME_RULE = "1 to 64 letters, digits, '_', '-' or '.'"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ToolCall:
 
 
 def canonical_messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    """Return the messages in one form: content is text, arguments are objects, and no field is null or empty.
+    """Return the messages in one form: content is text, arguments are objects, and other fields are not empty.
 
     Raises:
         RequestError: there are no messages; one has no role or content; a part is not text; a tool call is malformed;
@@ -63,14 +64,16 @@ def canonical_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     return tuple(_canonical(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def essence(message: Message) -> tuple[Any, ...]:
-    """Return the meaning of a canonical message: it is equal for two spellings of one message.
+def comparison_key(message: Message) -> tuple[Any, ...]:
+    """Return a key of a canonical message that is equal for two spellings of one message.
 
-    The ids of tool calls, spaces around the text of a message that calls tools, and its reasoning are left out.
+    Left out are the ids of tool calls, the reasoning and name of the assistant, and spaces around the text of a message
+    that calls tools.
     """
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if calls else message["content"]
-    return template_role(message["role"]), content, calls, message.get("name")
+    name = None if message["role"] == "assistant" else message.get("name")
+    return template_role(message["role"]), content, calls, name
 
 
 def readable_text(message: Message) -> str:
@@ -111,11 +114,9 @@ def check_tools(tools: Any) -> None:
             )
         name = function.get("name")
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-            raise RequestError(
-                f"{place}.function.name is {name!r}; wanted 1 to 64 letters, digits, '_', '-' or '.'", param=place
-            )
+            raise RequestError(f"{place}.function.name is {name!r}; wanted {NAME_RULE}", param=place)
         if name in names:
-            raise RequestError(f"{place}.function.name is {name!r}, as of a tool before it", param=place)
+            raise RequestError(f"{place}.function.name repeats {name!r}; wanted one function per name", param=place)
         names.add(name)
         for field, kind in (("description", str), ("parameters", Mapping)):
             if not isinstance(function.get(field), kind | None):
@@ -167,12 +168,12 @@ def _canonical(message: Any, place: str) -> dict[str, Any]:
         raise RequestError(f"{place}['function_call'] is OpenAI's former format; wanted 'tool_calls'", param=place)
     calls = message.get("tool_calls") or ()
     content = message.get("content")
-    is_silent = role == "assistant" and (bool(calls) or "content" in message)
+    is_silent = role == "assistant" and (bool(calls) or "content" in message or "refusal" in message)
     if content is None and not is_silent:
         raise RequestError(f"{place} has no 'content'; wanted 'role' and 'content'", param=place)
     canonical: dict[str, Any] = {"role": role, "content": _text(content, f"{place}['content']")}
     for name, value in message.items():
-        if name in canonical or value is None or name == "tool_calls" or (isinstance(value, list) and not value):
+        if name in canonical or name == "tool_calls" or value is None or value in ("", [], {}):
             continue
         if not isinstance(value, str):
             raise RequestError(f"{place}[{name!r}] is of type {type(value).__name__}; wanted text", param=place)
@@ -209,8 +210,10 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise RequestError(f"{place} calls no function; wanted {{'id', 'type', 'function'}}", param=place)
     name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id") or ""
-    if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(arguments, str | Mapping | None):
-        raise RequestError(f"{place} must have a name, arguments and an id of text", param=place)
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise RequestError(f"{place} calls {name!r}; wanted {NAME_RULE}", param=place)
+    if not isinstance(call_id, str) or not isinstance(arguments, str | Mapping | None):
+        raise RequestError(f"{place} must have arguments and an id of text", param=place)
     canonical = {
         "id": call_id,
         "type": "function",

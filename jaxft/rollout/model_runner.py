@@ -19,6 +19,7 @@ from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.sharding import device_bytes, platform_of
 from jaxft.core.types import Cache, Model, Params
 from jaxft.rollout.decode_batch import (
+    LIKELY_TOKENS,
     MAX_BIASED_IDS,
     MAX_STOP_IDS,
     Admission,
@@ -45,7 +46,7 @@ from jaxft.rollout.prefix_cache import (
     PrefixCache,
     chunk_width,
 )
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, TopLogprobs
+from jaxft.rollout.requests import Request, TopLogprobs
 
 T = TypeVar("T")
 
@@ -194,22 +195,20 @@ class ModelRunner:
         self.counts.decoded_tokens += int(decoded.counts.sum())
         return decoded
 
-    def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int]) -> list[TopLogprobs]:
-        """Return the most likely tokens at the place of each sampled token of a completion.
+    def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int], count: int) -> list[TopLogprobs]:
+        """Return the most likely tokens, at most `count`, at the position of each sampled token of a completion.
 
-        The rows are computed at once after the completion has ended, so that requests without `top_logprobs` cost
-        nothing; values differ from those of the sampler by rounding. A row is padded to a power of two.
+        The whole row is computed again after the completion has ended, so that requests without `top_logprobs` cost
+        nothing; values differ from those of the sampler by rounding. One program serves all requests.
         """
         fed = [*request.prompt_ids, *token_ids][:-1]
-        width = min(self.length, 1 << max(4, (len(fed) - 1).bit_length()))
-        rows = np.zeros((self._row_shards, width), np.int32)
+        rows = np.zeros((self._row_shards, -(-self.length // LIKELY_TOKENS) * LIKELY_TOKENS), np.int32)
         rows[:, : len(fed)] = fed
         values, ids = jax.device_get(
-            most_likely(self._model, params, rows, np.float32(request.temperature), MAX_TOP_LOGPROBS)
+            most_likely(self._model, params, rows, np.int32(len(fed)), np.float32(request.temperature), count)
         )
-        places = range(len(request.prompt_ids) - 1, len(fed))
-        chosen = slice(request.top_logprobs)
-        return [tuple(zip(ids[0, i, chosen].tolist(), values[0, i, chosen].tolist(), strict=True)) for i in places]
+        positions, chosen = range(len(request.prompt_ids) - 1, len(fed)), slice(request.top_logprobs)
+        return [tuple(zip(ids[i, chosen].tolist(), values[i, chosen].tolist(), strict=True)) for i in positions]
 
     def _decode(self, params: Params, sub_batches: Sequence[SubBatch]) -> Decoded:
         """Decode all sub-batches, and return their tokens in one table of all slots."""

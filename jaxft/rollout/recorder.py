@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, runtime_
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import PolicyError
-from jaxft.rollout.messages import ToolCall, read_arguments
+from jaxft.rollout.calls import Call, RemoteCall
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,105 +41,6 @@ WORKFLOW = "<workflow>"
 
 # Threads use episodes, too; each holds the lock for a few microseconds.
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One answered call of a language model.
-
-    Attributes:
-        index: the number of calls that the episode began before this one.
-        llm: name of the language model in the configuration.
-        messages: the conversation as the agent sent it.
-        content: text of the answer as the agent got it; a stop string may be cut from it, but not from the ids.
-            Reasoning and tool calls that were parsed are not in it.
-        prompt_text: the conversation as the chat template renders it.
-        prompt_ids: token ids of the prompt as the policy was fed it.
-        token_ids: sampled token ids, the stop token included.
-        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at `temperature`.
-        behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
-        temperature: sampling temperature.
-        finish_reason: `stop` or `length`.
-        policy_version: version of the parameters that sampled.
-        functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
-        prompt_boundaries: token counts at which the prompts of earlier turns ended within this one, less their last
-            token.
-        truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
-        response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
-        tool_calls: tool calls of the answer.
-        reasoning_content: reasoning before the answer; None without any.
-        has_malformed_tool_call: True if the answer begins a tool call that could not be parsed.
-        is_retokenized: True if the prompt goes on from an earlier call whose ids could not be kept
-            (`Prompt.is_retokenized`).
-    """
-
-    index: int
-    llm: str
-    messages: tuple[dict[str, Any], ...]
-    content: str
-    prompt_text: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
-    behavior_logprobs: tuple[float, ...]
-    temperature: float
-    finish_reason: str
-    policy_version: int
-    functions: tuple[str, ...] = ()
-    prompt_boundaries: tuple[int, ...] = ()
-    truncated_tokens: int = 0
-    response_text: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_content: str | None = None
-    has_malformed_tool_call: bool = False
-    is_retokenized: bool = False
-
-    @property
-    def answer_message(self) -> dict[str, Any]:
-        """The answer as a canonical message, without its reasoning."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {**call.as_message(), "function": {"name": call.name, "arguments": read_arguments(call.arguments)}}
-                for call in self.tool_calls
-            ]
-        return message
-
-    @property
-    def full_text(self) -> str:
-        """All text of the answer, reasoning and tool calls included."""
-        return self.content if self.response_text is None else self.response_text
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        """Token ids of prompt and answer, which a next turn may extend."""
-        return self.prompt_ids + self.token_ids
-
-
-@dataclass(frozen=True)
-class RemoteCall:
-    """One answer of a remote model, which is not trained. A request for several answers makes one of each.
-
-    Attributes:
-        index: the number of requests to remote models that the episode began before this one.
-        calls_before: the number of calls in `Episode.calls`, or still to come there, that began before this one.
-        llm: name of the language model in the configuration.
-        messages: the conversation as it was sent.
-        content: text of the answer; empty if the server gave none, as beside tool calls.
-        tool_calls: tool calls of the answer, each as in OpenAI's API.
-        finish_reason: `stop`, `length`, `tool_calls`, or another word of the server's.
-        prompt_tokens, completion_tokens: usage of the whole request as the server counts it; None if it does not say.
-    """
-
-    index: int
-    calls_before: int
-    llm: str
-    messages: tuple[dict[str, Any], ...]
-    content: str
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
 
 
 @runtime_checkable
@@ -313,20 +214,30 @@ class Episode:
         with _lock:
             bisect.insort(self.remote_calls, call, key=lambda known: known.index)
 
-    def reward_step(self, reward: float) -> None:
-        """Add a reward to the latest answer; an episode with such rewards is trained on them instead of its outcome.
+    def reward_step(self, reward: float, answer: Answer | None = None) -> None:
+        """Add a reward to an answer; an episode with such rewards is trained on them instead of its outcome.
 
         Rewards of one answer are summed; an answer without any has 0.
 
+        Args:
+            reward: the reward.
+            answer: the answer, such as a `Reply`; None: the latest one.
+
         Raises:
-            RuntimeError: no call has been answered yet.
-            ValueError: the reward is not a finite number, or too large for float32.
+            RuntimeError: no call has been answered yet, or the latest request had several answers.
+            ValueError: the reward is not a finite number or too large for float32, or the answer is of another episode.
         """
         if not self.calls:
             raise RuntimeError("reward_step rewards the latest answer, and the episode has none yet")
+        if answer is None and self.calls[-1].num_choices > 1:
+            raise RuntimeError(
+                f"the latest request had {self.calls[-1].num_choices} answers: name one, as in reward_step(1.0, reply)"
+            )
+        if answer is not None and answer.call_index not in {call.index for call in self.calls}:
+            raise ValueError("the answer was not given in this episode")
         if isinstance(reward, bool) or not abs(reward) <= LARGEST_FLOAT32:
             raise ValueError(f"the reward of a step is {reward!r}; wanted a number that fits float32")
-        index = self.calls[-1].index
+        index = self.calls[-1].index if answer is None or answer.call_index is None else answer.call_index
         self.step_rewards[index] = self.step_rewards.get(index, 0.0) + float(reward)
 
     def record_candidates(self, answers: Sequence[Answer], scores: Sequence[float]) -> None:

@@ -105,7 +105,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
             f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending numbers of tokens, from 1 to "
             f"{length - 1}"
         )
-    if not _is_integer(request.top_logprobs) or not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, vocabulary):
+    if not _is_integer(request.top_logprobs) or not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"top_logprobs is {request.top_logprobs}; wanted an integer from 0 to {MAX_TOP_LOGPROBS}")
     try:
         check_token_ids("prompt_ids", request.prompt_ids, vocabulary)

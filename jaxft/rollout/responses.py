@@ -15,15 +15,15 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from jaxft.errors import RequestError
-from jaxft.rollout.messages import MAX_DEPTH, ToolCall, check_json, read_arguments
+from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, ToolCall, check_json, read_arguments
 
 FAMILIES_FILE = Path(__file__).parent / "assets" / "response_templates.json"
 
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class Answer(NamedTuple):
-    """The parts of an answer.
+class ParsedAnswer(NamedTuple):
+    """Reasoning, content and tool calls parsed from sampled text.
 
     Attributes:
         content: text outside of reasoning and tool calls.
@@ -50,15 +50,15 @@ class ResponseFormat:
         own = tokenizer.response_template
         family = _family(str(tokenizer.get_chat_template(tools=[{}]))) if own is None else None
         spec = own if family is None else family["response_template"]
-        self._forced_call: list[str] | None = None if family is None else family["forced_call"]
+        self._forced_call: list[str] | None = None if family is None else family.get("forced_call")
         fields = {} if spec is None else spec["fields"]
         self.has_reasoning = "reasoning_content" in fields
-        self._with_tools = load_response_template(spec) if "tool_calls" in fields else None
+        self._tools_template = load_response_template(spec) if "tool_calls" in fields else None
         without = {name: field for name, field in fields.items() if name != "tool_calls"}
-        self._without_tools = load_response_template({**spec, "fields": without}) if self.has_reasoning else None
-        strings = json.dumps(spec, ensure_ascii=False).replace("\\\\", "\\")
+        self._plain_template = load_response_template({**spec, "fields": without}) if self.has_reasoning else None
+        strings = json.dumps(fields, ensure_ascii=False).replace("\\\\", "\\")
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-        self._silent_ids = {
+        self._skipped_ids = {
             token_id for token_id, text in special if text not in strings and re.escape(text) not in strings
         }
 
@@ -68,17 +68,17 @@ class ResponseFormat:
         Raises:
             RequestError: there are tools, and no response template says how the model calls them.
         """
-        if has_tools and self._with_tools is None:
+        if has_tools and self._tools_template is None:
             raise RequestError(
                 "tools are given, but the chat template is of no family whose tool calls are known (Qwen 2.5 and 3, "
                 "Hermes, Llama 3, Mistral); give the tokenizer a response_template in its tokenizer_config.json",
                 param="tools",
             )
-        return self._with_tools if has_tools else self._without_tools
+        return self._tools_template if has_tools else self._plain_template
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, with those control tokens only that belong to the response template."""
-        return self._tokenizer.decode([token for token in token_ids if token not in self._silent_ids])
+        return self._tokenizer.decode([token for token in token_ids if token not in self._skipped_ids])
 
     def forced_call(self, name: str | None) -> str:
         """Return the beginning of an answer that calls the function `name`; for None, any function.
@@ -91,7 +91,7 @@ class ResponseFormat:
         before, behind = self._forced_call
         return before if name is None else f"{before}{name}{behind}"
 
-    def parse(self, text: str, prompt_text: str, *, has_tools: bool) -> Answer:
+    def parse(self, text: str, prompt_text: str, *, has_tools: bool) -> ParsedAnswer:
         """Return the parts of an answer; a malformed tool call is content.
 
         Args:
@@ -101,13 +101,13 @@ class ResponseFormat:
         """
         template = self.template(has_tools=has_tools)
         if template is None:
-            return Answer(text)
+            return ParsedAnswer(text)
         try:
             return _answer(template, text, prompt_text)
         except (ValueError, TypeError, KeyError, RecursionError):  # whatever the sampled JSON may cause
-            if self._without_tools is None:
-                return Answer(text, is_malformed=True)
-            return _answer(self._without_tools, text, prompt_text)._replace(is_malformed=True)
+            if self._plain_template is None:
+                return ParsedAnswer(text, is_malformed=True)
+            return _answer(self._plain_template, text, prompt_text)._replace(is_malformed=True)
 
 
 def make_parser(template: ResponseTemplate, prompt_text: str) -> ResponseParser:
@@ -131,7 +131,7 @@ def tool_call_id(call_id: int, index: int) -> str:
     return "".join(BASE62[byte % len(BASE62)] for byte in digest[:9])
 
 
-def number_tool_calls(answer: Answer, call_id: int) -> tuple[ToolCall, ...]:
+def number_tool_calls(answer: ParsedAnswer, call_id: int) -> tuple[ToolCall, ...]:
     """Return the tool calls of an answer with their ids."""
     calls = enumerate(answer.tool_calls)
     return tuple(ToolCall(tool_call_id(call_id, index), name, arguments) for index, (name, arguments) in calls)
@@ -146,11 +146,11 @@ def _family(chat_template: str) -> dict[str, Any] | None:
     return None
 
 
-def _answer(template: ResponseTemplate, text: str, prompt_text: str) -> Answer:
+def _answer(template: ResponseTemplate, text: str, prompt_text: str) -> ParsedAnswer:
     """Return the parts of an answer.
 
     Raises:
-        ValueError: a tool call is no JSON, has no name, or its arguments are not an object that JSON can hold.
+        ValueError: a tool call is no JSON, has no name of a function, or its arguments are no object.
     """
     parser = make_parser(template, prompt_text)
     parser.feed(text)
@@ -160,13 +160,13 @@ def _answer(template: ResponseTemplate, text: str, prompt_text: str) -> Answer:
     content = message.get("content", "")
     # Space between the parts belongs to the format; an answer of content alone stays as it was sampled.
     content = content.lstrip() if "reasoning_content" in template.fields else content
-    return Answer(content.rstrip() if calls else content, reasoning, calls)
+    return ParsedAnswer(content.rstrip() if calls else content, reasoning, calls)
 
 
 def _call(function: dict[str, Any]) -> tuple[str, str]:
-    arguments = read_arguments(function["arguments" if "arguments" in function else "parameters"])
-    name = function["name"]
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    given, name = function["arguments" if "arguments" in function else "parameters"], function["name"]
+    arguments = read_arguments(given) if isinstance(given, str | dict) else given
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError(f"a tool call has the name {name!r} and arguments of type {type(arguments).__name__}")
     check_json({"name": name, "arguments": arguments}, "a tool call", depth=MAX_DEPTH // 2)
     return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)

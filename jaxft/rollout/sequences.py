@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from jaxft.rollout.messages import essence
-from jaxft.rollout.recorder import WORKFLOW, Call
+from jaxft.rollout.calls import Call
+from jaxft.rollout.messages import comparison_key
+from jaxft.rollout.recorder import WORKFLOW
 
 
 def is_targeted(call: Call, functions: Sequence[str] = (WORKFLOW,), model: str | None = None) -> bool:
@@ -112,6 +113,6 @@ def episode_messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         answered = [*call.messages, call.answer_message]
         later = calls[index + 1].messages if index + 1 < len(calls) else ()
-        if list(map(essence, later[: len(answered)])) != list(map(essence, answered)):
+        if list(map(comparison_key, later[: len(answered)])) != list(map(comparison_key, answered)):
             messages += answered
     return messages

@@ -1,11 +1,11 @@
-"""An answer as it is sampled: tokens become pieces of text, none of which later tokens can change."""
+"""An answer as it is sampled: where a stop string ends it, and its text in pieces that later tokens never change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-from jaxft.rollout.responses import Answer, make_parser
+from jaxft.rollout.responses import ParsedAnswer, make_parser
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,26 @@ class TextDecoder:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # of the tokens that are decoded again
-        self._end = 0  # of the tokens whose text was returned
+        self._start = 0  # first token that is decoded again
+        self._end = 0  # number of tokens at the last complete character
+        self._num_known = 0  # characters of these tokens' text that were returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the tokens add; text that ends within a character waits for the next tokens."""
+        """Return the text that the tokens add; a character whose bytes are not complete waits for the next tokens."""
         self._ids += token_ids
-        known, text = self._decode(self._ids[self._start : self._end]), self._decode(self._ids[self._start :])
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._start, self._end = self._end, len(self._ids)
-        return text[len(known) :]
+        text = self._decode(self._ids[self._start :])
+        # The bytes of an incomplete character, at most three, are decoded as replacement characters.
+        held = len(text) - max(len(text.rstrip("\N{REPLACEMENT CHARACTER}")), len(text) - 3)
+        new = text[self._num_known : len(text) - held]
+        self._num_known += len(new)
+        if not held:  # the next tokens are decoded with these before them
+            self._start, self._end = self._end, len(self._ids)
+            self._num_known = len(self._decode(self._ids[self._start :]))
+        return new
 
 
 class Streamer:
-    """Turns the sampled tokens of one answer into deltas, which joined give the content and reasoning of its `Answer`.
+    """Turns the tokens of one answer into deltas, which joined give the content and reasoning of its `ParsedAnswer`.
 
     Text is held back while it may belong to a stop string, to a tool call or to the space before one.
     """
@@ -61,7 +66,7 @@ class Streamer:
         stops: Sequence[str],
         template: ResponseTemplate | None,
         prompt_text: str,
-        forced: str,
+        prefill: str,
     ) -> None:
         """Make a streamer.
 
@@ -72,18 +77,18 @@ class Streamer:
             stops: strings that end the answer; a stop string that is part of the content comes with the last delta.
             template: response template that the answer is parsed with; None if all of its text is content.
             prompt_text: the rendered conversation.
-            forced: text that the answer begins with.
+            prefill: text that the answer begins with.
         """
         self._index, self._on_delta, self._stops = index, on_delta, tuple(stops)
         self._decoder = TextDecoder(decode)
         self._held = ""
         self._parser = None if template is None else make_parser(template, prompt_text)
         has_reasoning = template is not None and "reasoning_content" in template.fields
-        self._content = _Piece(keeps_end=self._parser is None, keeps_start=not has_reasoning)
-        self._reasoning = _Piece(keeps_end=False, keeps_start=False)
-        self._is_open = True  # False once the rest waits for the whole answer
-        if forced and self._parser is not None:
-            self._parse(forced)
+        self._content = _FieldText(keeps_end=self._parser is None, keeps_start=not has_reasoning)
+        self._reasoning = _FieldText(keeps_end=False, keeps_start=False)
+        self._is_open = True  # False after a tool call or a stop string begins: `finish` delivers the rest
+        if prefill and self._parser is not None:
+            self._parse(prefill)
 
     def feed(self, token_ids: list[int], logprobs: list[float]) -> None:
         """Take newly sampled tokens."""
@@ -101,7 +106,7 @@ class Streamer:
             Delta(self._index, self._content.take(), self._reasoning.take(), tuple(token_ids), tuple(logprobs))
         )
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: ParsedAnswer) -> None:
         """Give the rest of the answer."""
         content = self._content.rest(answer.content)
         reasoning = self._reasoning.rest(answer.reasoning_content or "")
@@ -122,7 +127,12 @@ class Streamer:
         assert self._parser is not None
         try:
             events = self._parser.feed(text)
-        except (ValueError, TypeError, KeyError, RecursionError):  # a malformed tool call: `Answer` says what it is
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+        ):  # a malformed tool call: `ParsedAnswer` says what it is
             self._is_open = False
             return
         for event in events:
@@ -134,7 +144,7 @@ class Streamer:
                 (self._reasoning if field == "reasoning_content" else self._content).add(event["text"])
 
 
-class _Piece:
+class _FieldText:
     """Text that grows, with or without the spaces at its start and its end; what is certain is taken piece by piece."""
 
     def __init__(self, *, keeps_start: bool, keeps_end: bool) -> None:
@@ -153,4 +163,57 @@ class _Piece:
 
     def rest(self, whole: str) -> str:
         """Return what is left of the whole text."""
-        return whole[self._taken :]
+        taken = self._text[: self._taken]
+        return whole[len(taken) :] if whole.startswith(taken) else ""
+
+
+SLACK = 8
+"""Characters searched back beyond the longest stop string: the first ones may be decoded differently without earlier
+tokens."""
+
+
+class StopFinder:
+    """Finds the token that completes a stop string; called repeatedly with all tokens sampled so far.
+
+    Each call searches only the new tokens, and the tokens before them in which a stop string may begin.
+    """
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        """`text_of` decodes tokens; `stops` holds at least one string, and no empty one."""
+        self._text_of = text_of
+        self._stops = tuple(stops)
+        self._reach = max(map(len, stops)) + SLACK
+        self._checked = 0
+
+    def __call__(self, token_ids: list[int]) -> int | None:
+        """Return the fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
+        checked, self._checked = self._checked, len(token_ids)
+        if not self._is_in(token_ids[self._begin(token_ids, checked) :]):
+            return None
+        counts = range(checked + 1, len(token_ids) + 1)
+        return next((count for count in counts if self._is_in(token_ids[:count])), None)
+
+    def _begin(self, token_ids: list[int], checked: int) -> int:
+        """Return the index to search from; no stop string that ends in the unchecked tokens can begin before it."""
+        tokens = self._reach
+        while tokens < checked and len(self._text_of(token_ids[checked - tokens : checked])) < self._reach:
+            tokens *= 2  # control tokens have no text, and some characters take several tokens
+        return max(0, checked - tokens)
+
+    def _is_in(self, token_ids: list[int]) -> bool:
+        text = self._text_of(token_ids)
+        return any(stop in text for stop in self._stops)
+
+
+def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
+    """Return the text before its first stop string; with `include_stop`, up to the end of that string.
+
+    >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
+    ('yes', 'yes.')
+    """
+    # If two begin at one index, the shorter one ended the answer.
+    found = [(start, len(stop)) for start, stop in ((text.find(stop), stop) for stop in stops) if start >= 0]
+    if not found:
+        return text
+    start, length = min(found)
+    return text[: start + length] if include_stop else text[:start]

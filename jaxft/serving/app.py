@@ -18,8 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
-from jaxft.rollout.client import ChatClient, Delta
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
+from jaxft.rollout.streaming import Delta
 from jaxft.serving.protocol import (
     LAST_EVENT,
     MAX_BODY_BYTES,

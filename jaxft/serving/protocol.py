@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxft.errors import RequestError
-from jaxft.rollout.client import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, Reply
+from jaxft.rollout.streaming import Delta
 
 MAX_BODY_BYTES = 2**24
 """Largest body of a request."""

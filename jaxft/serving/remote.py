@@ -17,8 +17,9 @@ from typing import Any, Concatenate, ParamSpec
 import openai
 
 from jaxft.errors import RemoteModelError, one_line
+from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.messages import ToolCall
-from jaxft.rollout.recorder import Episode, RemoteCall, find_episode
+from jaxft.rollout.recorder import Episode, find_episode
 
 P = ParamSpec("P")
 

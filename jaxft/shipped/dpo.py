@@ -27,8 +27,8 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.evaluation import EpisodeOutcome
+from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import readable_text
-from jaxft.rollout.recorder import Call
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory

@@ -12,8 +12,9 @@ from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
 from jaxft.harness.evaluation import EpisodeOutcome, failure_report
 from jaxft.harness.registry import TrajectoryBuilderConfig
-from jaxft.rollout.messages import essence, readable_text
-from jaxft.rollout.recorder import TRAINING, WORKFLOW, Call
+from jaxft.rollout.calls import Call
+from jaxft.rollout.messages import comparison_key, readable_text
+from jaxft.rollout.recorder import TRAINING, WORKFLOW
 from jaxft.rollout.sequences import episode_messages, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}
@@ -161,7 +162,9 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
         logprobs = call = None
         if role is EpisodeItemRole.ASSISTANT:
             # The agent itself wrote an assistant's message that no call answered; it is not trained.
-            call = next((call for call in unmatched if essence(call.answer_message) == essence(message)), None)
+            call = next(
+                (call for call in unmatched if comparison_key(call.answer_message) == comparison_key(message)), None
+            )
             logprobs = [] if call is None else list(call.sampler_logprobs)
             unmatched = [other for other in unmatched if other is not call]
         text = readable_text(message) if call is None else call.full_text

@@ -122,9 +122,8 @@ class LoggedTrainer(Trainer):
         if (retokenized := collection.metrics.get("retokenized_calls", 0)) and not self._has_said_retokenized:
             self._has_said_retokenized = True
             message(
-                f"{run_id}: {retokenized:.0f} calls go on from an earlier turn that the chat template renders differently "
-                "now (it may drop reasoning, or move tools): each begins a training row of its own "
-                "(retokenized_calls)"
+                f"{run_id}: {retokenized:.0f} calls start a new training row because the chat template or the agent "
+                "changed an earlier turn, as templates do that drop reasoning or move tools (retokenized_calls)"
             )
         return collection
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from jaxft.rollout.recorder import Call
+from jaxft.rollout.calls import Call
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,13 @@ import pytest
 import jaxft
 from jaxft.core.logprobs import token_logprobs
 from jaxft.errors import PromptTooLongError, RequestError
-from jaxft.rollout.client import ChatClient, ChatRequest, StopFinder, cut_at_stop
+from jaxft.models.bridge import from_function
+from jaxft.rollout.chat_request import ChatRequest
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.decode_batch import most_likely
 from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
+from jaxft.rollout.streaming import StopFinder, cut_at_stop
 
 QUESTION = [{"role": "user", "content": "x?"}]
 
@@ -266,6 +270,84 @@ def test_a_seed_picks_the_random_numbers(client):
     inside = ids(make_episode(), seed=1)
     assert inside == ids(make_episode(), seed=1) != ids(make_episode(), seed=2)
     assert inside not in (ids(make_episode()), ids(make_episode(generation=1), seed=1))
+
+
+def test_tool_calls_of_seeded_chats_have_ids_of_their_own(make_scripted_policy, tokenizer):
+    asked = "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"
+    llm = ChatClient(make_scripted_policy(write_script(tokenizer, asked, "<call:look_up>{}</call><|end|>")))
+
+    def call_id(question, seed=7):
+        (call,) = asyncio.run(llm.chat([{"role": "user", "content": question}], tools=TOOLS, seed=seed)).tool_calls
+        return call.id
+
+    assert call_id("x?") == call_id("x?") and len({call_id("x?"), call_id("y?"), call_id("x?", 8)}) == 3
+
+
+def test_answers_that_the_agent_never_got_are_not_recorded(client, policy):
+    episode = make_episode()
+    submit, begun = policy.engine.submit, []
+
+    async def fail_second(request, on_tokens=None):
+        begun.append(request)
+        if len(begun) == 2:
+            raise RuntimeError("no")
+        return await submit(request, on_tokens)
+
+    policy.engine.submit = fail_second
+    try:
+        with pytest.raises(RuntimeError, match="no"):
+            chat(client, episode=episode, max_tokens=4, n=3)
+    finally:
+        policy.engine.submit = submit
+    assert len(begun) >= 2 and episode.calls == []
+
+
+def test_answers_to_one_request_have_one_version(make_policy):
+    policy = make_policy(slots=2)
+    llm, episode = ChatClient(policy), make_episode()
+
+    async def main():
+        with recording(episode):
+            asking = asyncio.create_task(llm.chat(QUESTION, n=5, max_tokens=24))
+            while policy.engine.counts.decoded_tokens == 0:
+                await asyncio.sleep(0.001)
+            await policy.update(lambda params: ({**params}, None))
+            return await asking
+
+    reply = asyncio.run(main())
+    versions = {choice.policy_version for choice in reply.choices}
+    assert versions == {1} == {call.policy_version for call in episode.calls} and len(episode.calls) == 5
+
+
+def test_a_step_reward_names_one_of_several_answers(client):
+    episode = make_episode()
+    (reply,) = chat(client, episode=episode, max_tokens=4, n=3)
+    with pytest.raises(RuntimeError, match="3 answers"):
+        episode.reward_step(1.0)
+    episode.reward_step(1.0, reply.choices[1])
+    episode.reward_step(0.5, reply.choices[1])
+    assert episode.shaped_rewards == [0.0, 1.5, 0.0]
+    with pytest.raises(ValueError):
+        episode.reward_step(1.0, chat(client, max_tokens=1)[0])
+
+
+def test_most_likely_tokens_of_a_small_vocabulary(tokenizer):
+    assert len(most_likely_row(vocabulary=3)) == 3
+
+
+def most_likely_row(vocabulary):
+    """The most likely tokens at the last position of a row, by a network that prefers low ids."""
+    model = from_function(falling)
+    values, ids = most_likely(
+        model, {"width": jnp.zeros(vocabulary)}, jnp.zeros((1, 64), jnp.int32), 3, 1.0, vocabulary
+    )
+    assert ids[2].tolist() == sorted(ids[2].tolist()) and float(jnp.exp(values[2]).sum()) == pytest.approx(1.0)
+    return ids[2]
+
+
+def falling(params, tokens, positions):
+    logits = -jnp.arange(params["width"].shape[0], dtype=jnp.float32)
+    return jnp.broadcast_to(logits, (*tokens.shape, logits.shape[0]))
 
 
 def test_more_token_ids_may_end_the_answer(client, tokenizer):

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxft.errors import RequestError
-from jaxft.rollout.messages import canonical_messages, check_tools, essence
+from jaxft.rollout.messages import canonical_messages, check_tools, comparison_key
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Oslo"}'}}
 TOOL = {"type": "function", "function": {"name": "look_up"}}
@@ -38,7 +38,7 @@ def test_an_assistant_may_say_nothing():
 
 def test_roles_and_ids_are_no_part_of_the_meaning():
     def meaning(**message):
-        return essence(canonical_messages([message])[0])
+        return comparison_key(canonical_messages([message])[0])
 
     assert meaning(role="developer", content="x") == meaning(role="system", content="x")
     assert meaning(role="function", content="x", name="f") == meaning(role="tool", content="x", name="f")

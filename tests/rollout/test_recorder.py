@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode, RemoteCall, episode, find_episode, recording
+from jaxft.rollout.calls import RemoteCall
+from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode, episode, find_episode, recording
 
 
 def make_episode(**changes):

@@ -18,7 +18,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from jaxft.rollout.chat import ChatTemplate
-from jaxft.rollout.client import Reply
+from jaxft.rollout.chat_request import Reply
 from jaxft.rollout.recorder import episode, named_function
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory

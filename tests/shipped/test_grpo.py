@@ -20,7 +20,8 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.redaction import hiding
-from jaxft.rollout.recorder import RemoteCall, episode
+from jaxft.rollout.calls import RemoteCall
+from jaxft.rollout.recorder import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig

@@ -1,0 +1,182 @@
+"""Arguments and result of a chat."""
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxft.core.sampling import check_sampling
+from jaxft.errors import RequestError
+from jaxft.rollout.messages import Message, Tool, ToolCall, check_json, check_text, check_tools
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS, TopLogprobs
+
+MAX_CHOICES = 128
+"""Largest `n` of a request."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """The arguments of a chat; names and meanings are those of OpenAI's and vLLM's chat completions.
+
+    Attributes:
+        messages: the conversation, in OpenAI's format: `role`, `content` (text, parts of text, or null beside tool
+            calls), `tool_calls`, `tool_call_id`.
+        tools: functions that the model may call, in OpenAI's format.
+        tool_choice: `auto`, `none` (an answer is never parsed for calls), `required`, or
+            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call.
+        parallel_tool_calls: False if only the first tool call of an answer counts; the others stay in the sampled ids.
+        temperature: divisor of the logits; 0 takes the most likely token every time.
+        max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
+        n: number of answers. All of them are recorded and trained.
+        seed: picks other random numbers; outside of episodes, equal seeds and prompts give equal answers.
+        stop: strings that end the answer; they are not part of `content`.
+        include_stop: True to include the stop string in `content`, for an agent that wants it in its history: a
+            history with another text than `content` is tokenised again and begins a new training row.
+        stop_token_ids: more token ids that end the answer.
+        top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
+        logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
+        top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
+            complete, so that a stream comes at once, too.
+        chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop: bool = False
+    stop_token_ids: Sequence[int] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int = 0
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
+        check_tools(self.tools)
+        self._check_tool_choice()
+        for name, number in vars(self).items():
+            is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+            if name in ("temperature", "top_k", "top_p", "min_p") and not is_number:
+                raise RequestError(f"{name} is {number!r}; wanted a number", param=name)
+        try:
+            check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        except ValueError as error:
+            raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
+        for name, value, low, high in (
+            ("n", self.n, 1, MAX_CHOICES),
+            ("max_tokens", self.max_tokens, 1, None),
+            ("seed", self.seed, -(2**63), 2**63 - 1),
+            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
+        ):
+            if value is None and name in ("max_tokens", "seed"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
+                wanted = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
+                raise RequestError(f"{name} is {value!r}; wanted {wanted}", param=name)
+        bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping) or not all(isinstance(value, numbers.Real) for value in bias.values()):
+            raise RequestError("logit_bias must give a number for each token id", param="logit_bias")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", bias)):
+            if not isinstance(ids, list | tuple | Mapping) or not all(
+                isinstance(token, int) and 0 <= token < 2**31 for token in ids
+            ):
+                raise RequestError(f"{name} is {str(ids)[:100]}; wanted token ids", param=name)
+        if not isinstance(self.stop, str | list | tuple):
+            raise RequestError(f"stop is {self.stop!r}; wanted a string or a list of strings", param="stop")
+        for stop in self.stops:
+            if not isinstance(stop, str):
+                raise RequestError(f"stop contains {stop!r}; wanted strings", param="stop")
+            check_text(stop, "stop")
+            if not stop:
+                raise RequestError("stop contains an empty string, which every text ends with", param="stop")
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
+            raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+        check_json(self.chat_template_kwargs or {}, "chat_template_kwargs")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def may_call_tools(self) -> bool:
+        """True if the answer is parsed for tool calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forced_function(self) -> str | None:
+        """Name of the function that the answer must call; None if there is no such."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, Mapping) else None
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            if choice not in ("auto", "none", "required"):
+                raise RequestError(
+                    f"tool_choice is {choice!r}; wanted 'auto', 'none', 'required' or a function", param="tool_choice"
+                )
+            if choice == "required" and not self.tools:
+                raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
+            return
+        names = [tool["function"]["name"] for tool in self.tools]
+        is_function = isinstance(choice, Mapping) and choice.get("type") == "function"
+        function = choice.get("function") if is_function else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if name not in names:
+            raise RequestError(f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}", "tool_choice")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a chat.
+
+    Attributes:
+        content: text of the answer up to a stop string, which is included only with `include_stop`. Reasoning and tool
+            calls are not part of it.
+        finish_reason: `stop`, `tool_calls`, or `length` when `max_tokens` or the context was used up.
+        token_ids: sampled token ids, the stop token included.
+        logprobs: log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature.
+        policy_version: version of the parameters that sampled.
+        call_index: index of the call in its episode; None outside one.
+        prompt_ids: token ids of the prompt as the policy was fed it.
+        tool_calls: the tools that the model calls, with arguments that are a JSON object.
+        reasoning_content: reasoning before the answer; None without any.
+        top_logprobs: for each sampled token, pairs of a token id and its log-probability, the most likely first; empty
+            unless the request asked for them.
+        others: the other answers if the request asked for several.
+    """
+
+    content: str
+    finish_reason: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+    call_index: int | None = None
+    prompt_ids: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_content: str | None = None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    others: tuple["Reply", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Reply", ...]:
+        """All answers to the request: this one and the others."""
+        return (self, *self.others)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the history, in OpenAI's format."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message |= {"content": self.content or None, "tool_calls": [call.as_message() for call in self.tool_calls]}
+        return message
