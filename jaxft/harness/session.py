@@ -249,8 +249,8 @@ class Session:
 def frozen_heap() -> Iterator[None]:
     """Leave all objects that exist now out of garbage collections until the end of the block.
 
-    They live as long as a run: modules, above all. A full collection would walk them in the middle of an epoch and, with
-    a large framework, hold the event loop for some 0.2 seconds.
+    They live as long as a run, as modules do. A full collection would walk them in the middle of an epoch and, with a
+    large framework, hold the event loop for some 0.2 seconds.
     """
     gc.collect()
     gc.freeze()
