@@ -5,6 +5,7 @@ The policy learns to imitate given conversations, by the same update step as eve
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +19,20 @@ PRINT_EVERY = 50
 async def warm_start(
     session: jaxft.Session,
     llm: jaxft.ChatClient,
-    conversations: Sequence[Sequence[dict[str, str]]],
+    conversations: Sequence[Sequence[dict[str, Any]]],
     *,
+    tools: Sequence[dict[str, Any]] = (),
     steps: int,
     batch_rows: int,
     learning_rate: float,
 ) -> None:
     """Trains the policy, or the base of one with adapters, for `steps` updates on batches drawn from `conversations`.
 
-    The learning rate falls linearly to a tenth of its start. Draws and order depend on the run's seed alone.
+    The learning rate falls linearly to a tenth of its start. Draws and order depend on the run's seed alone. `tools`
+    are those that the conversations call.
     """
     policy = llm.policy
-    rows = [policy.template.conversation(messages) for messages in conversations]
+    rows = [policy.template.conversation(messages, tools) for messages in conversations]
     width = max(len(ids) for ids, _ in rows)
     tokens, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
     for row, (ids, trained) in enumerate(rows):
