@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import Any
+
+import numpy as np
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.checks import check_token_ids
@@ -116,4 +118,4 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, SupportsIndex)
+    return isinstance(value, int | np.integer)

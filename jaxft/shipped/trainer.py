@@ -123,7 +123,7 @@ class LoggedTrainer(Trainer):
             self._has_said_retokenized = True
             message(
                 f"{run_id}: {retokenized:.0f} calls start a new training row because the chat template or the agent "
-                "changed an earlier turn, as templates do that drop reasoning or move tools (retokenized_calls)"
+                "changed an earlier turn, as a template does that drops reasoning or moves tools (retokenized_calls)"
             )
         return collection
 
