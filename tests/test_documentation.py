@@ -66,6 +66,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
+    "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",
 }
 """Options added to commands, by the longest matching beginning. Later options replace earlier ones."""
 

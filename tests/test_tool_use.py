@@ -13,7 +13,7 @@ import pytest
 import jaxft
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "tool_use"
-OPTIONS = Namespace(overwrite=False, resume=False, warm_start_steps=200, eval_questions=8)
+OPTIONS = Namespace(overwrite=False, resume=False, warm_start_steps=500, eval_questions=8)
 
 
 @pytest.fixture(scope="module")
@@ -102,4 +102,7 @@ def test_any_number_of_agents_at_once_gives_the_same_bytes(run):
 @pytest.mark.parametrize("agent", ["langchain", "pydantic_ai", "openai_agents"])
 def test_agents_of_other_frameworks_give_the_bytes_of_openais(run, agent):
     pytest.importorskip({"langchain": "langchain", "pydantic_ai": "pydantic_ai", "openai_agents": "agents"}[agent])
-    assert outcome(run(agent, "other")) == outcome(run("openai", "openai"))
+    first, metrics = outcome(run("openai", "openai"))
+    # Each framework has its own words for a call of a tool that does not exist.
+    assert metrics["tool_calls"] > 0 and metrics["failed_episodes"] == 0
+    assert outcome(run(agent, "other"))[0] == first
