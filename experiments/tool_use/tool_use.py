@@ -8,8 +8,8 @@ three calls of the policy: two lookups and the answer.
 
 It starts from random weights. A supervised warm start on careless conversations teaches their form; what they look up
 and compute is drawn at random (`data.careless_conversation`). From there GRPO sees the right answers only through the
-reward. TIME At the end more than 0.9 of 500 greedy answers to held-out questions are right, from less than 0.3 after
-the warm start.
+reward. Four to six minutes on two CPU cores. At the end more than 0.9 of 500 greedy answers to held-out questions are
+right, from less than 0.3 after the warm start.
 """
 
 import argparse
