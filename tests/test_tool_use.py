@@ -92,17 +92,7 @@ def outcome(folder):
 
 @pytest.mark.slow
 def test_any_number_of_agents_at_once_gives_the_same_bytes(run):
-    first, metrics = outcome(run("openai", "at_once"))
+    first, metrics = outcome(run("openai", "at_once", **{"eval.general.max_concurrency": 64}))
     assert metrics["tool_calls"] > 0 and metrics["sequences_per_trajectory"] == 1.0
     one_by_one, _ = outcome(run("openai", "one_by_one", **{"eval.general.max_concurrency": 1}))
     assert one_by_one == first
-
-
-@pytest.mark.agents
-@pytest.mark.parametrize("agent", ["langchain", "pydantic_ai", "openai_agents"])
-def test_agents_of_other_frameworks_give_the_bytes_of_openais(run, agent):
-    pytest.importorskip({"langchain": "langchain", "pydantic_ai": "pydantic_ai", "openai_agents": "agents"}[agent])
-    first, metrics = outcome(run("openai", "openai"))
-    # Each framework has its own words for a call of a tool that does not exist.
-    assert metrics["tool_calls"] > 0 and metrics["failed_episodes"] == 0
-    assert outcome(run(agent, "other"))[0] == first
