@@ -208,7 +208,7 @@ def test_prompts_longer_than_the_context_may_be_dropped_or_truncated(tmp_path, l
             "3 of 3 episodes failed; .*example 'of-200'",
         ),
         ({"workflow__temperature": 0.0}, TrajectoryError, "example 'of-1', generation 0 was sampled greedily"),
-        ({"workflow__temperature": -1.0}, TooManyFailures, "ValueError: temperature is -1.0"),
+        ({"workflow__temperature": -1.0}, TooManyFailures, "RequestError: temperature is -1.0"),
         ({"trainer_adapters__local__loss__name": "dr_grpo"}, jaxft.ComponentError, "max_completion_tokens is None"),
         ({"llms__policy__preset": "qwen3-9b"}, jaxft.ComponentError, "preset is 'qwen3-9b'; wanted one of"),
     ],
