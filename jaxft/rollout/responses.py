@@ -39,7 +39,7 @@ class ParsedAnswer(NamedTuple):
 
 
 class ResponseFormat:
-    """How the model of one tokenizer writes reasoning and tool calls.
+    """Parser of the reasoning and tool calls that the model of one tokenizer writes.
 
     Attributes:
         has_reasoning: True if answers may begin with reasoning.

@@ -49,7 +49,7 @@ OTHER_PATHS = {
     ),
     "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
 }
-"""What to do in the place of calling another path of OpenAI's API."""
+"""Advice in the error for each path of OpenAI's API that is not served."""
 
 
 def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:

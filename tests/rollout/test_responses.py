@@ -458,7 +458,7 @@ PIECES = [
     include_stop=st.booleans(),
 )
 def test_deltas_join_to_the_answer(tokenizer, family, pieces, sizes, has_tools, stops, include_stop):
-    """Whatever is sampled, and however many tokens come at a time, no delta is taken back."""
+    """Deltas never change later, for any sampled text and any number of tokens at a time."""
     template = make_template(family, tokenizer)
     responses = template.responses
     ids = template.tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
