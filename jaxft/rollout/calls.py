@@ -1,6 +1,7 @@
 """Records of the calls of language models."""
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,3 +112,55 @@ class RemoteCall:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+
+
+RECORD = "call"
+"""Key of the record of a call in the log-probabilities of its answer."""
+
+RECORDED = (
+    "index",
+    "llm",
+    "content",
+    "prompt_ids",
+    "token_ids",
+    "sampler_logprobs",
+    "behavior_logprobs",
+    "temperature",
+    "finish_reason",
+    "policy_version",
+    "functions",
+)
+"""Fields of a `Call` in its record: all that a training row needs."""
+
+
+def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+    """Return the log-probabilities of an answer as OpenAI's API has them, with the record of its call in the first.
+
+    The record goes wherever a framework takes the log-probabilities, so that the exact tokens arrive with them.
+
+    >>> call = Call(0, "policy", (), "hi", "", (5,), (7,), (-0.5,), (-0.5,), 1.0, "stop", 3)
+    >>> given = logprobs_with_record(call, lambda token_id: "hi")
+    >>> given["content"][0]["token"], given["content"][0]["logprob"], call_of(given).prompt_ids
+    ('hi', -0.5, (5,))
+    """
+    content: list[dict[str, Any]] = []
+    for token_id, logprob in zip(call.token_ids, call.sampler_logprobs, strict=True):
+        text = text_of_token(token_id)
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    if content:
+        values = vars(call)
+        content[0][RECORD] = {
+            name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in RECORDED
+        }
+    return {"content": content, "refusal": None}
+
+
+def call_of(logprobs: Any) -> Call | None:
+    """Return the call that `logprobs_with_record` recorded, without messages and prompt text; None without a record."""
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    first = content[0] if isinstance(content, list) and content else None
+    record = first.get(RECORD) if isinstance(first, Mapping) else None
+    if record is None:
+        return None
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return Call(messages=(), prompt_text="", **fields)

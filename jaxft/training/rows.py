@@ -14,8 +14,9 @@ from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.advantages import EQUAL_REWARDS, soft_overlong_punishment, weighted_sum
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
+from jaxft.rollout.calls import call_of
 from jaxft.rollout.chat import ChatTemplate
-from jaxft.rollout.sequences import TokenSequence
+from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.training.batch import CollectedRewards, Row
 from jaxft.training.config import LossConfig
 
@@ -76,7 +77,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         NothingToTrain: no row has a token to train.
         TrajectoryError: a row is greedy or malformed, or a reward does not fit float32.
     """
-    groups = [sort_trajectories(group) for group in collection.trajectories]
+    groups = [sort_trajectories(map(with_recorded_sequences, group)) for group in collection.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group]
     refuse_pairs(trajectories)
     check_rewards(trajectories)
@@ -97,7 +98,8 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
             cause = (
                 "their `sequences` are None: the trajectory builder has to give what was sampled, as in "
-                "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls))"
+                "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls)), or pass on the log-probabilities "
+                "of the answers, which record their calls"
             )
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
@@ -121,6 +123,18 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         np.repeat([row.trajectory for row in rows], [mask.sum() for mask in masks]),
     )
     return Gathered(rows, groups, metrics, sampled)
+
+
+def with_recorded_sequences(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with the sequences that the log-probabilities of its messages record, if it has none.
+
+    A builder that parses messages, as the toolkit's do, passes on log-probabilities but no token ids.
+    """
+    if trajectory.sequences is not None:
+        return trajectory
+    items = [item for item in trajectory.episode if isinstance(item, EpisodeItem)]
+    calls = [call for item in items if (call := call_of(item.logprobs)) is not None]
+    return trajectory.model_copy(update={"sequences": token_sequences(calls)}) if calls else trajectory
 
 
 def sort_trajectories(group: Iterable[Trajectory]) -> list[Trajectory]:
@@ -187,7 +201,7 @@ def gather_examples(
         NothingToTrain: no row has a token to train.
         TrajectoryError: a trajectory has neither tokens nor messages, or a malformed row.
     """
-    trajectories = [trajectory for group in collection.trajectories for trajectory in group]
+    trajectories = [with_recorded_sequences(trajectory) for group in collection.trajectories for trajectory in group]
     refuse_pairs(trajectories)
     good = [t for t in trajectories if min_reward is None or (t.scorable and t.reward >= min_reward)]
     rows, foreign = [], 0

@@ -1,11 +1,15 @@
 """From trajectories to training rows."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from jaxft.errors import NothingToTrain, TrajectoryError
-from jaxft.harness.data_models import Trajectory, TrajectoryCollection
+from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
+from jaxft.rollout.calls import Call, call_of, logprobs_with_record
+from jaxft.rollout.sequences import token_sequences
 from jaxft.training.config import LossConfig
 from jaxft.training.rows import collect_rewards, gather_rows, with_usable_rewards
 
@@ -34,6 +38,27 @@ def test_a_job_with_nothing_to_train_names_the_cause(make_group):
     assert "2 of them without a usable reward" in refusal(group) and "`sequences` are None" not in refusal(group)
     assert "`sequences` are None" in refusal([each.model_copy(update={"sequences": None}) for each in group])
     assert "3 failed, 1 were dropped" in refusal(group, episodes=4, failed_episodes=3, dropped_episodes=1)
+
+
+def test_rows_come_from_the_records_in_log_probabilities():
+    first = Call(0, "policy", (), "a", "", (1, 2), (3, 4), (-0.25, -0.1), (-0.25, -0.1), 1.0, "stop", 7)
+    second = replace(first, index=1, prompt_ids=(1, 2, 3, 4, 5), token_ids=(6,), sampler_logprobs=(-1 / 3,))
+    second = replace(second, behavior_logprobs=(-1 / 3,), finish_reason="length", functions=("planner",))
+    # Through JSON, as a file of another program would pass them on.
+    logprobs = [json.loads(json.dumps(logprobs_with_record(call, str))) for call in (first, second)]
+    assert [call_of(each) for each in logprobs] == [first, second]
+    items = [
+        EpisodeItem(role="user", content="q"),
+        *(EpisodeItem(role="assistant", content="", logprobs=each) for each in logprobs),
+    ]
+    collection = TrajectoryCollection(trajectories=[[Trajectory(episode=items, reward=1.0)]], run_id="any")
+    (row,) = gather_rows(collection, llm="policy", mask_truncated=False).rows
+    assert row.sequence == token_sequences([first, second])[0]
+
+
+@pytest.mark.parametrize("logprobs", [None, [], {}, {"content": None}, {"content": []}, {"content": [{"token": "a"}]}])
+def test_log_probabilities_without_a_record_give_no_call(logprobs):
+    assert call_of(logprobs) is None
 
 
 def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
