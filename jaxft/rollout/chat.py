@@ -115,6 +115,7 @@ class ChatTemplate:
         self.responses = ResponseFormat(tokenizer)
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
+        self._token_texts: dict[int, str] = {}
 
     def prompt(
         self,
@@ -317,6 +318,12 @@ class ChatTemplate:
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, without control tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, control tokens included."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.tokenizer.decode([token_id])
+        return self._token_texts[token_id]
 
     def _render(
         self,

@@ -61,7 +61,7 @@ def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:
     async def chat_completions(request: Request) -> Response:
         call = parse_call(parse_body(await _body(request)))
         llm = _find(llms, call.model)
-        text_of_token = _text_of_token(llm)
+        text_of_token = llm.policy.template.token_text
         if call.stream:
             events = _events(llm, call, ChunkWriter(call, text_of_token))
             # Before the response begins, so that a request that cannot be answered gets the status of its error.
@@ -202,10 +202,6 @@ def _find(llms: Mapping[str, ChatClient], name: str) -> ChatClient:
 def _card(llm: ChatClient) -> dict[str, Any]:
     length = llm.policy.engine.max_context_tokens
     return {"id": llm.name, "object": "model", "created": 0, "owned_by": "jaxft", "max_model_len": length}
-
-
-def _text_of_token(llm: ChatClient) -> Callable[[int], str]:
-    return lambda token_id: llm.policy.tokenizer.decode([token_id])
 
 
 async def _body(request: Request) -> bytes:

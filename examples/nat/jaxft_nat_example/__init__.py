@@ -1,0 +1,1 @@
+"""A tool and an evaluator for NeMo Agent Toolkit, and the questions that they are for."""

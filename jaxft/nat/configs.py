@@ -1,0 +1,111 @@
+"""Configurations of the toolkit's components that jaxft registers: their fields are those of jaxft's own components.
+
+Nothing here imports jax, as every `nat` command imports the plugin. Paths are relative to the working directory, as
+everywhere in the toolkit.
+"""
+
+from typing import Any
+
+from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from nat.data_models.llm import LLMBaseConfig
+from pydantic import BaseModel, Field, create_model, model_validator
+
+from jaxft.harness.config_types import Seed
+from jaxft.harness.data_models import CheckpointConfig, FinetuneConfig
+from jaxft.harness.registry import ComponentConfig
+from jaxft.shipped.configs import (
+    DPOTrainerConfig,
+    DPOTrajectoryBuilderConfig,
+    GRPOTrainerConfig,
+    GRPOTrajectoryBuilderConfig,
+    LocalPolicyConfig,
+    LocalTrainerAdapterConfig,
+)
+
+
+class _PolicyOptions(LLMBaseConfig):
+    """Settings of a policy in the toolkit, beside those of `local_policy`."""
+
+    model_name: str = Field(
+        default="policy",
+        min_length=1,
+        description="Name of the model in traces and in finetuning.target_model; each policy has its own.",
+    )
+    seed: Seed = Field(default=0, description="Seed of sampling, data order and new weights.")
+    temperature: float = Field(default=1.0, ge=0.0, description="Temperature of calls that give none.")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus of calls that give none; 1: no limit.")
+    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from; 0: all.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Maximum tokens of an answer; null: as many as the context has room for."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, such as enable_thinking."
+    )
+
+
+class _TrainerOptions(TrainerConfig):
+    """Settings of a run in the toolkit, beside those of jaxft's trainers."""
+
+    resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
+    overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
+    validation_temperature: float | None = Field(
+        default=0.0, ge=0.0, description="Temperature of validation (0: greedy); null: each call keeps its own."
+    )
+    validation_generations: int = Field(default=1, ge=1, description="Episodes per example of validation.")
+    timeout_seconds: float | None = Field(
+        default=3600.0, gt=0.0, description="Seconds that the workflow may take for an episode; null: no limit."
+    )
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    strict_compile: bool = FinetuneConfig.model_fields["strict_compile"]  # type: ignore[assignment]
+    grace_seconds: float = FinetuneConfig.model_fields["grace_seconds"]  # type: ignore[assignment]
+
+
+def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig:
+    """Return the configuration of jaxft's own component with the fields of the toolkit's component."""
+    fields = dict(config)
+    return own.model_validate({name: fields[name] for name in own.model_fields if name != "reward"})
+
+
+def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type[ComponentConfig]) -> Any:
+    """Return the toolkit's configuration class of a component, whose checks are those of jaxft's own class."""
+
+    def check(config: BaseModel) -> BaseModel:
+        own_config(config, own)
+        return config
+
+    fields: dict[str, Any] = {
+        field: (info.annotation, info) for field, info in own.model_fields.items() if field != "reward"
+    }
+    return create_model(
+        class_name,
+        __base__=base,
+        __module__=__name__,
+        __doc__=own.__doc__,
+        __validators__={"check": model_validator(mode="after")(check)},
+        __cls_kwargs__={"name": name},
+        **fields,
+    )
+
+
+PolicyConfig = _toolkit_config("PolicyConfig", "jaxft_policy", _PolicyOptions, LocalPolicyConfig)
+AdapterConfig = _toolkit_config(
+    "AdapterConfig", "jaxft_trainer_adapter", TrainerAdapterConfig, LocalTrainerAdapterConfig
+)
+BuilderConfig = _toolkit_config(
+    "BuilderConfig", "jaxft_trajectory_builder", TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig
+)
+DPOBuilderConfig = _toolkit_config(
+    "DPOBuilderConfig", "jaxft_dpo_trajectory_builder", TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig
+)
+GRPOConfig = _toolkit_config("GRPOConfig", "jaxft_trainer", _TrainerOptions, GRPOTrainerConfig)
+DPOConfig = _toolkit_config("DPOConfig", "jaxft_dpo_trainer", _TrainerOptions, DPOTrainerConfig)
+
+OWN: dict[type[BaseModel], type[ComponentConfig]] = {
+    PolicyConfig: LocalPolicyConfig,
+    AdapterConfig: LocalTrainerAdapterConfig,
+    BuilderConfig: GRPOTrajectoryBuilderConfig,
+    DPOBuilderConfig: DPOTrajectoryBuilderConfig,
+    GRPOConfig: GRPOTrainerConfig,
+    DPOConfig: DPOTrainerConfig,
+}
+"""The configuration class of jaxft's own component for each of the toolkit's."""

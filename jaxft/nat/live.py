@@ -1,0 +1,111 @@
+"""The live policies of this process, by their model names, and the episodes of workflows that the toolkit itself runs.
+
+The toolkit makes its components anew for every pass over a dataset, so a client of a policy is light: it finds the
+policy here when it is called. Where jaxft runs the workflow, the episode is there already. Where the toolkit runs it,
+as a builder of the toolkit's own does, `find_or_begin_episode` gives each of its runs an episode, so that its calls are
+recorded and its random numbers can be repeated.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nat.builder.context import ContextState
+
+from jaxft.errors import ComponentError
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.recorder import TRAINING, Episode, find_episode
+
+_policies: dict[str, ChatClient] = {}
+"""Live policies by model name."""
+
+
+def publish(model_name: str, llm: ChatClient) -> None:
+    """Make a policy available to all clients of this model name.
+
+    Raises:
+        ComponentError: another policy has the name.
+    """
+    if _policies.setdefault(model_name, llm) is not llm:
+        raise ComponentError(f"two policies have the model_name '{model_name}': give one of them another")
+
+
+def withdraw(llm: ChatClient) -> None:
+    """Take a policy that is about to close away from its clients."""
+    for name in [name for name, live in _policies.items() if live is llm]:
+        del _policies[name]
+
+
+def live_policy(model_name: str) -> ChatClient | None:
+    """Return the live policy of a model name; None if there is none."""
+    return _policies.get(model_name)
+
+
+@dataclass
+class ToolkitEpisodes:
+    """Episodes of the workflow runs that the toolkit starts, by their `workflow_run_id`.
+
+    An example's runs of one collection are numbered in the order in which they first ask the policy. They have the same
+    input, so that another order gives the same set of episodes.
+
+    Attributes:
+        seed: seed of the run.
+        collection: number of the present collection, from 0.
+    """
+
+    seed: int = 0
+    collection: int = 0
+    _example_ids: dict[str, str] = field(default_factory=dict)
+    _begun: dict[str, Episode] = field(default_factory=dict)
+    _generations: Counter[str] = field(default_factory=Counter)
+
+    def begin_collection(self, collection: int) -> None:
+        """Forget the episodes of earlier collections."""
+        self.collection = collection
+        self._begun.clear()
+        self._generations.clear()
+
+    def know(self, examples: Iterable[EvalInputItem]) -> None:
+        """Set the examples, whose ids the random numbers of an episode depend on."""
+        self._example_ids = {_key(item.input_obj): item.id for item in examples}
+
+    def episode(self, run_id: str, input_obj: Any) -> Episode:
+        """Return the episode of a workflow run, begun by its first call."""
+        if run_id not in self._begun:
+            key = _key(input_obj)
+            example_id = self._example_ids.get(key, key)
+            generation = self._generations[example_id]
+            self._generations[example_id] += 1
+            self._begun[run_id] = Episode(
+                self.seed, TRAINING, self.collection, example_id, generation, input_obj=input_obj
+            )
+        return self._begun[run_id]
+
+
+toolkit_episodes = ToolkitEpisodes()
+"""Episodes of this process."""
+
+
+def find_or_begin_episode() -> Episode | None:
+    """Return the current episode, or that of the toolkit's present workflow run; None outside of both."""
+    current = find_episode()
+    if current is not None:
+        return current
+    state = ContextState.get()
+    run_id = state.workflow_run_id.get()
+    return None if run_id is None else toolkit_episodes.episode(run_id, state.input_message.get())
+
+
+def function_path() -> list[str]:
+    """Return the names of the toolkit's functions that the calling code runs in, outermost first."""
+    return [name for name in ContextState.get().function_path_stack.get() or [] if name != "<workflow>"]
+
+
+def _key(input_obj: Any) -> str:
+    """Return a key of an input that is equal for equal inputs."""
+    text = input_obj if isinstance(input_obj, str) else json.dumps(input_obj, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

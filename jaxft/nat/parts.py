@@ -1,0 +1,314 @@
+"""The toolkit's three parts, as jaxft registers them; each hands its work to jaxft's own part of the open run.
+
+Their extra spellings are those of the toolkit's parts: `get_metrics` with the jobs of the run, one file of progress per
+component, and the metrics under the toolkit's names in `finetuning.output_dir`.
+"""
+
+import json
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nat.data_models.evaluate_runtime import EvaluationRunOutput
+from nat.data_models.evaluator import EvalInput, EvalInputItem
+from nat.data_models.finetuning import FinetuneConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from nat.finetuning.interfaces.finetuning_runner import Trainer
+from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
+from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
+from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
+
+from jaxft.errors import Stopped
+from jaxft.harness import contracts, data_models
+from jaxft.harness.session import resume_command
+from jaxft.harness.signals import Shutdown
+from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
+from jaxft.nat.metric_files import write_toolkit_files
+from jaxft.nat.run import Run, open_run, open_run_or_none
+from jaxft.nat.workflow import Output, read_dataset
+from jaxft.shipped.rollout_builder import RolloutBuilder
+
+DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
+"""Folder of the files of progress without an `output_dir`, as for the toolkit's own parts."""
+
+
+async def _run_of(run_config: FinetuneConfig | None) -> Run:
+    """Return the open run, opened for jaxft's parts alone if the trainer is a foreign one."""
+    if run_config is None:
+        raise RuntimeError("not initialized: call initialize(run_config) first")
+    return open_run_or_none() or await open_run(run_config)
+
+
+class JaxftTrajectoryBuilder(TrajectoryBuilder):
+    """Runs the toolkit's workflow `num_generations` times per example; a failed episode does not end the others."""
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Store the run's configuration, and open the run unless jaxft's trainer has."""
+        await super().initialize(run_config)
+        await _run_of(run_config)
+
+    @property
+    def num_generations(self) -> int:
+        """Episodes per example."""
+        return self.trajectory_builder_config.num_generations
+
+    async def own(self) -> RolloutBuilder:
+        """Return jaxft's builder."""
+        run = await _run_of(self.run_config)
+        found = await run.session.builder.get_trajectory_builder(self.run_config.trajectory_builder or "")
+        assert isinstance(found, RolloutBuilder)
+        if found.run_config is None:
+            await found.initialize(run.session.config.finetuning)
+        return found
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Start the episodes of a collection."""
+        await (await self.own()).start_run(run_id, meta)
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        """Wait for the episodes of a collection, and return their trajectories, one group per example."""
+        return to_toolkit_collection(await (await self.own()).finalize(run_id, meta))
+
+    async def run_eval(self) -> EvaluationRunOutput:
+        """Run the workflow once on each example of the dataset of the command line, and the evaluators on its outputs.
+
+        On another dataset than the run's, as in validation, the policy is greedy and draws other random numbers.
+        """
+        own, run = await self.own(), await _run_of(self.run_config)
+        options = self.run_config.run_configuration
+        assert own.evaluation is not None and options is not None
+        if options.dataset in (None, run.options.dataset):
+            outcomes = await own.evaluation.validate(own.examples, temperature=None)
+        else:
+            outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
+        return _evaluation_output(own.evaluation.summarize(outcomes))
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Append the metrics to `trajectory_builder_<run_id>.jsonl`."""
+        folder = Path(output_dir) if output_dir else DEFAULT_FOLDER / "trajectory_builder"
+        row = {"run_id": run_id, "num_generations": self.num_generations, **metrics}
+        _append(folder / f"trajectory_builder_{run_id}.jsonl", row)
+
+
+class JaxftTrainerAdapter(TrainerAdapter):
+    """Trains the policy in this process.
+
+    A job that cannot be submitted is a failed job, and a run of several jobs may give all of them one `run_id`.
+    """
+
+    def __init__(self, adapter_config: Any) -> None:
+        super().__init__(adapter_config)
+        self._num_jobs = 0
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Store the run's configuration, and open the run unless jaxft's trainer has.
+
+        Raises:
+            ConnectionError: the policy is not healthy.
+        """
+        await super().initialize(run_config)
+        await _run_of(run_config)
+
+    async def own(self) -> contracts.TrainerAdapter:
+        """Return jaxft's adapter."""
+        run = await _run_of(self.run_config)
+        found = await run.session.adapter()
+        if found.run_config is None:
+            await found.initialize(run.session.config.finetuning)
+        return found
+
+    async def is_healthy(self) -> bool:
+        """Return True if all parameters are finite and a token can be sampled."""
+        return await (await self.own()).is_healthy()
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Queue a job on these trajectories, and return at once."""
+        job = f"{trajectories.run_id}/{self._num_jobs}"
+        self._num_jobs += 1
+        collection = from_toolkit_collection(trajectories).model_copy(update={"run_id": job})
+        ref = await (await self.own()).submit(collection)
+        return TrainingJobRef(run_id=trajectories.run_id, backend=ref.backend, metadata={"job": job})
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Return the status of a job, also after it has ended."""
+        return _status(ref, await (await self.own()).status(_own_ref(ref)))
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Return the last status of a job as soon as there is one."""
+        return _status(ref, await (await self.own()).wait_until_complete(_own_ref(ref), poll_interval))
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Append the metrics to `trainer_adapter_<run_id>.jsonl`."""
+        folder = Path(output_dir) if output_dir else DEFAULT_FOLDER / "trainer_adapter"
+        row = {"run_id": ref.run_id, "backend": ref.backend, **metrics}
+        _append(folder / f"trainer_adapter_{ref.run_id}.jsonl", row)
+
+
+class JaxftTrainer(Trainer):
+    """Runs the whole of jaxft's training: validation, curriculum, checkpoints, plot, and the model at the end."""
+
+    def __init__(self, trainer_config: Any, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
+        self._run: Run | None = None
+        self._own: contracts.Trainer | None = None
+        self._statuses: list[TrainingJobStatus] = []
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Open the run, and initialize both parts."""
+        resume_command.set(_resume_command(run_config.trainer or ""))
+        self._run = await open_run(
+            run_config,
+            trainer=self.trainer_config,
+            trajectory_builder=self.trajectory_builder,
+            trainer_adapter=self.trainer_adapter,
+        )
+        try:
+            await super().initialize(run_config)
+            await self.own()
+        except BaseException:
+            await self.cleanup()
+            raise
+
+    async def own(self) -> contracts.Trainer:
+        """Return jaxft's trainer."""
+        if self._own is None:
+            self._own = await self._open.session.trainer()
+            await self._own.initialize(self._open.session.config.finetuning)
+        return self._own
+
+    @property
+    def _made(self) -> contracts.Trainer:
+        if self._own is None:
+            raise RuntimeError("not initialized: call initialize(run_config) first")
+        return self._own
+
+    @property
+    def _open(self) -> Run:
+        if self._run is None:
+            raise RuntimeError("not initialized: call initialize(run_config) first")
+        return self._run
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Train for `finetuning.num_epochs`, export the model, and return the last status of each job.
+
+        Raises:
+            JaxftError: the run failed; `nat finetune` then ends with exit code 1.
+            SystemExit: a signal ended the run, after it was saved.
+        """
+        session, shutdown = self._open.session, Shutdown()
+        shutdown.resume_command = resume_command.get()
+        try:
+            with shutdown.installed():
+                statuses = await session.train()
+                model = await session.export_model()
+        except Stopped as stopped:
+            print(f"jaxft: {stopped}\njaxft: {shutdown.message}", file=sys.stderr)
+            raise SystemExit(shutdown.exit_code) from None
+        finally:
+            write_toolkit_files(session.directory, Path(self.run_config.output_dir))
+        session.write_result(
+            {
+                "num_epochs": session.config.finetuning.num_epochs,
+                "jobs_completed": len(statuses),
+                "model": None if model is None else str(model.relative_to(session.directory.path)),
+            }
+        )
+        self._statuses = [to_toolkit_status(status) for status in statuses]
+        return self._statuses
+
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Collect trajectories and submit them as a job; None if there was nothing to submit."""
+        ref = await (await self.own()).run_epoch(epoch, run_id)
+        return None if ref is None else TrainingJobRef.model_validate(ref.model_dump())
+
+    async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
+        """Return the validation's mean, minimum and maximum reward, and its number of examples."""
+        return await (await self.own()).run_validation_evaluation(epoch, run_id)
+
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        """Return `{run_id, total_epochs, jobs}` with the reference and the status of each job."""
+        jobs = [
+            {
+                "job_ref": TrainingJobRef(run_id=status.run_id, backend=status.backend).model_dump(),
+                "status": status.model_dump(),
+            }
+            for status in self._statuses
+        ]
+        return {"run_id": run_id, "total_epochs": len(jobs), "jobs": jobs}
+
+    def apply_curriculum_learning(self, trajectory_collection: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
+        """Return the groups that the curriculum chooses for an epoch."""
+        chosen = self._made.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
+        return to_toolkit_collection(chosen)
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        """Return the state of the curriculum."""
+        return self._made.get_curriculum_state()
+
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Append the metrics to `trainer_progress.jsonl`; a run writes its own files as it goes."""
+        folder = Path(output_dir) if output_dir else Path(self.run_config.output_dir)
+        _append(folder / "trainer_progress.jsonl", {"epoch": epoch, **metrics})
+
+    async def cleanup(self) -> None:
+        """Close the run: the policy, the workflow, the logs."""
+        run, self._run, self._own = self._run, None, None
+        if run is not None:
+            await run.close()
+
+
+def _append(file: Path, row: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"timestamp": datetime.now().isoformat(), **row}, default=str) + "\n")
+
+
+def _own_ref(ref: TrainingJobRef) -> data_models.TrainingJobRef:
+    """Return the reference of jaxft's job, whose id is its own."""
+    job = (ref.metadata or {}).get("job", ref.run_id)
+    return data_models.TrainingJobRef(run_id=job, backend=ref.backend)
+
+
+def _status(ref: TrainingJobRef, status: data_models.TrainingJobStatus) -> TrainingJobStatus:
+    return to_toolkit_status(status).model_copy(update={"run_id": ref.run_id})
+
+
+def _evaluation_output(output: data_models.EvaluationRunOutput) -> EvaluationRunOutput:
+    """Return the results of an evaluation in the toolkit's classes."""
+
+    def item(given: data_models.EvalInputItem) -> EvalInputItem:
+        made = given.output_obj if isinstance(given.output_obj, Output) else Output(None, [])
+        return EvalInputItem(
+            id=given.id,
+            input_obj=given.input_obj,
+            expected_output_obj=given.expected_output_obj,
+            output_obj=made.value,
+            trajectory=made.steps,
+            full_dataset_entry=given.full_dataset_entry,
+        )
+
+    def verdicts(given: data_models.EvalOutput) -> EvalOutput:
+        items = [
+            EvalOutputItem(id=each.id, score=each.score, reasoning=each.reasoning, error=each.error)
+            for each in given.eval_output_items
+        ]
+        return EvalOutput(average_score=given.average_score, eval_output_items=items)
+
+    from nat.data_models.evaluate_runtime import ProfilerResults, UsageStats
+
+    return EvaluationRunOutput(
+        workflow_output_file=None,
+        evaluator_output_files=[],
+        workflow_interrupted=output.num_failed > 0,
+        eval_input=EvalInput(eval_input_items=[item(each) for each in output.eval_input.eval_input_items]),
+        evaluation_results=[(name, verdicts(each)) for name, each in output.evaluation_results],
+        usage_stats=UsageStats(),
+        profiler_results=ProfilerResults(),
+    )
+
+
+def _resume_command(trainer: str) -> str:
+    """Return the command that resumes this program's run."""
+    given = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return shlex.join([*given, "-o", f"trainers.{trainer}.resume", "true"])

@@ -1,0 +1,304 @@
+"""A run of the toolkit as a run of jaxft: its configuration, its open session, and the policies of this process.
+
+Every part that jaxft registers works on the one run that is open. With jaxft's trainer that is a whole run, with
+checkpoints. With a foreign trainer only jaxft's parts are made; it stays open until the event loop ends.
+"""
+
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nat.cli.cli_utils.config_override import load_and_override_config
+from nat.data_models.config import Config as ToolkitConfig
+from nat.data_models.finetuning import FinetuneConfig as ToolkitFinetuneConfig
+from nat.data_models.finetuning import FinetuneRunConfig
+from nat.runtime.loader import PluginTypes, discover_and_register_plugins, load_config
+from nat.utils.data_models.schema_validator import validate_schema
+from pydantic import BaseModel
+
+from jaxft.errors import ComponentError, ConfigError
+from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
+from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.evaluation import Validation
+from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from jaxft.harness.runtime import order_cpu_devices, use_compile_cache
+from jaxft.harness.session import Session, open_session
+from jaxft.nat.configs import OWN, PolicyConfig, own_config
+from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig
+from jaxft.nat.live import live_policy, publish, toolkit_episodes, withdraw
+from jaxft.nat.workflow import (
+    ToolkitDatasetConfig,
+    ToolkitEvaluatorConfig,
+    ToolkitWorkflowConfig,
+    described,
+    read_dataset,
+)
+from jaxft.rollout.client import ChatClient
+from jaxft.runs.console import current_console
+from jaxft.runs.directory import RunDirectory
+
+FOLDER = "jaxft"
+"""Folder in `finetuning.output_dir` that is jaxft's run directory; the toolkit's own files stand beside it."""
+
+
+@dataclass
+class Run:
+    """The open run.
+
+    Attributes:
+        toolkit: the toolkit's configuration.
+        options: the settings of the toolkit's command line.
+        session: jaxft's session.
+    """
+
+    toolkit: ToolkitConfig
+    options: FinetuneRunConfig
+    session: Session
+    _closing: AsyncExitStack = field(repr=False)
+
+    async def close(self) -> None:
+        """Close everything that was opened."""
+        global _run
+        _run = None
+        await self._closing.aclose()
+
+
+_run: Run | None = None
+
+
+def open_run_or_none() -> Run | None:
+    """Return the run that is open; None if there is none."""
+    return _run
+
+
+async def open_run(
+    run_config: ToolkitFinetuneConfig,
+    *,
+    trainer: BaseModel | None = None,
+    trajectory_builder: Any = None,
+    trainer_adapter: Any = None,
+) -> Run:
+    """Open the run of jaxft for a run of the toolkit.
+
+    Args:
+        run_config: the section `finetuning`, with the command line in `run_configuration`.
+        trainer: configuration of jaxft's trainer; None with a foreign one, for which only jaxft's parts are made.
+        trajectory_builder, trainer_adapter: with jaxft's trainer, the parts that it is bound to.
+
+    Raises:
+        ComponentError: another run is open.
+    """
+    global _run
+    if _run is not None:
+        raise ComponentError("another run of jaxft is open in this process: end it first (Trainer.cleanup)")
+    options = run_config.run_configuration
+    if options is None:
+        raise ConfigError(["finetuning.run_configuration: is missing: `nat finetune` and run_finetuning set it"])
+    if options.endpoint is not None:
+        raise ConfigError(
+            ["--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"]
+        )
+    toolkit, finetuning = _resolved(options, run_config)
+    config = _config(toolkit, finetuning, options, trainer, trajectory_builder, trainer_adapter)
+    chosen = {} if trainer is None else dict(trainer)
+    use_compile_cache()
+    order_cpu_devices()
+    async with AsyncExitStack() as stack:
+        is_whole = trainer is not None
+        session = await stack.enter_async_context(
+            open_session(
+                config, resume=chosen.get("resume", False), overwrite=chosen.get("overwrite", not is_whole)
+            )
+        )
+        for name, llm in toolkit.llms.items():
+            if isinstance(llm, PolicyConfig):
+                client = await session.builder.get_llm(name)
+                publish(llm.model_name, client)
+                stack.callback(withdraw, client)
+        toolkit_episodes.seed = config.finetuning.seed
+        toolkit_episodes.begin_collection(0)
+        toolkit_episodes.know(await session.builder.get_dataset())
+        if options.validation_dataset is not None and is_whole:
+            await _bind_validation(session, toolkit, options, chosen, stack)
+        _run = Run(toolkit, options, session, stack.pop_all())
+    return _run
+
+
+def _resolved(
+    options: FinetuneRunConfig, run_config: ToolkitFinetuneConfig
+) -> tuple[ToolkitConfig, ToolkitFinetuneConfig]:
+    """Return the toolkit's configuration with the overrides of the command line, and its section `finetuning`.
+
+    Version 1.8 of the toolkit leaves overrides to whoever reads the file.
+    """
+    if isinstance(options.config_file, BaseModel):
+        assert isinstance(options.config_file, ToolkitConfig)
+        # `run_configuration` holds the configuration that holds it: nobody could walk through it, or print it.
+        finetuning = run_config.model_copy(update={"run_configuration": None})
+        return options.config_file.model_copy(update={"finetuning": finetuning}), finetuning
+    if not options.override:
+        return load_config(options.config_file), run_config
+    discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
+    config = validate_schema(load_and_override_config(options.config_file, options.override), ToolkitConfig)
+    return config, config.finetuning
+
+
+def _config(
+    toolkit: ToolkitConfig,
+    finetuning: ToolkitFinetuneConfig,
+    options: FinetuneRunConfig,
+    trainer: BaseModel | None,
+    trajectory_builder: Any,
+    trainer_adapter: Any,
+) -> Config:
+    """Return jaxft's configuration of the run."""
+    llms: dict[str, LLMConfig] = {
+        name: own_config(llm, OWN[PolicyConfig])  # type: ignore[misc]
+        for name, llm in toolkit.llms.items()
+        if isinstance(llm, PolicyConfig)
+    }
+    builders: dict[str, TrajectoryBuilderConfig] = {}
+    adapters: dict[str, TrainerAdapterConfig] = {}
+    trainers: dict[str, TrainerConfig] = {}
+    for sections, name, instance, foreign in (
+        (builders, finetuning.trajectory_builder, trajectory_builder, ForeignBuilderConfig),
+        (adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig),
+    ):
+        given = {**toolkit.trajectory_builders, **toolkit.trainer_adapters}[name or ""]
+        if type(given) in OWN:
+            sections[name] = own_config(given, OWN[type(given)])  # type: ignore[index,assignment]
+        elif instance is not None:
+            sections[name] = foreign(instance=instance, described=described(given))  # type: ignore[index,assignment]
+    if trainer is not None and finetuning.trainer is not None:
+        trainers[finetuning.trainer] = own_config(trainer, OWN[type(trainer)])  # type: ignore[assignment]
+    kept = {} if trainer is None else dict(trainer)
+    reward = finetuning.reward_function
+    return Config(
+        llms=llms,
+        workflow=ToolkitWorkflowConfig(
+            toolkit=toolkit, result_json_path=options.result_json_path, described=described(toolkit)
+        ),
+        eval=EvalConfig(
+            general=EvalGeneralConfig(
+                max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
+                timeout_seconds=kept.get("timeout_seconds", 3600.0),
+                dataset=ToolkitDatasetConfig(
+                    toolkit=toolkit, file=None if options.dataset is None else str(options.dataset)
+                ),
+            ),
+            evaluators={name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators},
+        ),
+        trajectory_builders=builders,
+        trainer_adapters=adapters,
+        trainers=trainers,
+        finetuning=FinetuneConfig(
+            enabled=trainer is not None,
+            trainer=finetuning.trainer if trainers else None,
+            trajectory_builder=finetuning.trajectory_builder if builders else None,
+            trainer_adapter=finetuning.trainer_adapter if adapters else None,
+            reward_function=None if reward is None else {"name": reward.name},  # type: ignore[arg-type]
+            num_epochs=finetuning.num_epochs,
+            seed=_seed(toolkit, finetuning),
+            output_dir=Path(finetuning.output_dir) / FOLDER,
+            target_functions=tuple(finetuning.target_functions),
+            target_model=_llm_name(toolkit, finetuning.target_model),
+            curriculum_learning=finetuning.curriculum_learning.model_dump(),  # type: ignore[arg-type]
+            **{name: kept[name] for name in ("checkpoints", "strict_compile", "grace_seconds") if name in kept},
+        ),
+    )
+
+
+def _seed(toolkit: ToolkitConfig, finetuning: ToolkitFinetuneConfig) -> int:
+    """Return the seed of the policy that the adapter trains or, with a foreign adapter, of the first policy."""
+    adapter = toolkit.trainer_adapters[finetuning.trainer_adapter or ""]
+    if type(adapter) in OWN:
+        llm = dict(adapter)["llm"]
+        if not isinstance(toolkit.llms.get(llm), PolicyConfig):
+            known = ", ".join(name for name, each in toolkit.llms.items() if isinstance(each, PolicyConfig))
+            raise ConfigError(
+                [f"trainer_adapters.{finetuning.trainer_adapter}.llm: '{llm}' is no jaxft_policy; there: {known}"]
+            )
+        return toolkit.llms[llm].seed
+    return next((llm.seed for llm in toolkit.llms.values() if isinstance(llm, PolicyConfig)), 0)
+
+
+def _llm_name(toolkit: ToolkitConfig, model: str | None) -> str | None:
+    """Return the entry of `llms` whose model name, or whose own name, this is."""
+    names = [name for name, llm in toolkit.llms.items() if isinstance(llm, PolicyConfig) and llm.model_name == model]
+    return names[0] if names else model
+
+
+async def _bind_validation(
+    session: Session, toolkit: ToolkitConfig, options: FinetuneRunConfig, trainer: dict[str, Any], stack: AsyncExitStack
+) -> None:
+    """Give the trajectory builder the validation that the command line asks for."""
+    source, reward = session.builder, session.config.finetuning.reward_function
+    if options.validation_config_file is not None:
+        toolkit = load_config(options.validation_config_file)
+        other = toolkit.finetuning.reward_function
+        name = reward.name if other is None and reward is not None else other.name if other is not None else None
+        if name not in toolkit.eval.evaluators:
+            raise ConfigError([f"{options.validation_config_file}: eval.evaluators has no '{name}', the reward"])
+        config = session.config.model_copy(
+            update={
+                "workflow": ToolkitWorkflowConfig(
+                    toolkit=toolkit, result_json_path=options.result_json_path, described=described(toolkit)
+                ),
+                "eval": session.config.eval.model_copy(
+                    update={"evaluators": {name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators}}
+                ),
+            }
+        )
+        reward = None if name is None else FinetuneConfig(reward_function={"name": name}).reward_function  # type: ignore[arg-type]
+        source = await stack.enter_async_context(
+            ComponentBuilder(config, session.directory, session.console, lender=session.builder)
+        )
+    examples = await asyncio.to_thread(read_dataset, toolkit, str(options.validation_dataset))
+    evaluation = await source.make_evaluation(reward, counted_with=await session.builder.get_evaluation())
+    builder = await session.builder.get_trajectory_builder(session.config.finetuning.trajectory_builder or "")
+    await builder.bind_validation(
+        Validation(
+            evaluation,
+            examples,
+            options.validation_interval,
+            trainer["validation_temperature"],
+            trainer["validation_generations"],
+        )
+    )
+
+
+async def find_policy(config: Any) -> ChatClient:
+    """Return the live policy of a configuration, or make it, as `nat run` and `nat eval` need it, until the loop ends."""
+    live = live_policy(config.model_name)
+    if live is not None:
+        return live
+    async with _making:
+        return live_policy(config.model_name) or await _make_policy(config)
+
+
+_making = asyncio.Lock()
+_alone = AsyncExitStack()
+
+
+async def _make_policy(config: Any) -> ChatClient:
+    """Make a policy without a run."""
+    folder = _alone.enter_context(tempfile.TemporaryDirectory())
+    name = config.model_name
+    nothing = ToolkitDatasetConfig(toolkit=None)
+    own = Config(
+        llms={name: own_config(config, OWN[PolicyConfig])},  # type: ignore[dict-item]
+        workflow=ToolkitWorkflowConfig(toolkit=None),
+        eval=EvalConfig(general=EvalGeneralConfig(dataset=nothing)),
+        finetuning=FinetuneConfig(seed=config.seed),
+    )
+    use_compile_cache()
+    order_cpu_devices()
+    directory = _alone.enter_context(RunDirectory.create(Path(folder) / "run"))
+    builder = await _alone.enter_async_context(ComponentBuilder(own, directory, current_console()))
+    client = await builder.get_llm(name)
+    publish(name, client)
+    return client
