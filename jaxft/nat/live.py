@@ -9,7 +9,8 @@ recorded and its random numbers can be repeated.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,20 +25,20 @@ _policies: dict[str, ChatClient] = {}
 """Live policies by model name."""
 
 
-def publish(model_name: str, llm: ChatClient) -> None:
-    """Make a policy available to all clients of this model name.
+@contextmanager
+def published(model_name: str, llm: ChatClient) -> Iterator[None]:
+    """Make a policy available to all clients of this model name inside the block.
 
     Raises:
         ComponentError: another policy has the name.
     """
-    if _policies.setdefault(model_name, llm) is not llm:
+    if model_name in _policies:
         raise ComponentError(f"two policies have the model_name '{model_name}': give one of them another")
-
-
-def withdraw(llm: ChatClient) -> None:
-    """Take a policy that is about to close away from its clients."""
-    for name in [name for name, live in _policies.items() if live is llm]:
-        del _policies[name]
+    _policies[model_name] = llm
+    try:
+        yield
+    finally:
+        del _policies[model_name]
 
 
 def live_policy(model_name: str) -> ChatClient | None:

@@ -7,6 +7,7 @@ component, and the metrics under the toolkit's names in `finetuning.output_dir`.
 import json
 import shlex
 import sys
+from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jaxft.harness.session import resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
 from jaxft.nat.metric_files import write_toolkit_files
-from jaxft.nat.run import Run, open_run, open_run_or_none
+from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import Output, read_dataset
 from jaxft.shipped.rollout_builder import RolloutBuilder
 
@@ -37,7 +38,7 @@ async def _run_of(run_config: FinetuneConfig | None) -> Run:
     """Return the open run, opened for jaxft's parts alone if the trainer is a foreign one."""
     if run_config is None:
         raise RuntimeError("not initialized: call initialize(run_config) first")
-    return open_run_or_none() or await open_run(run_config)
+    return open_run_or_none() or await open_parts(run_config)
 
 
 class JaxftTrajectoryBuilder(TrajectoryBuilder):
@@ -151,18 +152,20 @@ class JaxftTrainer(Trainer):
     def __init__(self, trainer_config: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
         self._run: Run | None = None
+        self._closing = AsyncExitStack()
         self._own: contracts.Trainer | None = None
         self._statuses: list[TrainingJobStatus] = []
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Open the run, and initialize both parts."""
         resume_command.set(_resume_command(run_config.trainer or ""))
-        self._run = await open_run(
+        opened = open_run(
             run_config,
             trainer=self.trainer_config,
             trajectory_builder=self.trajectory_builder,
             trainer_adapter=self.trainer_adapter,
         )
+        self._run = await self._closing.enter_async_context(opened)
         try:
             await super().initialize(run_config)
             await self.own()
@@ -253,9 +256,8 @@ class JaxftTrainer(Trainer):
 
     async def cleanup(self) -> None:
         """Close the run: the policy, the workflow, the logs."""
-        run, self._run, self._own = self._run, None, None
-        if run is not None:
-            await run.close()
+        self._run = self._own = None
+        await self._closing.aclose()
 
 
 def _append(file: Path, row: dict[str, Any]) -> None:

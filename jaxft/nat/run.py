@@ -5,9 +5,11 @@ checkpoints. With a foreign trainer only jaxft's parts are made; it stays open u
 """
 
 import asyncio
+import logging
 import tempfile
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,18 @@ from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluation import Validation
-from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from jaxft.harness.registry import ComponentConfig, LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.harness.runtime import order_cpu_devices, use_compile_cache
 from jaxft.harness.session import Session, open_session
 from jaxft.nat.configs import OWN, PolicyConfig, own_config
 from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig
-from jaxft.nat.live import live_policy, publish, toolkit_episodes, withdraw
+from jaxft.nat.live import live_policy, published, toolkit_episodes
 from jaxft.nat.workflow import (
     ToolkitDatasetConfig,
     ToolkitEvaluatorConfig,
     ToolkitWorkflowConfig,
     described,
+    in_one_task,
     read_dataset,
 )
 from jaxft.rollout.client import ChatClient
@@ -58,13 +61,6 @@ class Run:
     toolkit: ToolkitConfig
     options: FinetuneRunConfig
     session: Session
-    _closing: AsyncExitStack = field(repr=False)
-
-    async def close(self) -> None:
-        """Close everything that was opened."""
-        global _run
-        _run = None
-        await self._closing.aclose()
 
 
 _run: Run | None = None
@@ -75,14 +71,15 @@ def open_run_or_none() -> Run | None:
     return _run
 
 
+@asynccontextmanager
 async def open_run(
     run_config: ToolkitFinetuneConfig,
     *,
     trainer: BaseModel | None = None,
     trajectory_builder: Any = None,
     trainer_adapter: Any = None,
-) -> Run:
-    """Open the run of jaxft for a run of the toolkit.
+) -> AsyncIterator[Run]:
+    """Open the run of jaxft for a run of the toolkit, until the block ends.
 
     Args:
         run_config: the section `finetuning`, with the command line in `run_configuration`.
@@ -105,27 +102,42 @@ async def open_run(
     toolkit, finetuning = _resolved(options, run_config)
     config = _config(toolkit, finetuning, options, trainer, trajectory_builder, trainer_adapter)
     chosen = {} if trainer is None else dict(trainer)
-    use_compile_cache()
-    order_cpu_devices()
+    _prepare_process()
+    is_whole = trainer is not None
+    resume, overwrite = chosen.get("resume", False), chosen.get("overwrite", not is_whole)
     async with AsyncExitStack() as stack:
-        is_whole = trainer is not None
-        session = await stack.enter_async_context(
-            open_session(
-                config, resume=chosen.get("resume", False), overwrite=chosen.get("overwrite", not is_whole)
-            )
-        )
+        session = await stack.enter_async_context(open_session(config, resume=resume, overwrite=overwrite))
         for name, llm in toolkit.llms.items():
             if isinstance(llm, PolicyConfig):
                 client = await session.builder.get_llm(name)
-                publish(llm.model_name, client)
-                stack.callback(withdraw, client)
+                stack.enter_context(published(llm.model_name, client))
         toolkit_episodes.seed = config.finetuning.seed
         toolkit_episodes.begin_collection(0)
         toolkit_episodes.know(await session.builder.get_dataset())
         if options.validation_dataset is not None and is_whole:
             await _bind_validation(session, toolkit, options, chosen, stack)
-        _run = Run(toolkit, options, session, stack.pop_all())
-    return _run
+        _run = Run(toolkit, options, session)
+        try:
+            yield _run
+        finally:
+            _run = None
+
+
+async def open_parts(run_config: ToolkitFinetuneConfig) -> Run:
+    """Open the run of jaxft's parts under a foreign trainer, until the event loop ends."""
+    return await _closing_with_the_loop.enter_async_context(in_one_task(open_run(run_config)))
+
+
+_closing_with_the_loop = AsyncExitStack()
+"""Never closed itself: the tasks in it end with their event loop."""
+
+
+def _prepare_process() -> None:
+    """Do what jaxft's own programs do when they start."""
+    use_compile_cache()
+    order_cpu_devices()
+    # The toolkit shows the records of all libraries from info on: dozens for each checkpoint.
+    logging.getLogger("absl").setLevel(logging.WARNING)
 
 
 def _resolved(
@@ -164,18 +176,25 @@ def _config(
     builders: dict[str, TrajectoryBuilderConfig] = {}
     adapters: dict[str, TrainerAdapterConfig] = {}
     trainers: dict[str, TrainerConfig] = {}
-    for sections, name, instance, foreign in (
-        (builders, finetuning.trajectory_builder, trajectory_builder, ForeignBuilderConfig),
-        (adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig),
-    ):
-        given = {**toolkit.trajectory_builders, **toolkit.trainer_adapters}[name or ""]
-        if type(given) in OWN:
-            sections[name] = own_config(given, OWN[type(given)])  # type: ignore[index,assignment]
+    parts: list[tuple[dict[str, Any], dict[str, Any], str | None, Any, type[ComponentConfig]]] = [
+        (builders, toolkit.trajectory_builders, finetuning.trajectory_builder, trajectory_builder, ForeignBuilderConfig),
+        (adapters, toolkit.trainer_adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig),
+    ]
+    for own, given, name, instance, foreign in parts:
+        if type(given[name or ""]) in OWN:
+            own[name or ""] = own_config(given[name or ""], OWN[type(given[name or ""])])
         elif instance is not None:
-            sections[name] = foreign(instance=instance, described=described(given))  # type: ignore[index,assignment]
+            own[name or ""] = foreign(instance=instance, described=described(given[name or ""]))  # type: ignore[call-arg]
     if trainer is not None and finetuning.trainer is not None:
         trainers[finetuning.trainer] = own_config(trainer, OWN[type(trainer)])  # type: ignore[assignment]
     kept = {} if trainer is None else dict(trainer)
+    if kept.get("examples_per_update") and any(isinstance(each, ForeignBuilderConfig) for each in builders.values()):
+        raise ConfigError(
+            [
+                f"trainers.{finetuning.trainer}.examples_per_update: the builder '{finetuning.trajectory_builder}' runs "
+                "the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
+            ]
+        )
     reward = finetuning.reward_function
     return Config(
         llms=llms,
@@ -273,32 +292,30 @@ async def _bind_validation(
 
 async def find_policy(config: Any) -> ChatClient:
     """Return the live policy of a configuration, or make it, as `nat run` and `nat eval` need it, until the loop ends."""
+    if live_policy(config.model_name) is None:
+        async with _making:
+            if live_policy(config.model_name) is None:
+                await _closing_with_the_loop.enter_async_context(in_one_task(_policy_alone(config)))
     live = live_policy(config.model_name)
-    if live is not None:
-        return live
-    async with _making:
-        return live_policy(config.model_name) or await _make_policy(config)
+    assert live is not None
+    return live
 
 
 _making = asyncio.Lock()
-_alone = AsyncExitStack()
 
 
-async def _make_policy(config: Any) -> ChatClient:
+@asynccontextmanager
+async def _policy_alone(config: Any) -> AsyncIterator[None]:
     """Make a policy without a run."""
-    folder = _alone.enter_context(tempfile.TemporaryDirectory())
-    name = config.model_name
-    nothing = ToolkitDatasetConfig(toolkit=None)
+    name, nothing = config.model_name, ToolkitDatasetConfig(toolkit=None)
     own = Config(
         llms={name: own_config(config, OWN[PolicyConfig])},  # type: ignore[dict-item]
         workflow=ToolkitWorkflowConfig(toolkit=None),
         eval=EvalConfig(general=EvalGeneralConfig(dataset=nothing)),
         finetuning=FinetuneConfig(seed=config.seed),
     )
-    use_compile_cache()
-    order_cpu_devices()
-    directory = _alone.enter_context(RunDirectory.create(Path(folder) / "run"))
-    builder = await _alone.enter_async_context(ComponentBuilder(own, directory, current_console()))
-    client = await builder.get_llm(name)
-    publish(name, client)
-    return client
+    _prepare_process()
+    with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
+        async with ComponentBuilder(own, directory, current_console()) as builder:
+            with published(name, await builder.get_llm(name)):
+                yield

@@ -4,6 +4,7 @@ Each of them is built once per run; the toolkit builds them anew in every pass o
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jsonpath_ng import parse
-from nat.builder.runtime_event_subscriber import pull_intermediate
+from nat.builder.context import Context
 from nat.data_models.config import Config as ToolkitConfig
 from nat.data_models.evaluator import EvalInput, EvalInputItem
 from nat.data_models.intermediate_step import IntermediateStep
@@ -118,17 +119,12 @@ class ToolkitWorkflow:
             self._sessions.session(user_id=f"jaxft-{current.id}") as session,
             session.run(current.input_obj) as runner,
         ):
-            steps = asyncio.ensure_future(pull_intermediate())
-            try:
-                result = await runner.result()
-                pulled = await steps
-            finally:
-                steps.cancel()
-            try:
+            steps: list[IntermediateStep] = []
+            Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
+            result = await runner.result()
+            with contextlib.suppress(ValueError):  # it has no text form
                 result = runner.convert(result, to_type=str)
-            except ValueError:
-                pass  # it has no text form
-        return Output(self._extracted(result), [IntermediateStep.model_validate(step) for step in pulled])
+        return Output(self._extracted(result), [_plain(step) for step in steps])
 
     def _extracted(self, result: Any) -> Any:
         """Return the part of a result that `--result_json_path` names."""
@@ -140,6 +136,15 @@ class ToolkitWorkflow:
         if not found:
             raise ValueError(f"'{self._result_json_path}' matches nothing in the output, {repr(result)[:100]}")
         return found[0].value
+
+
+def _plain(step: IntermediateStep) -> IntermediateStep:
+    """Return a step whose payload is plain data, as it is where the toolkit collects the steps of an evaluation."""
+    payload = step.payload.data.payload if step.payload.data is not None else None
+    if isinstance(payload, BaseModel):
+        assert step.payload.data is not None
+        step.payload.data.payload = payload.model_dump()
+    return step
 
 
 async def toolkit_workflow(config: ToolkitWorkflowConfig, builder: Any) -> AsyncIterator[ToolkitWorkflow]:
@@ -214,7 +219,10 @@ async def evaluate(evaluator: Any, item: EvalInputItem) -> Any:
 
 @asynccontextmanager
 async def in_one_task(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave a context manager in one task, as the cancel scopes of the toolkit's clients demand."""
+    """Enter and leave a context manager in one task of its own, as the cancel scopes of the toolkit's clients demand.
+
+    When the event loop ends it cancels that task, which then leaves the context manager.
+    """
     entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     leaving = asyncio.Event()
 
@@ -233,7 +241,9 @@ async def in_one_task(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[
         yield await entered
     finally:
         leaving.set()
-        await holding
+        await asyncio.wait({holding})
+        if not holding.cancelled() and holding.exception() is not None and entered.exception() is None:
+            await holding
 
 
 async def toolkit_dataset(config: ToolkitDatasetConfig, builder: Any) -> AsyncIterator[list[data_models.EvalInputItem]]:

@@ -1,0 +1,105 @@
+"""Runs of NeMo Agent Toolkit with jaxft's components, in this process and by its command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nat.plugins.eval")
+
+import yaml
+from nat.cli.cli_utils.config_override import load_and_override_config
+from nat.data_models.config import Config
+from nat.data_models.finetuning import FinetuneRunConfig
+from nat.finetuning.finetuning_runtime import run_finetuning_sync
+from nat.runtime.loader import PluginTypes, discover_and_register_plugins
+from nat.utils.data_models.schema_validator import validate_schema
+
+collect_ignore = ["others.py"]
+sys.path.insert(0, str(Path(__file__).parent))
+import others  # noqa: E402, F401, registers its components
+
+QUESTIONS = [{"id": number, "question": f"number {number}?", "answer": str(number)} for number in range(4)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with two datasets and `config.yml`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.json").write_text(json.dumps(QUESTIONS))
+    (tmp_path / "held_out.json").write_text(json.dumps([{**row, "id": row["id"] + 10} for row in QUESTIONS[:2]]))
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(configuration()))
+    return tmp_path
+
+
+def configuration():
+    """The configuration of a stock workflow that asks once, trained by jaxft's parts."""
+    return {
+        "llms": {
+            "policy": {
+                "_type": "jaxft_policy",
+                "preset": "qwen3-50k",
+                "max_context_tokens": 64,
+                "slots": 16,
+                "max_tokens": 12,
+                "seed": 3,
+            }
+        },
+        "workflow": {"_type": "chat_completion", "llm_name": "policy", "system_prompt": "a"},
+        "eval": {
+            "general": {"max_concurrency": 8, "dataset": {"_type": "json", "file_path": "train.json"}},
+            "evaluators": {"reward": {"_type": "digits"}},
+        },
+        "trajectory_builders": {
+            "own": {"_type": "jaxft_trajectory_builder", "num_generations": 4},
+            "user": {"_type": "user_traj_builder", "num_generations": 4},
+        },
+        "trainer_adapters": {
+            "own": {"_type": "jaxft_trainer_adapter", "llm": "policy", "optimizer": {"learning_rate": 3e-3}},
+            "user": {"_type": "user_trainer_adapter", "file": "submitted.jsonl"},
+        },
+        "trainers": {"own": {"_type": "jaxft_trainer"}, "user": {"_type": "user_trainer", "file": "statuses.json"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "own",
+            "trajectory_builder": "own",
+            "trainer_adapter": "own",
+            "reward_function": {"name": "reward"},
+            "num_epochs": 2,
+            "output_dir": "out",
+        },
+    }
+
+
+@pytest.fixture
+def finetune(folder):
+    """A function that runs finetuning in this process; its arguments are overrides, with `__` for dots."""
+
+    def run(validation_dataset=None, **overrides):
+        discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
+        given = tuple((name.replace("__", "."), str(value)) for name, value in overrides.items())
+        config = validate_schema(load_and_override_config(folder / "config.yml", given), Config)
+        options = FinetuneRunConfig(config_file=config, validation_dataset=validation_dataset, validation_interval=1)
+        run_finetuning_sync(options)
+
+    return run
+
+
+@pytest.fixture
+def nat(folder):
+    """A function that runs a `nat` command in a new process, and returns its result."""
+
+    def run(*arguments):
+        program = "import others, sys; from nat.cli.main import run_cli; sys.exit(run_cli())"
+        return subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return run
