@@ -240,7 +240,9 @@ class JaxftTrainer(Trainer):
         ]
         return {"run_id": run_id, "total_epochs": len(jobs), "jobs": jobs}
 
-    def apply_curriculum_learning(self, trajectory_collection: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
         """Return the groups that the curriculum chooses for an epoch."""
         chosen = self._made.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
         return to_toolkit_collection(chosen)

@@ -21,12 +21,18 @@ from nat.runtime.loader import PluginTypes, discover_and_register_plugins, load_
 from nat.utils.data_models.schema_validator import validate_schema
 from pydantic import BaseModel
 
-from jaxft.errors import ComponentError, ConfigError
+from jaxft.errors import ComponentError, ConfigError, RunDirectoryError
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluation import Validation
-from jaxft.harness.registry import ComponentConfig, LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from jaxft.harness.registry import (
+    ComponentConfig,
+    LLMConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+)
 from jaxft.harness.runtime import order_cpu_devices, use_compile_cache
 from jaxft.harness.session import Session, open_session
 from jaxft.nat.configs import OWN, PolicyConfig, own_config
@@ -106,7 +112,13 @@ async def open_run(
     is_whole = trainer is not None
     resume, overwrite = chosen.get("resume", False), chosen.get("overwrite", not is_whole)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(open_session(config, resume=resume, overwrite=overwrite))
+        try:
+            session = await stack.enter_async_context(open_session(config, resume=resume, overwrite=overwrite))
+        except RunDirectoryError as error:
+            options_of = f"-o trainers.{run_config.trainer}"
+            raise RunDirectoryError(
+                f"{error}; in nat finetune {options_of}.resume true continues a run, {options_of}.overwrite true replaces it"
+            ) from None
         for name, llm in toolkit.llms.items():
             if isinstance(llm, PolicyConfig):
                 client = await session.builder.get_llm(name)
@@ -177,7 +189,13 @@ def _config(
     adapters: dict[str, TrainerAdapterConfig] = {}
     trainers: dict[str, TrainerConfig] = {}
     parts: list[tuple[dict[str, Any], dict[str, Any], str | None, Any, type[ComponentConfig]]] = [
-        (builders, toolkit.trajectory_builders, finetuning.trajectory_builder, trajectory_builder, ForeignBuilderConfig),
+        (
+            builders,
+            toolkit.trajectory_builders,
+            finetuning.trajectory_builder,
+            trajectory_builder,
+            ForeignBuilderConfig,
+        ),
         (adapters, toolkit.trainer_adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig),
     ]
     for own, given, name, instance, foreign in parts:
@@ -268,7 +286,9 @@ async def _bind_validation(
                     toolkit=toolkit, result_json_path=options.result_json_path, described=described(toolkit)
                 ),
                 "eval": session.config.eval.model_copy(
-                    update={"evaluators": {name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators}}
+                    update={
+                        "evaluators": {name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators}
+                    }
                 ),
             }
         )

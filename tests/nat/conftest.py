@@ -11,12 +11,8 @@ import pytest
 pytest.importorskip("nat.plugins.eval")
 
 import yaml
-from nat.cli.cli_utils.config_override import load_and_override_config
-from nat.data_models.config import Config
 from nat.data_models.finetuning import FinetuneRunConfig
 from nat.finetuning.finetuning_runtime import run_finetuning_sync
-from nat.runtime.loader import PluginTypes, discover_and_register_plugins
-from nat.utils.data_models.schema_validator import validate_schema
 
 collect_ignore = ["others.py"]
 sys.path.insert(0, str(Path(__file__).parent))
@@ -76,13 +72,24 @@ def configuration():
 
 @pytest.fixture
 def finetune(folder):
-    """A function that runs finetuning in this process; its arguments are overrides, with `__` for dots."""
+    """A function that runs finetuning in this process; its arguments change the configuration, with `__` for dots."""
 
-    def run(validation_dataset=None, **overrides):
-        discover_and_register_plugins(PluginTypes.CONFIG_OBJECT)
-        given = tuple((name.replace("__", "."), str(value)) for name, value in overrides.items())
-        config = validate_schema(load_and_override_config(folder / "config.yml", given), Config)
-        options = FinetuneRunConfig(config_file=config, validation_dataset=validation_dataset, validation_interval=1)
+    def run(validation_dataset=None, validation_config_file=None, override=(), **changes):
+        config = configuration()
+        for path, value in changes.items():
+            *parents, name = path.split("__")
+            section = config
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[name] = value
+        (folder / "config.yml").write_text(yaml.safe_dump(config))
+        options = FinetuneRunConfig(
+            config_file=folder / "config.yml",
+            override=override,
+            validation_dataset=validation_dataset,
+            validation_config_file=validation_config_file,
+            validation_interval=1,
+        )
         run_finetuning_sync(options)
 
     return run
@@ -101,5 +108,17 @@ def nat(folder):
             text=True,
             timeout=600,
         )
+
+    return run
+
+
+@pytest.fixture
+def run_jaxft(folder):
+    """A function that runs the `jaxft` command in a new process."""
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "jaxft.cli", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
 
     return run

@@ -3,13 +3,16 @@
 import json
 
 from nat.builder.evaluator import EvaluatorInfo
+from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import (
     register_evaluator,
+    register_function,
     register_trainer,
     register_trainer_adapter,
     register_trajectory_builder,
 )
 from nat.data_models.evaluator import EvaluatorBaseConfig
+from nat.data_models.component_ref import FunctionRef
 from nat.data_models.finetuning import (
     EpisodeItem,
     EpisodeItemRole,
@@ -22,6 +25,7 @@ from nat.data_models.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from nat.data_models.function import FunctionBaseConfig
 from nat.finetuning.interfaces.finetuning_runner import Trainer
 from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
@@ -52,6 +56,22 @@ class Digits(BaseEvaluator):
 @register_evaluator(config_type=DigitsConfig)
 async def digits(config, builder):
     yield EvaluatorInfo(config=config, evaluate_fn=Digits(config.fails_on).evaluate, description="digits")
+
+
+class TwoStepsConfig(FunctionBaseConfig, name="two_steps"):
+    first: FunctionRef
+    second: FunctionRef
+
+
+@register_function(config_type=TwoStepsConfig)
+async def two_steps(config, builder):
+    first, second = await builder.get_function(config.first), await builder.get_function(config.second)
+
+    async def ask(question: str) -> str:
+        plan = await first.ainvoke(question, to_type=str)
+        return await second.ainvoke(f"plan {len(plan)}", to_type=str)
+
+    yield FunctionInfo.from_fn(ask, description="Asks twice.")
 
 
 class UserBuilderConfig(TrajectoryBuilderConfig, name="user_traj_builder"):

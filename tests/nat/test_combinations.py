@@ -11,9 +11,7 @@ pytestmark = pytest.mark.nat
 
 @pytest.mark.parametrize(("builder", "adapter", "trainer"), itertools.product(("own", "user"), repeat=3))
 def test_parts_of_the_user_and_of_jaxft_train_together(finetune, folder, builder, adapter, trainer):
-    finetune(
-        finetuning__trajectory_builder=builder, finetuning__trainer_adapter=adapter, finetuning__trainer=trainer
-    )
+    finetune(finetuning__trajectory_builder=builder, finetuning__trainer_adapter=adapter, finetuning__trainer=trainer)
     if trainer == "own":
         rows = [json.loads(line) for line in (folder / "out/training_metrics.jsonl").read_text().splitlines()]
         assert [row["epoch"] for row in rows] == [0, 1]

@@ -1,0 +1,187 @@
+"""What `nat finetune` does with jaxft's parts."""
+
+import json
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.nat
+
+ASKS_ONCE = """
+import jaxft
+
+
+class AsksOnceConfig(jaxft.WorkflowConfig, name="asks_once"):
+    llm: jaxft.LLMRef
+
+
+@jaxft.register_workflow(config_type=AsksOnceConfig)
+async def asks_once(config, builder):
+    llm = await builder.get_llm(config.llm)
+
+    async def ask(row):
+        messages = [{"role": "system", "content": "a"}, {"role": "user", "content": row["question"]}]
+        return (await llm.chat(messages, max_tokens=12)).content
+
+    yield ask
+
+
+class DigitsConfig(jaxft.EvaluatorConfig, name="digits"):
+    pass
+
+
+@jaxft.register_evaluator(config_type=DigitsConfig)
+async def digits(config, builder):
+    yield lambda item: sum(map(str.isdigit, item.output_obj)) / max(len(item.output_obj), 1)
+"""
+
+
+def lines(path):
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def native_config(folder, **finetuning):
+    """The configuration of the same workflow, evaluator and parts in jaxft alone."""
+    (folder / "asks_once.py").write_text(ASKS_ONCE)
+    policy = {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 64, "slots": 16}
+    adapter = {"_type": "local_trainer_adapter", "llm": "policy", "optimizer": {"learning_rate": 3e-3}}
+    parts = {"trainer": "own", "trajectory_builder": "own", "trainer_adapter": "own"}
+    config = {
+        "imports": ["asks_once"],
+        "llms": {"policy": policy},
+        "workflow": {"_type": "asks_once", "llm": "policy"},
+        "eval": {
+            "general": {"max_concurrency": 8, "dataset": {"_type": "json", "file_path": "train.json"}},
+            "validation": {"dataset": {"_type": "json", "file_path": "held_out.json"}, "interval": 1},
+            "evaluators": {"reward": {"_type": "digits"}},
+        },
+        "trajectory_builders": {"own": {"_type": "grpo_trajectory_builder", "num_generations": 4}},
+        "trainer_adapters": {"own": adapter},
+        "trainers": {"own": {"_type": "grpo_trainer", "save_episodes": "all"}},
+        "finetuning": {
+            "enabled": True,
+            **parts,
+            "reward_function": {"name": "reward"},
+            "num_epochs": 2,
+            "seed": 3,
+            "output_dir": "native",
+            **finetuning,
+        },
+    }
+    (folder / "native.yml").write_text(yaml.safe_dump(config))
+    return folder / "native.yml"
+
+
+def test_a_run_is_that_of_jaxft_alone_token_for_token(finetune, folder, run_jaxft):
+    curriculum = {"enabled": True, "initial_percentile": 0.5, "min_reward_diff": 0.0}
+    run_jaxft("finetune", "--config_file", native_config(folder, curriculum_learning=curriculum))
+    finetune("held_out.json", trainers__own__save_episodes="all", finetuning__curriculum_learning=curriculum)
+    own, toolkit = folder / "native", folder / "out/jaxft"
+    for name in ("training_metrics.jsonl", "trajectories/samples.jsonl", "curriculum_state.json"):
+        assert (own / name).read_bytes() == (toolkit / name).read_bytes()
+    before, after = (json.loads((each / "validation_history.json").read_text()) for each in (own, toolkit))
+    assert before == after and [row["epoch"] for row in after] == [0, 1, 2]
+    samples = lines(toolkit / "trajectories/samples.jsonl")
+    assert len(samples) == 2 * 4 * 4 and all(sample["sequences"][0]["tokens"] for sample in samples)
+
+
+def test_a_builder_of_the_toolkits_kind_samples_the_same_tokens(finetune, folder):
+    def episodes(name):
+        rows = lines(folder / "out/jaxft/trajectories/samples.jsonl")
+        return sorted((row["example_id"], row["sequences"][0]["tokens"]) for row in rows if row["epoch"] == 0)
+
+    settings = {"trainers__own__save_episodes": "all", "finetuning__num_epochs": 1}
+    finetune(**settings)
+    own = episodes("own")
+    finetune(**settings, finetuning__trajectory_builder="user", trainers__own__overwrite=True)
+    assert episodes("user") == own and len(own) == 16
+
+
+def test_arts_builder_and_trainer_work_with_the_adapter(finetune, folder):
+    pytest.importorskip("art")
+    finetune(
+        "held_out.json",
+        trajectory_builders__art={"_type": "openpipe_art_traj_builder", "num_generations": 4},
+        trainers__art={"_type": "openpipe_art_trainer"},
+        finetuning__trajectory_builder="art",
+        finetuning__trainer="art",
+        finetuning__num_epochs=3,
+    )
+    rows = lines(folder / "out/training_metrics.jsonl")
+    assert [row["num_trajectories"] for row in rows] == [16] * 3
+    assert [row["epoch"] for row in json.loads((folder / "out/validation_history.json").read_text())] == [0, 1, 2]
+
+
+def test_arts_builder_trains_under_jaxfts_trainer(finetune, folder):
+    pytest.importorskip("art")
+    finetune(
+        "held_out.json",
+        trajectory_builders__art={"_type": "openpipe_art_traj_builder", "num_generations": 4},
+        finetuning__trajectory_builder="art",
+    )
+    assert [row["applied_updates"] for row in lines(folder / "out/training_metrics.jsonl")] == [1, 1]
+
+
+def test_training_is_aimed_at_functions(finetune, folder):
+    functions = {
+        name: {"_type": "chat_completion", "llm_name": "policy", "system_prompt": name[0]}
+        for name in ("planner", "writer")
+    }
+    finetune(
+        functions=functions,
+        workflow={"_type": "two_steps", "first": "planner", "second": "writer"},
+        finetuning__target_functions=["planner"],
+        finetuning__target_model="policy",
+        trainers__own__save_episodes="all",
+        finetuning__num_epochs=1,
+    )
+    (row,) = lines(folder / "out/training_metrics.jsonl")
+    assert (row["calls"], row["untargeted_calls"]) == (32, 16)
+    samples = lines(folder / "out/jaxft/trajectories/samples.jsonl")
+    assert all(len(sample["sequences"]) == 1 for sample in samples)
+
+
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(finetune, folder):
+    finetune("held_out.json", finetuning__num_epochs=3)
+    whole = {
+        name: (folder / "out/jaxft" / name).read_bytes() for name in ("training_metrics.jsonl", "reward_history.json")
+    }
+    finetune("held_out.json", finetuning__num_epochs=1, finetuning__output_dir="again")
+    finetune("held_out.json", finetuning__num_epochs=3, finetuning__output_dir="again", trainers__own__resume=True)
+    assert {name: (folder / "again/jaxft" / name).read_bytes() for name in whole} == whole
+    assert len(lines(folder / "again/training_metrics.jsonl")) == 3
+
+
+def test_a_failed_episode_does_not_take_the_others_along(finetune, folder):
+    finetune(eval__evaluators={"reward": {"_type": "digits", "fails_on": "2"}}, finetuning__num_epochs=1)
+    (row,) = lines(folder / "out/training_metrics.jsonl")
+    assert (row["failed_episodes"], row["num_trajectories"], row["applied_updates"]) == (4, 12, 1)
+
+
+def test_the_command_ends_with_exit_code_1_when_a_job_fails(nat, folder):
+    fails = nat("finetune", "--config_file", "config.yml", "-o", "trainer_adapters.own.max_logprob_diff", "1e-12")
+    assert fails.returncode == 1 and "epoch_00000" in fails.stderr
+
+
+def test_the_command_honours_overrides_and_refuses_a_folder_that_holds_a_run(nat, folder):
+    command = ("finetune", "--config_file", "config.yml", "-o", "finetuning.num_epochs", "1")
+    first = nat(*command, "--dataset", "held_out.json")
+    assert first.returncode == 0, first.stderr
+    (row,) = lines(folder / "out/training_metrics.jsonl")
+    assert row["num_groups"] == 2  # those of --dataset
+    again = nat(*command)
+    assert again.returncode == 1 and "trainers.own.resume true" in again.stderr + again.stdout
+
+
+def test_a_workflow_runs_without_finetuning(folder):
+    import asyncio
+
+    from nat.runtime.loader import load_workflow
+
+    async def run():
+        async with load_workflow(folder / "config.yml") as sessions, sessions.session() as session:
+            async with session.run("number 1?") as runner:
+                return await runner.result(to_type=str)
+
+    assert isinstance(asyncio.run(run()), str)
