@@ -6,8 +6,8 @@
 
 Two agents are compared, each on the same examples, in turn: one that asks the policy once (the toolkit's
 `chat_completion` beside `llm.chat`), and one that calls a tool (the toolkit's `tool_calling_agent` beside LangChain's
-agent with jaxft's LangChain client). An episode of the first may cost at most 2 ms more in the toolkit. What is timed is
-a collection of trajectories: episodes, rewards, rows. Three minutes on two CPU cores.
+agent with jaxft's LangChain client). An episode of the first may cost at most 2 ms more in the toolkit. A collection of
+trajectories is timed: episodes, rewards, rows. Three minutes on two CPU cores.
 """
 
 import argparse
@@ -74,7 +74,7 @@ async def tool_agent(config: ToolAgentConfig, builder: Any) -> Any:
     from jaxft_nat_example.questions import table
 
     model = await builder.get_llm(config.llm, wrapper_type="langchain")
-    agent = create_agent(model, tools=[get], context_schema=dict[str, int])
+    agent: Any = create_agent(model, tools=[get], context_schema=dict[str, int])
 
     async def answer(row: dict[str, Any]) -> str:
         messages = [{"role": "user", "content": row["question"]}]
@@ -154,7 +154,7 @@ async def measure(folder: Path, policy: Path, examples: int, generations: int, r
     dataset.write_text(json.dumps([{**row, "id": str(row["id"])} for row in rows]))
     random = {"preset": "qwen3-50k", "max_context_tokens": 64, "slots": 64}
     trained = {"path": str(policy.absolute()), "max_context_tokens": 128, "slots": 64}
-    agents = {
+    agents: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "asks once": (random, "asks_once", {"_type": "chat_completion", "llm_name": "policy", "system_prompt": "a"}),
         "calls a tool": (
             trained,

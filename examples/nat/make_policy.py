@@ -59,7 +59,11 @@ def main(folder: Path = Path("runs")) -> None:
     model, params = jaxft.init_model(jaxft.model_preset("qwen3-50k"), jax.random.key(0))
     policy = jaxft.Policy(model, params, tokenizer, stop_ids=(tokenizer.eos_token_id,), slots=1, max_context_tokens=128)
     draw = random.Random(0)
-    rows = [policy.template.conversation(careless_conversation(number, draw), [TOOL]) for number in TRAINING for _ in range(3)]
+    rows = [
+        policy.template.conversation(careless_conversation(number, draw), [TOOL])
+        for number in TRAINING
+        for _ in range(3)
+    ]
     width = max(len(ids) for ids, _ in rows)
     tokens, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
     for row, (ids, trained) in enumerate(rows):

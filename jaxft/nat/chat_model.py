@@ -20,8 +20,21 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, find_episode, named_function, recording
 
 ARGUMENTS = frozenset(
-    "tools tool_choice parallel_tool_calls temperature max_tokens max_completion_tokens seed stop_token_ids top_k "
-    "top_p min_p logit_bias chat_template_kwargs".split()
+    [
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "temperature",
+        "max_tokens",
+        "max_completion_tokens",
+        "seed",
+        "stop_token_ids",
+        "top_k",
+        "top_p",
+        "min_p",
+        "logit_bias",
+        "chat_template_kwargs",
+    ]
 )
 """Arguments that a call, or `bind`, may give; they are those of `ChatClient.chat`."""
 
@@ -47,7 +60,7 @@ class PolicyChatModel(BaseChatModel):
 
     model_name: str
     find_policy: Callable[[], Awaitable[Any]] = Field(exclude=True)
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = Field(default={})
 
     @property
     def _llm_type(self) -> str:

@@ -81,7 +81,7 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
         __base__=base,
         __module__=__name__,
         __doc__=own.__doc__,
-        __validators__={"check": model_validator(mode="after")(check)},
+        __validators__={"check": model_validator(mode="after")(check)},  # type: ignore[dict-item]
         __cls_kwargs__={"name": name},
         **fields,
     )

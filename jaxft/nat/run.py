@@ -117,7 +117,8 @@ async def open_run(
         except RunDirectoryError as error:
             options_of = f"-o trainers.{run_config.trainer}"
             raise RunDirectoryError(
-                f"{error}; in nat finetune {options_of}.resume true continues a run, {options_of}.overwrite true replaces it"
+                f"{error}; for nat finetune these are {options_of}.overwrite true and, to continue it, "
+                f"{options_of}.resume true"
             ) from None
         for name, llm in toolkit.llms.items():
             if isinstance(llm, PolicyConfig):
@@ -209,8 +210,8 @@ def _config(
     if kept.get("examples_per_update") and any(isinstance(each, ForeignBuilderConfig) for each in builders.values()):
         raise ConfigError(
             [
-                f"trainers.{finetuning.trainer}.examples_per_update: the builder '{finetuning.trajectory_builder}' runs "
-                "the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
+                f"trainers.{finetuning.trainer}.examples_per_update: the builder '{finetuning.trajectory_builder}' "
+                "runs the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
             ]
         )
     reward = finetuning.reward_function
@@ -243,7 +244,7 @@ def _config(
             output_dir=Path(finetuning.output_dir) / FOLDER,
             target_functions=tuple(finetuning.target_functions),
             target_model=_llm_name(toolkit, finetuning.target_model),
-            curriculum_learning=finetuning.curriculum_learning.model_dump(),  # type: ignore[arg-type]
+            curriculum_learning=finetuning.curriculum_learning.model_dump(),
             **{name: kept[name] for name in ("checkpoints", "strict_compile", "grace_seconds") if name in kept},
         ),
     )
@@ -311,7 +312,7 @@ async def _bind_validation(
 
 
 async def find_policy(config: Any) -> ChatClient:
-    """Return the live policy of a configuration, or make it, as `nat run` and `nat eval` need it, until the loop ends."""
+    """Return the live policy of a configuration; `nat run` and `nat eval` have it made until their loop ends."""
     if live_policy(config.model_name) is None:
         async with _making:
             if live_policy(config.model_name) is None:

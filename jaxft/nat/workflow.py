@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jsonpath_ng import parse
+from langchain_core.outputs import ChatGeneration
 from nat.builder.context import Context
 from nat.data_models.config import Config as ToolkitConfig
 from nat.data_models.evaluator import EvalInput, EvalInputItem
@@ -139,11 +140,13 @@ class ToolkitWorkflow:
 
 
 def _plain(step: IntermediateStep) -> IntermediateStep:
-    """Return a step whose payload is plain data, as it is where the toolkit collects the steps of an evaluation."""
-    payload = step.payload.data.payload if step.payload.data is not None else None
-    if isinstance(payload, BaseModel):
-        assert step.payload.data is not None
-        step.payload.data.payload = payload.model_dump()
+    """Return a step whose answer of a chat model is plain data, as the toolkit's own evaluation has it."""
+    data = step.payload.data
+    if data is not None and isinstance(data.payload, ChatGeneration):
+        generation = data.payload
+        # The metadata holds the log-probabilities, which are plain already, and long.
+        data.payload = generation.model_dump(exclude={"message": {"response_metadata"}})
+        data.payload["message"]["response_metadata"] = generation.message.response_metadata
     return step
 
 

@@ -162,5 +162,7 @@ def call_of(logprobs: Any) -> Call | None:
     record = first.get(RECORD) if isinstance(first, Mapping) else None
     if record is None:
         return None
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
     return Call(messages=(), prompt_text="", **fields)

@@ -98,8 +98,8 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         if trajectories and all(trajectory.sequences is None for trajectory in trajectories):
             cause = (
                 "their `sequences` are None: the trajectory builder has to give what was sampled, as in "
-                "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls)), or pass on the log-probabilities "
-                "of the answers, which record their calls"
+                "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls)), or to pass on the "
+                "log-probabilities of the answers, which record their calls"
             )
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "

@@ -11,8 +11,8 @@ from nat.cli.register_workflow import (
     register_trainer_adapter,
     register_trajectory_builder,
 )
-from nat.data_models.evaluator import EvaluatorBaseConfig
 from nat.data_models.component_ref import FunctionRef
+from nat.data_models.evaluator import EvaluatorBaseConfig
 from nat.data_models.finetuning import (
     EpisodeItem,
     EpisodeItemRole,

@@ -180,8 +180,11 @@ def test_a_workflow_runs_without_finetuning(folder):
     from nat.runtime.loader import load_workflow
 
     async def run():
-        async with load_workflow(folder / "config.yml") as sessions, sessions.session() as session:
-            async with session.run("number 1?") as runner:
-                return await runner.result(to_type=str)
+        async with (
+            load_workflow(folder / "config.yml") as sessions,
+            sessions.session() as session,
+            session.run("number 1?") as runner,
+        ):
+            return await runner.result(to_type=str)
 
     assert isinstance(asyncio.run(run()), str)

@@ -16,9 +16,12 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"add": lambda a, b: a + b, "
 
 
 def table(number: int) -> dict[str, int]:
-    """Return the facts of a table."""
+    """Return the facts of a table, not all of which are equal."""
     draw = random.Random(f"table {number}")
-    return {name: draw.choice(VALUES) for name in draw.sample(NAMES, FACTS_PER_TABLE)}
+    names, facts = draw.sample(NAMES, FACTS_PER_TABLE), [draw.choice(VALUES) for _ in range(FACTS_PER_TABLE)]
+    if len(set(facts)) == 1:
+        facts[0] = 7 - facts[0]
+    return dict(zip(names, facts, strict=True))
 
 
 def question(number: int) -> tuple[str, str]:
@@ -27,5 +30,5 @@ def question(number: int) -> tuple[str, str]:
     operation = draw.choice(list(OPERATIONS))
     # Different facts, so that no lookup of one fact twice gives the right answer to `add` or `sub`.
     pairs = [(a, b) for a in facts for b in facts if facts[a] != facts[b]]
-    first, second = draw.choice(pairs) if pairs else (list(facts)[0], list(facts)[1])
+    first, second = draw.choice(pairs)
     return f"{number} {operation} {first} {second}", str(OPERATIONS[operation](facts[first], facts[second]))
