@@ -50,6 +50,8 @@ def careless_conversation(number: int, draw: random.Random) -> list[dict[str, An
 
 def main(folder: Path = Path("runs")) -> None:
     """Write the datasets and the policy."""
+    if (folder / "nat_policy").exists():
+        raise SystemExit(f"{folder / 'nat_policy'} is there already: remove it to make another")
     folder.mkdir(exist_ok=True)
     for name, numbers in (("train", TRAINING), ("held_out", HELD_OUT)):
         rows = [dict(zip(("id", "question", "answer"), (number, *question(number)), strict=True)) for number in numbers]

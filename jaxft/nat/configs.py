@@ -15,7 +15,6 @@ from jaxft.harness.data_models import CheckpointConfig, FinetuneConfig
 from jaxft.harness.registry import ComponentConfig
 from jaxft.shipped.configs import (
     DPOTrainerConfig,
-    DPOTrajectoryBuilderConfig,
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
     LocalPolicyConfig,
@@ -94,9 +93,6 @@ AdapterConfig = _toolkit_config(
 BuilderConfig = _toolkit_config(
     "BuilderConfig", "jaxft_trajectory_builder", TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig
 )
-DPOBuilderConfig = _toolkit_config(
-    "DPOBuilderConfig", "jaxft_dpo_trajectory_builder", TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig
-)
 GRPOConfig = _toolkit_config("GRPOConfig", "jaxft_trainer", _TrainerOptions, GRPOTrainerConfig)
 DPOConfig = _toolkit_config("DPOConfig", "jaxft_dpo_trainer", _TrainerOptions, DPOTrainerConfig)
 
@@ -104,7 +100,6 @@ OWN: dict[type[BaseModel], type[ComponentConfig]] = {
     PolicyConfig: LocalPolicyConfig,
     AdapterConfig: LocalTrainerAdapterConfig,
     BuilderConfig: GRPOTrajectoryBuilderConfig,
-    DPOBuilderConfig: DPOTrajectoryBuilderConfig,
     GRPOConfig: GRPOTrainerConfig,
     DPOConfig: DPOTrainerConfig,
 }

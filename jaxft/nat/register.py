@@ -17,7 +17,7 @@ from nat.cli.register_workflow import (
     register_trajectory_builder,
 )
 
-from jaxft.nat.configs import AdapterConfig, BuilderConfig, DPOBuilderConfig, DPOConfig, GRPOConfig, PolicyConfig
+from jaxft.nat.configs import AdapterConfig, BuilderConfig, DPOConfig, GRPOConfig, PolicyConfig
 
 
 @register_llm_provider(config_type=PolicyConfig)
@@ -37,13 +37,25 @@ async def jaxft_policy_langchain(config: Any, builder: Any) -> AsyncIterator[Any
     yield PolicyChatModel(model_name=config.model_name, find_policy=partial(find_policy, config), defaults=defaults)
 
 
-async def _trajectory_builder(config: Any, builder: Any) -> AsyncIterator[Any]:
+@register_trajectory_builder(config_type=BuilderConfig)
+async def jaxft_trajectory_builder(config: Any, builder: Any) -> AsyncIterator[Any]:
+    """Yield the builder that makes a group of episodes of each example."""
     from jaxft.nat.parts import JaxftTrajectoryBuilder
 
     yield JaxftTrajectoryBuilder(config)
 
 
-async def _trainer(config: Any, builder: Any) -> AsyncIterator[Any]:
+@register_trainer(config_type=GRPOConfig)
+async def jaxft_trainer(config: Any, builder: Any) -> AsyncIterator[Any]:
+    """Yield the trainer of groups of episodes."""
+    from jaxft.nat.parts import JaxftTrainer
+
+    yield JaxftTrainer(config)
+
+
+@register_trainer(config_type=DPOConfig)
+async def jaxft_dpo_trainer(config: Any, builder: Any) -> AsyncIterator[Any]:
+    """Yield the trainer of preference pairs."""
     from jaxft.nat.parts import JaxftTrainer
 
     yield JaxftTrainer(config)
@@ -57,7 +69,3 @@ async def jaxft_trainer_adapter(config: Any, builder: Any) -> AsyncIterator[Any]
     yield JaxftTrainerAdapter(config)
 
 
-for config_type in (BuilderConfig, DPOBuilderConfig):
-    register_trajectory_builder(config_type=config_type)(_trajectory_builder)
-for config_type in (GRPOConfig, DPOConfig):
-    register_trainer(config_type=config_type)(_trainer)

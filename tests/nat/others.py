@@ -14,8 +14,10 @@ from nat.cli.register_workflow import (
 from nat.data_models.component_ref import FunctionRef
 from nat.data_models.evaluator import EvaluatorBaseConfig
 from nat.data_models.finetuning import (
+    DPOItem,
     EpisodeItem,
     EpisodeItemRole,
+    OpenAIMessage,
     TrainerAdapterConfig,
     TrainerConfig,
     TrainingJobRef,
@@ -119,6 +121,37 @@ class UserBuilder(TrajectoryBuilder):
 @register_trajectory_builder(config_type=UserBuilderConfig)
 async def user_traj_builder(config, builder):
     yield UserBuilder(config)
+
+
+class PairsBuilderConfig(TrajectoryBuilderConfig, name="pairs_traj_builder"):
+    pass
+
+
+class PairsBuilder(TrajectoryBuilder):
+    """Prefers answers that are digits, whatever the policy says."""
+
+    async def start_run(self, run_id, meta=None):
+        pass
+
+    async def finalize(self, run_id, meta=None):
+        pairs = [
+            DPOItem(
+                prompt=[OpenAIMessage(role="user", content=f"number {number}?")],
+                chosen_response=str(number),
+                rejected_response="no idea",
+            )
+            for number in range(4)
+        ]
+        groups = [[Trajectory(episode=[pair], reward=1.0, metadata={"id": str(n)})] for n, pair in enumerate(pairs)]
+        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+    def log_progress(self, run_id, metrics, output_dir=None):
+        pass
+
+
+@register_trajectory_builder(config_type=PairsBuilderConfig)
+async def pairs_traj_builder(config, builder):
+    yield PairsBuilder(config)
 
 
 class UserAdapterConfig(TrainerAdapterConfig, name="user_trainer_adapter"):

@@ -142,6 +142,18 @@ def test_training_is_aimed_at_functions(finetune, folder):
     assert all(len(sample["sequences"]) == 1 for sample in samples)
 
 
+def test_pairs_of_a_builder_of_the_toolkits_kind_train_with_dpo(finetune, folder):
+    finetune(
+        trajectory_builders__pairs={"_type": "pairs_traj_builder"},
+        trainer_adapters__own__loss={"name": "dpo"},
+        trainers__pairs={"_type": "jaxft_dpo_trainer"},
+        finetuning__trajectory_builder="pairs",
+        finetuning__trainer="pairs",
+    )
+    first, second = lines(folder / "out/jaxft/training_metrics.jsonl")
+    assert second["loss"] < first["loss"] and second["applied_updates"] == 1
+
+
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(finetune, folder):
     finetune("held_out.json", finetuning__num_epochs=3)
     whole = {
