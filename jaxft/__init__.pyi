@@ -87,7 +87,9 @@ from .harness.data_models import (
     DPOItem as DPOItem,
     EpisodeItem as EpisodeItem,
     EpisodeItemRole as EpisodeItemRole,
+    EvalInput as EvalInput,
     EvalInputItem as EvalInputItem,
+    EvalOutput as EvalOutput,
     EvalOutputItem as EvalOutputItem,
     EvaluationRunOutput as EvaluationRunOutput,
     FinetuneConfig as FinetuneConfig,
@@ -99,6 +101,17 @@ from .harness.data_models import (
     TrainingStatusEnum as TrainingStatusEnum,
     Trajectory as Trajectory,
     TrajectoryCollection as TrajectoryCollection,
+)
+from .harness.steps import (
+    IntermediateStep as IntermediateStep,
+    IntermediateStepCategory as IntermediateStepCategory,
+    IntermediateStepPayload as IntermediateStepPayload,
+    IntermediateStepState as IntermediateStepState,
+    IntermediateStepType as IntermediateStepType,
+    InvocationNode as InvocationNode,
+    StreamEventData as StreamEventData,
+    TTCEventData as TTCEventData,
+    parse_to_openai_messages as parse_to_openai_messages,
 )
 from .harness.datasets import (
     load_jsonl as load_jsonl,

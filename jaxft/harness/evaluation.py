@@ -28,6 +28,7 @@ from jaxft.harness.evaluators import (
     to_scalar,
     weighted_sum_faults,
 )
+from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
 
@@ -85,8 +86,9 @@ class Evaluation:
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
-        num_validations: number of calls of `validate`, here or in evaluations counted with this one; it is the rollout
-            index of the next call.
+        num_rollouts: number of runs on the training stream, here or in evaluations counted with this one; it is the
+            rollout index of the next run that is given none.
+        num_validations: the same for the validation stream.
         supervisor: runs the user's code, and counts calls that it had to abandon.
         num_outside_calls: number of model calls made outside of any episode while episodes ran.
     """
@@ -116,8 +118,8 @@ class Evaluation:
             seed: seed of the run.
             timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
-            counted_with: another evaluation of the same run with a common count of validations, so that no two
-                validations draw the same random numbers.
+            counted_with: another evaluation of the same run with common counts, so that no two runs on a stream draw
+                the same random numbers.
             show_progress: called when episodes start, with a function that returns their progress as text.
             log: shows a message, such as a warning; called from any thread.
 
@@ -150,6 +152,7 @@ class Evaluation:
         self._result_json_path = result_json_path
         self._counter = self if counted_with is None else counted_with
         self._show_progress = show_progress
+        self.num_rollouts = 0
         self.num_validations = 0
         self.num_outside_calls = 0
         self.supervisor = Supervisor(log)
@@ -160,7 +163,7 @@ class Evaluation:
         items: Sequence[EvalInputItem],
         *,
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None = None,
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[asyncio.Task[EpisodeOutcome]]:
@@ -171,7 +174,7 @@ class Evaluation:
         Args:
             items: the examples.
             stream: `TRAINING` or `VALIDATION`.
-            rollout_index: number of this collection in its stream.
+            rollout_index: number of this run in its stream; None: the next one, which checkpoints save.
             num_generations: episodes per example.
             temperature: of every model call (0.0: greedy); None: each call keeps its own.
         """
@@ -183,7 +186,7 @@ class Evaluation:
         items: Sequence[EvalInputItem],
         *,
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None = None,
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
@@ -198,11 +201,7 @@ class Evaluation:
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> list[EpisodeOutcome]:
         """`run` on the validation stream, greedy by default; each call takes the next rollout index."""
-        index = self._counter.num_validations
-        self._counter.num_validations += 1
-        return await self.run(
-            items, stream=VALIDATION, rollout_index=index, num_generations=num_generations, temperature=temperature
-        )
+        return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
 
     async def close(self) -> None:
         """Cancel every running episode, and wait for its end."""
@@ -212,11 +211,12 @@ class Evaluation:
         self,
         items: Sequence[EvalInputItem],
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None,
         num_generations: int,
         temperature: float | None,
     ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
         """Return the tasks of the episodes, and tasks that score groups and end with their episodes."""
+        rollout_index = self._counter._count(stream, rollout_index)
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
@@ -264,6 +264,16 @@ class Evaluation:
         for task in episodes:
             task.add_done_callback(leave)
 
+    def _count(self, stream: int, rollout_index: int | None) -> int:
+        """Count a run and return its rollout index; later runs that are given none take higher ones."""
+        if stream == VALIDATION:
+            index = self.num_validations if rollout_index is None else rollout_index
+            self.num_validations = max(self.num_validations, index + 1)
+        else:
+            index = self.num_rollouts if rollout_index is None else rollout_index
+            self.num_rollouts = max(self.num_rollouts, index + 1)
+        return index
+
     async def _run_episode(
         self, item: EvalInputItem, episode: Episode, group: GroupBarrier[EpisodeOutcome] | None
     ) -> EpisodeOutcome:
@@ -278,7 +288,7 @@ class Evaluation:
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = time.perf_counter()
-        error = traceback = None
+        output = error = traceback = None
         try:
             with user_code(), recording(episode):
                 # A copy, as an episode that changes its row must not change the row of another episode.
@@ -293,16 +303,16 @@ class Evaluation:
                 )
                 if self._result_json_path is not None:
                     output = at_json_path(output, self._result_json_path)
-            item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
             # Not the fault of the episode: all others would fail, too.
             if isinstance(failure.error, PolicyError):
                 raise failure.error from None
             if episode.policy_error is not None:
                 raise episode.policy_error from None
-            error, traceback = failure.summary, failure.traceback
+            output, error, traceback = None, failure.summary, failure.traceback
         finally:
             episode.end()
+        item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
 
@@ -410,9 +420,9 @@ class Validation:
         """
         return epoch % self.interval == 0 or epoch == num_epochs
 
-    async def run(self) -> EvaluationRunOutput:
-        """Evaluate the policy on the examples once."""
+    async def run(self, num_generations: int | None = None) -> EvaluationRunOutput:
+        """Evaluate the policy on the examples once, with `num_generations` of this set or of the caller."""
         outcomes = await self.evaluation.validate(
-            self.examples, temperature=self.temperature, num_generations=self.num_generations
+            self.examples, temperature=self.temperature, num_generations=num_generations or self.num_generations
         )
         return self.evaluation.summarize(outcomes)

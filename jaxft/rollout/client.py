@@ -94,6 +94,7 @@ class ChatClient:
         self.policy = policy
         self.name = name
         self.long_prompts = long_prompts
+        self._text_of_token = functools.cache(lambda token_id: policy.tokenizer.decode([token_id]))
         self._interactive_calls = itertools.count()
 
     async def chat(
@@ -215,6 +216,7 @@ class ChatClient:
                 break
             answered |= zip(stale, await sample(stale), strict=True)
         if episode is not None:
+            episode.texts_of_tokens[self.name] = self._text_of_token
             for each in answered.values():
                 episode.record(self._call(request, prompt, each))
         first, *others = (each.reply(prompt.ids) for each in answered.values())
