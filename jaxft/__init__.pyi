@@ -120,6 +120,10 @@ from .harness.evaluation import (
     EpisodeOutcome as EpisodeOutcome,
     Evaluation as Evaluation,
 )
+from .harness.evaluators import (
+    BaseEvaluator as BaseEvaluator,
+    EvaluatorInfo as EvaluatorInfo,
+)
 from .harness.registry import (
     DatasetConfig as DatasetConfig,
     EvaluatorConfig as EvaluatorConfig,

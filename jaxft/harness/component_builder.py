@@ -31,7 +31,7 @@ from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Evaluation, Validation, Workflow
-from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum
+from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum, evaluator_of
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -134,8 +134,13 @@ class ComponentBuilder:
 
     async def get_evaluator(self, name: str) -> Evaluator:
         """Return the evaluator `eval.evaluators.<name>`."""
-        evaluator = await self._get(SECTION, name, EvaluatorConfig, object)
-        return _callable(f"{SECTION}.{name}", evaluator)
+        made = await self._get(SECTION, name, EvaluatorConfig, object)
+        is_group = isinstance(self.config.eval.evaluators[name], GroupEvaluatorConfig)
+        return _callable(f"{SECTION}.{name}", evaluator_of(made, is_group=is_group))
+
+    def get_max_concurrency(self) -> int:
+        """Return `eval.general.max_concurrency`, for a `BaseEvaluator`."""
+        return self.config.eval.general.max_concurrency
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""

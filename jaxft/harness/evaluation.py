@@ -18,12 +18,15 @@ from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.evaluators import (
     SECTION,
+    BaseEvaluator,
     BoundEvaluator,
     Evaluator,
+    EvaluatorInfo,
     GroupBarrier,
     Score,
     Scores,
     WeightedSum,
+    evaluator_of,
     run_evaluators,
     to_scalar,
     weighted_sum_faults,
@@ -96,7 +99,7 @@ class Evaluation:
     def __init__(
         self,
         workflow: Workflow,
-        evaluators: Mapping[str, Evaluator | BoundEvaluator | WeightedSum],
+        evaluators: Mapping[str, Evaluator | EvaluatorInfo | BaseEvaluator | BoundEvaluator | WeightedSum],
         reward_name: str | None,
         max_concurrency: int,
         seed: int,
@@ -111,7 +114,7 @@ class Evaluation:
 
         Args:
             workflow: called with a copy of the example's row.
-            evaluators: by name; a plain function scores one episode without a time limit.
+            evaluators: by name; one that is no `BoundEvaluator` scores one episode without a time limit.
             reward_name: one of the evaluators, or None for no reward.
             max_concurrency: maximum number of episodes that run at once, over all runs of this object, and of groups
                 scored at once.
@@ -136,7 +139,7 @@ class Evaluation:
         if faults:
             raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
         bound = {
-            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(each)
+            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(evaluator_of(each))
             for name, each in evaluators.items()
             if not isinstance(each, WeightedSum)
         }
