@@ -238,6 +238,8 @@ class Trainer(ABC):
         is_stopping: set by a signal; `run` then returns after the present epoch.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
             from the start; otherwise a run that trained nothing has failed.
+        failure: set by `run` to an error that it returns as a FAILED status; the session raises the error, so that the
+            run has its message and exit code.
     """
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
@@ -250,6 +252,7 @@ class Trainer(ABC):
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
         self.is_stopping = False
         self.needs_no_training = False
+        self.failure: BaseException | None = None
         self._curriculum_state: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:

@@ -208,11 +208,10 @@ class DPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Submit all pairs that were collected."""
-        assert self.trainer_adapter is not None
         # The metrics of the collections belong to no epoch; the first one carries them.
         self.log.metrics[run_id] = dict(self._metrics) if epoch == 0 else {}
         self.log.timings[run_id] = {}
-        return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
+        return await self.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
     async def _collect_pairs(self, num_epochs: int) -> None:
         """Run the collections, with a checkpoint before each: they may take longer than the training."""

@@ -156,7 +156,7 @@ class GRPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
-        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        assert self.trajectory_builder is not None
         message = self.log.console.message
         collection = await self.collect(run_id, self._next_examples(epoch))
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
@@ -196,7 +196,7 @@ class GRPOTrainer(LoggedTrainer):
             )
             return None
         try:
-            return await self.trainer_adapter.submit(chosen)
+            return await self.submit(chosen)
         except NothingToTrain as error:
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None

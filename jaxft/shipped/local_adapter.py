@@ -176,13 +176,14 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Queue a job on these trajectories, and return at once.
 
         Raises:
-            ValueError: the job's name is taken.
+            ValueError: a job of that name has not ended.
             NothingToTrain: no row has a token to train.
             TrajectoryError: a row is greedy or malformed.
         """
         run_id = trajectories.run_id
-        if run_id in self._jobs:
-            raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
+        running = self._jobs[run_id].task if run_id in self._jobs else None
+        if running is not None and not running.done():
+            raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         data, rewards = self._lay_out(trajectories)
         self._warn_of_filters(data.sampled.log_kept_mass)
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))

@@ -272,6 +272,17 @@ def prompts(collection):
     return "".join(one.episode[0].prompt for group in collection.trajectories for one in group)
 
 
+class Refusing(Noted):
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        raise ConnectionError("nobody is there")
+
+
+def test_a_job_that_cannot_be_submitted_has_failed(train):
+    (status,), *_ = train(Listed([pair(c) for c in "abcdefg"]), Refusing(), num_runs=1)
+    assert (status.run_id, status.status) == ("epoch_00000", TrainingStatusEnum.FAILED)
+    assert status.message == "ConnectionError: nobody is there" and "in submit" in status.metadata["traceback"]
+
+
 def test_collections_then_a_job_per_epoch(train, tmp_path):
     builder = Listed([pair(c) for c in "abcdefg"], [pair(c) for c in "cdefghij"])
     adapter = Noted(preference_accuracy=0.75)

@@ -618,6 +618,20 @@ def test_a_failed_job_ends_the_run(train):
     assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5  # what was collected is not forgotten
 
 
+class Refusing(NotingAdapter):
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        raise TrajectoryError("the second row is malformed")
+
+
+def test_a_job_that_cannot_be_submitted_has_failed(train):
+    statuses, rows, _, trainer = train(generation, Refusing(), epochs=3)
+    (status,) = statuses
+    assert (status.run_id, status.status) == ("epoch_00000", TrainingStatusEnum.FAILED)
+    assert status.message == "TrajectoryError: the second row is malformed"
+    assert "in submit\n" in status.metadata["traceback"] and trainer.failure.exit_code == 2
+    assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5
+
+
 def test_updates_that_are_not_finite_end_the_run(train):
     adapter = NotingAdapter(applied_updates=0.0, nonfinite_updates=1.0)
     with pytest.raises(JobFailed, match=r"2 updates .*epoch_00001"):
