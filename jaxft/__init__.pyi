@@ -71,6 +71,9 @@ from .harness.config import (
     config_from_mapping as config_from_mapping,
     load_config as load_config,
 )
+from .harness.config_builder import (
+    ConfigBuilder as ConfigBuilder,
+)
 from .harness.config_types import (
     ConfigModel as ConfigModel,
     InputPath as InputPath,
