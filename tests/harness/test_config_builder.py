@@ -48,7 +48,7 @@ def test_a_run_without_a_file_trains_and_leaves_one(toy_run, tmp_path):
             trainer = await session.trainer()
             again = await session.builder.get_trainer("loop", trainer.trajectory_builder, trainer.trainer_adapter)
             assert again is trainer
-            with pytest.raises(ComponentError, match="eval.evaluators.other"):
+            with pytest.raises(ComponentError, match=r"eval\.evaluators\.other"):
                 await session.builder.add_evaluator("other", config.eval.evaluators["match"])
             return await session.train()
 
