@@ -369,12 +369,13 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
-    items = [_verdict(name, outcome) for outcome in outcomes]
+    items = [verdict_of(name, outcome) for outcome in outcomes]
     scores = [item.score for item in items if item.score is not None]
     return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
 
 
-def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
+def verdict_of(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
+    """Return the score that the evaluator `name` gave an episode, with its reasoning or why the score is not usable."""
     given = outcome.scores.get(name)
     score = to_scalar(given)
     not_usable = None if score is not None or outcome.error is not None else f"not usable: {given}"

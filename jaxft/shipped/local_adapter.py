@@ -181,8 +181,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             TrajectoryError: a row is greedy or malformed.
         """
         run_id = trajectories.run_id
-        running = self._jobs[run_id].task if run_id in self._jobs else None
-        if running is not None and not running.done():
+        if run_id in self.training_jobs:
             raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         data, rewards = self._lay_out(trajectories)
         self._warn_of_filters(data.sampled.log_kept_mass)
@@ -295,9 +294,14 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._job(ref).is_cancelled = True
         return await self.wait_until_complete(ref)
 
+    @property
+    def training_jobs(self) -> dict[str, "asyncio.Task[None]"]:
+        """Tasks of the jobs that have not ended, by name."""
+        return {name: job.task for name, job in self._jobs.items() if job.task is not None and not job.task.done()}
+
     def is_busy(self) -> bool:
         """True if a job has not ended."""
-        return any(job.task is not None and not job.task.done() for job in self._jobs.values())
+        return bool(self.training_jobs)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Add metrics to the `history` in the metadata of a job."""

@@ -34,6 +34,7 @@ class RolloutBuilder(TrajectoryBuilder):
     A subclass turns the episodes that `finish_run` returns into trajectories.
 
     Attributes:
+        num_generations: episodes per example.
         evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
         progress: metrics that `log_progress` was given, by run id.
     """
@@ -42,7 +43,7 @@ class RolloutBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
         self.progress: dict[str, dict[str, Any]] = {}
-        self._num_generations = num_generations
+        self.num_generations = num_generations
         self._started: dict[str, _Start] = {}
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -72,7 +73,7 @@ class RolloutBuilder(TrajectoryBuilder):
         counts = self.evaluation.supervisor.num_abandoned, self.evaluation.num_outside_calls
         self._started[run_id] = _Start(time.perf_counter(), *counts)
         self.evaluation_runs[run_id] = self.evaluation.start(
-            examples, stream=TRAINING, num_generations=self._num_generations
+            examples, stream=TRAINING, num_generations=self.num_generations
         )
 
     async def finish_run(self, run_id: str) -> tuple[list[EpisodeOutcome], dict[str, Any]]:

@@ -120,7 +120,7 @@ class LoggedTrainer(Trainer):
         """
         assert self.trajectory_builder is not None
         await self.trajectory_builder.start_run(run_id, meta)
-        collection = await self.trajectory_builder.finalize(run_id)
+        collection = await self.trajectory_builder.finalize(run_id, meta)
         failures, message = collection.failures, self.log.console.message
         episodes = collection.metrics.get("episodes", len(failures) + sum(map(len, collection.trajectories)))
         if len(failures) > self.trainer_config.max_failed_fraction * episodes:

@@ -96,7 +96,16 @@ def test_a_pair_shares_its_prompt_and_keeps_its_tokens(collect, two_turns):
     assert chosen.completion_mask == rejected.completion_mask == [False, False, True]
     assert chosen.sampler_logprobs == [0.0, 0.0, -1.0]
     assert [message.model_dump() for message in pair.episode[0].prompt] == [{"role": "user", "content": "asked"}]
-    assert pair.metadata == {"turn": 0, "chosen_score": 0.9, "rejected_score": 0.1}
+    assert pair.metadata == {
+        "dpo_type": "preference_pair",
+        "example_id": "a",
+        "turn_id": "0",
+        "chosen_score": 0.9,
+        "rejected_score": 0.1,
+        "score_diff": 0.9 - 0.1,
+        "chosen_index": 1,
+        "rejected_index": 0,
+    }
     assert (pair.example_id, pair.generation) == ("a", 0)
 
 

@@ -126,8 +126,8 @@ def test_a_builder_may_price_what_has_no_score(make_items):
     assert [(t.reward, t.scorable) for t in group] == [(1.0, True), (-2.0, True)]
     assert (collection.metrics["priced_trajectories"], collection.metrics["unscorable_trajectories"]) == (1, 0)
     assert [t.metadata for t in group] == [
-        {"example_id": "a", "generation": 0, "score": 1.0},
-        {"example_id": "a", "generation": 1, "score": None},
+        {"id": "a", "generation": 0, "run_id": "run", "score": 1.0, "reasoning": None},
+        {"id": "a", "generation": 1, "run_id": "run", "score": None, "reasoning": "not usable: nan"},
     ]
 
 
