@@ -31,6 +31,23 @@ async def ask_once(config, builder):
     yield answer if config.function is None else jaxft.named_function(config.function)(answer)
 
 
+class AskTwiceConfig(jaxft.WorkflowConfig, name="guide_ask_twice"):
+    llm: jaxft.LLMRef
+
+
+@jaxft.register_workflow(config_type=AskTwiceConfig)
+async def ask_twice(config, builder):
+    llm = await builder.get_llm(config.llm)
+
+    @jaxft.named_function("dpo_candidate_move")
+    async def answer(example: dict) -> str:
+        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=8, n=2)
+        jaxft.episode().record_candidates(reply.choices, [1.0, 0.0])
+        return reply.content
+
+    yield answer
+
+
 class TwoQuestionsConfig(jaxft.DatasetConfig, name="guide_two_questions"):
     pass
 
@@ -137,6 +154,17 @@ def test_the_guides_builder_trains_the_target_functions(tmp_path):
     elsewhere = config.workflow.model_copy(update={"function": "elsewhere"})
     with pytest.raises(jaxft.NoLearningSignal, match="no job was submitted"):
         train(config.model_copy(update={"workflow": elsewhere}), overwrite=True)
+
+
+def test_candidates_are_collected_by_their_steps_and_trained(tmp_path):
+    config = configuration(tmp_path, num_epochs=1).model_dump()
+    config["workflow"] = {"_type": "guide_ask_twice", "llm": "policy"}
+    config["trajectory_builders"]["my_builder"] = {"_type": "guide_dpo_traj_builder"}
+    config["trainer_adapters"]["my_adapter"] = {**PARTS["adapter"]["own"], "loss": {"name": "dpo"}}
+    config["trainers"]["my_trainer"] = {"_type": "dpo_trainer", "num_runs": 2}
+    (status,), _ = train(jaxft.config_from_mapping(config, base_dir=tmp_path))
+    assert status.status is jaxft.TrainingStatusEnum.COMPLETED
+    assert status.metadata["metrics"]["pairs_trained"] == 4 and status.metadata["metrics"]["applied_updates"] == 1
 
 
 def test_the_guides_own_test_of_a_builder_passes():

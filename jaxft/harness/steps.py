@@ -12,7 +12,7 @@ from typing import Any, overload
 from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from jaxft.rollout.calls import Call, logprobs_with_record
-from jaxft.rollout.messages import canonical_messages, comparison_key
+from jaxft.rollout.messages import canonical_messages, comparison_key, readable_text
 from jaxft.rollout.recorder import WORKFLOW, Episode
 
 
@@ -274,7 +274,7 @@ def _steps_of(episode: Episode, output: Any) -> Iterator[IntermediateStep]:
     for turn, (calls, scores) in enumerate(episode.candidates):
         for place, (call, score) in enumerate(zip(calls, scores, strict=True)):
             candidate = TTCEventData(
-                input=list(call.messages),
+                input=[{"role": said["role"], "content": readable_text(said)} for said in call.messages],
                 output=call.full_text,
                 turn_id=str(turn),
                 turn_index=turn,
