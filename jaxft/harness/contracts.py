@@ -96,11 +96,17 @@ class TrajectoryBuilder(ABC):
         stream = _stream.get() if stream is None else stream
         if stream == VALIDATION and self.validation is not None:
             return await self.validation.run(num_generations)
-        temperature = 0.0 if stream == VALIDATION else None
         outcomes = await self.evaluation.run(
-            self.examples, stream=stream, num_generations=num_generations or 1, temperature=temperature
+            self.examples,
+            stream=stream,
+            num_generations=1 if num_generations is None else num_generations,
+            temperature=0.0 if stream == VALIDATION else None,
         )
-        return self.evaluation.summarize(outcomes)
+        output = self.evaluation.summarize(outcomes)
+        if stream == TRAINING and output.first_error is not None:
+            first = output.first_error.splitlines()[0]
+            self.evaluation.log(f"{output.num_failed} of {output.num_episodes} episodes failed; the first: {first}")
+        return output
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:

@@ -94,6 +94,7 @@ class Evaluation:
         num_validations: the same for the validation stream.
         supervisor: runs the user's code, and counts calls that it had to abandon.
         num_outside_calls: number of model calls made outside of any episode while episodes ran.
+        log: shows a message.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Evaluation:
         self.num_validations = 0
         self.num_outside_calls = 0
         self.supervisor = Supervisor(log)
-        self._log = log
+        self.log = log
 
     def start(
         self,
@@ -257,7 +258,7 @@ class Evaluation:
             if running or not count:
                 return
             self.num_outside_calls += count
-            self._log(
+            self.log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
                 "that an agent started: they are not trained, and cannot be repeated; give such a thread "
                 "jaxft.in_episode(function) instead of function, or give its OpenAI client base_url or api_key of "
@@ -427,6 +428,8 @@ class Validation:
     async def run(self, num_generations: int | None = None) -> EvaluationRunOutput:
         """Evaluate the policy on the examples once, with `num_generations` of this set or of the caller."""
         outcomes = await self.evaluation.validate(
-            self.examples, temperature=self.temperature, num_generations=num_generations or self.num_generations
+            self.examples,
+            temperature=self.temperature,
+            num_generations=self.num_generations if num_generations is None else num_generations,
         )
         return self.evaluation.summarize(outcomes)

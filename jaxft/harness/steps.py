@@ -220,7 +220,7 @@ def parse_to_openai_messages(steps: Sequence[IntermediateStep]) -> list[dict[str
                 else:
                     messages.append(dict(message))
         elif step.event_type is IntermediateStepType.LLM_END:
-            answer = data.payload or {"role": "assistant", "content": str(data.output or ""), "logprobs": {}}
+            answer = dict(data.payload or {"role": "assistant", "content": str(data.output or ""), "logprobs": {}})
             messages.append(answer)
             known = {name: answer[name] for name in ("role", "content", "tool_calls") if name in answer}
             conversations.append([*asked, *_keys([known])])

@@ -149,6 +149,22 @@ def test_validation_is_its_own_stream_and_set_also_for_a_builder_whose_run_eval_
     ]
 
 
+def test_failed_episodes_of_run_eval_are_shown_and_have_no_reward(toy_run, tmp_path):
+    toy_run["workflow"]["fail_on"] = ["b"]
+    shown = []
+
+    async def use(session):
+        builder = await session.builder.get_trajectory_builder("rollouts")
+        builder.evaluation.log = shown.append
+        output = await builder.run_eval(num_generations=2)
+        ((_, verdicts),) = output.evaluation_results
+        return [await builder.compute_reward(item) for item in verdicts.eval_output_items]
+
+    assert with_session(toy_run, tmp_path, use) == [1.0, 1.0, None, None, 1.0, 1.0]
+    (message,) = shown
+    assert "2 of 6 episodes" in message and "example '1', generation 0: ValueError: cannot answer b" in message
+
+
 @pytest.mark.parametrize(("unusable", "reward"), [(None, None), ("unscorable", None), ("zero", 0.0)])
 def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable, reward):
     toy_run["finetuning"]["reward_function"] |= {} if unusable is None else {"unusable": unusable}
