@@ -71,6 +71,9 @@ from .harness.config import (
     config_from_mapping as config_from_mapping,
     load_config as load_config,
 )
+from .harness.config_builder import (
+    ConfigBuilder as ConfigBuilder,
+)
 from .harness.config_types import (
     ConfigModel as ConfigModel,
     InputPath as InputPath,
@@ -87,7 +90,9 @@ from .harness.data_models import (
     DPOItem as DPOItem,
     EpisodeItem as EpisodeItem,
     EpisodeItemRole as EpisodeItemRole,
+    EvalInput as EvalInput,
     EvalInputItem as EvalInputItem,
+    EvalOutput as EvalOutput,
     EvalOutputItem as EvalOutputItem,
     EvaluationRunOutput as EvaluationRunOutput,
     FinetuneConfig as FinetuneConfig,
@@ -100,12 +105,27 @@ from .harness.data_models import (
     Trajectory as Trajectory,
     TrajectoryCollection as TrajectoryCollection,
 )
+from .harness.steps import (
+    IntermediateStep as IntermediateStep,
+    IntermediateStepCategory as IntermediateStepCategory,
+    IntermediateStepPayload as IntermediateStepPayload,
+    IntermediateStepState as IntermediateStepState,
+    IntermediateStepType as IntermediateStepType,
+    InvocationNode as InvocationNode,
+    StreamEventData as StreamEventData,
+    TTCEventData as TTCEventData,
+    parse_to_openai_messages as parse_to_openai_messages,
+)
 from .harness.datasets import (
     load_jsonl as load_jsonl,
 )
 from .harness.evaluation import (
     EpisodeOutcome as EpisodeOutcome,
     Evaluation as Evaluation,
+)
+from .harness.evaluators import (
+    BaseEvaluator as BaseEvaluator,
+    EvaluatorInfo as EvaluatorInfo,
 )
 from .harness.registry import (
     DatasetConfig as DatasetConfig,

@@ -116,6 +116,8 @@ class Checkpointing:
         builder.restore_state(state["builder"])
         if builder.evaluation is not None:
             builder.evaluation.num_validations = state["num_validations"]
+            # In checkpoints of earlier versions only the state of the builder counts them.
+            builder.evaluation.num_rollouts = state.get("num_rollouts", builder.evaluation.num_rollouts)
         trainer.restore_curriculum_state(state["curriculum"])
         trainer.restore_state(state["trainer"])
         for component, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
@@ -141,6 +143,7 @@ class Checkpointing:
             "curriculum": trainer.get_curriculum_state(),
             "builder": builder.state(),
             "num_validations": 0 if builder.evaluation is None else builder.evaluation.num_validations,
+            "num_rollouts": 0 if builder.evaluation is None else builder.evaluation.num_rollouts,
             "notes": self.notes,
             "dataset_sha256": self._dataset_sha256,
             "logs": self._directory.log_sizes(),

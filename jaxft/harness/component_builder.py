@@ -23,15 +23,15 @@ from jaxft.errors import (
     TooManyFailures,
     TrajectoryError,
     UserCodeError,
-    did_you_mean,
     user_code,
 )
 from jaxft.harness.config import Config, validation_config
+from jaxft.harness.config_builder import ConfigBuilder
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Evaluation, Validation, Workflow
-from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum
+from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum, evaluator_of
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -52,8 +52,8 @@ from jaxft.runs.directory import RunDirectory
 _being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
 
 
-class ComponentBuilder:
-    """Makes components by name, inside `async with`.
+class ComponentBuilder(ConfigBuilder):
+    """Makes components by name, inside `async with`. What is added to its configuration is not written to files.
 
     Attributes:
         config: the whole configuration.
@@ -67,6 +67,7 @@ class ComponentBuilder:
         self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
     ) -> None:
         """Make a builder; language models that are also in the configuration of `lender` are taken from `lender`."""
+        super().__init__()
         self.config = config
         self._lender = lender
         self.directory = directory
@@ -132,10 +133,21 @@ class ComponentBuilder:
         workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
         return _callable("workflow", workflow)
 
+    async def add_evaluator(self, name: str, config: EvaluatorConfig) -> None:
+        """Add an evaluator, before the evaluation is made.
+
+        Raises:
+            ComponentError: the evaluation is made already.
+        """
+        if "evaluation" in self._components:
+            raise ComponentError(f"{SECTION}.{name}: the evaluation is made already, without it")
+        await super().add_evaluator(name, config)
+
     async def get_evaluator(self, name: str) -> Evaluator:
         """Return the evaluator `eval.evaluators.<name>`."""
-        evaluator = await self._get(SECTION, name, EvaluatorConfig, object)
-        return _callable(f"{SECTION}.{name}", evaluator)
+        made = await self._get(SECTION, name, EvaluatorConfig, object)
+        is_group = isinstance(self.get_evaluator_config(name), GroupEvaluatorConfig)
+        return _callable(f"{SECTION}.{name}", evaluator_of(made, is_group=is_group))
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
@@ -163,9 +175,17 @@ class ComponentBuilder:
         """Return the adapter `trainer_adapters.<name>`."""
         return await self._get("trainer_adapters", name, TrainerAdapterConfig, TrainerAdapter)
 
-    async def get_trainer(self, name: str) -> Trainer:
-        """Return the trainer `trainers.<name>`."""
-        return await self._get("trainers", name, TrainerConfig, Trainer)
+    async def get_trainer(
+        self,
+        name: str,
+        trajectory_builder: TrajectoryBuilder | None = None,
+        trainer_adapter: TrainerAdapter | None = None,
+    ) -> Trainer:
+        """Return the trainer `trainers.<name>`, with the other two bound to it if they are given."""
+        trainer = await self._get("trainers", name, TrainerConfig, Trainer)
+        if trajectory_builder is not None and trainer_adapter is not None:
+            await trainer.bind_components(trajectory_builder, trainer_adapter)
+        return trainer
 
     async def get_validation(self) -> Validation | None:
         """Return the validation of `eval.validation`; None without that section."""
@@ -235,10 +255,7 @@ class ComponentBuilder:
 
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
         """Return the component `name` of a section; its factory must yield an instance of `kind`."""
-        configs = {**dict(self.config), SECTION: self.config.eval.evaluators}[section]
-        if name not in configs:
-            raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
-        made = await self._once(f"{section}.{name}", configs[name], base)
+        made = await self._once(f"{section}.{name}", self._config_of(section, name), base)
         if not isinstance(made, kind):
             raise _wrong_kind(f"{section}.{name}", f"a {kind.__name__}", made)
         return made

@@ -6,7 +6,9 @@ trainer (which initialises the other two), and calls `Trainer.run`.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +27,22 @@ from jaxft.harness.data_models import (
 )
 from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from jaxft.rollout.recorder import TRAINING, VALIDATION
 
 T = TypeVar("T")
+
+# `run_eval` of a builder written for the toolkit takes no arguments, so that validation cannot pass its stream to it.
+_stream: ContextVar[int] = ContextVar("jaxft_stream", default=TRAINING)
+
+
+@contextmanager
+def _validating() -> Iterator[None]:
+    """Make validation the stream of every `run_eval` that is called without one."""
+    token = _stream.set(VALIDATION)
+    try:
+        yield
+    finally:
+        _stream.reset(token)
 
 
 class TrajectoryBuilder(ABC):
@@ -61,17 +77,36 @@ class TrajectoryBuilder(ABC):
         self.run_config = run_config
         self.trajectory_builder_config.reward = run_config.reward_function
 
-    async def run_eval(self) -> EvaluationRunOutput:
-        """Evaluate once without training: the validation set or, without one, the examples, greedily.
+    async def run_eval(self, num_generations: int | None = None, stream: int | None = None) -> EvaluationRunOutput:
+        """Run the workflow and the evaluators over the examples once; each item of the result has its `trajectory`.
+
+        On the training stream the episodes are sampled as for training, and may be trained. Each call draws other
+        random numbers, also after a resume. On the validation stream the validation set is run or, without one, the
+        examples, greedily.
+
+        Args:
+            num_generations: episodes per example; None: 1, or `eval.validation.num_generations`.
+            stream: `TRAINING` or `VALIDATION`; None: `VALIDATION` within `run_validation_evaluation`, else `TRAINING`.
 
         Raises:
             RuntimeError: no evaluation is bound.
         """
-        if self.validation is not None:
-            return await self.validation.run()
         if self.evaluation is None:
             raise RuntimeError(f"{type(self).__name__} has no evaluation: call bind_evaluation first")
-        return self.evaluation.summarize(await self.evaluation.validate(self.examples))
+        stream = _stream.get() if stream is None else stream
+        if stream == VALIDATION and self.validation is not None:
+            return await self.validation.run(num_generations)
+        outcomes = await self.evaluation.run(
+            self.examples,
+            stream=stream,
+            num_generations=1 if num_generations is None else num_generations,
+            temperature=0.0 if stream == VALIDATION else None,
+        )
+        output = self.evaluation.summarize(outcomes)
+        if stream == TRAINING and output.first_error is not None:
+            first = output.first_error.splitlines()[0]
+            self.evaluation.log(f"{output.num_failed} of {output.num_episodes} episodes failed; the first: {first}")
+        return output
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -89,13 +124,16 @@ class TrajectoryBuilder(ABC):
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
         """Return the reward of an episode: its score as a float, or None, which leaves the episode out of training.
 
-        For a missing score `finetuning.reward_function.unusable` decides. A builder may override this.
+        A failed episode has none. For a missing score of another `finetuning.reward_function.unusable` decides. A
+        builder may override this.
 
         Raises:
             TrajectoryError: the score is missing, and `unusable` is `error`.
         """
         if output_item.score is not None:
             return float(output_item.score)
+        if output_item.error is not None:
+            return None
         config = self.trajectory_builder_config.reward
         if config is not None and config.unusable == "error":
             raise TrajectoryError(
@@ -206,6 +244,8 @@ class Trainer(ABC):
         is_stopping: set by a signal; `run` then returns after the present epoch.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
             from the start; otherwise a run that trained nothing has failed.
+        failure: set by `run` to an error that it returns as a FAILED status; the session raises the error, so that the
+            run has its message and exit code.
     """
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
@@ -218,6 +258,7 @@ class Trainer(ABC):
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
         self.is_stopping = False
         self.needs_no_training = False
+        self.failure: BaseException | None = None
         self._curriculum_state: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
@@ -288,17 +329,18 @@ class Trainer(ABC):
         return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Run `run_eval` of the builder; return mean, minimum and maximum reward, None if no reward is usable.
+        """Run `run_eval` of the builder, on the validation stream; return mean, minimum and maximum reward.
 
-        Rewards are those of `compute_reward`. `num_failed` episodes failed and have none; `first_error` is the first
-        error.
+        Rewards are those of `compute_reward`; without a usable one all three are None. `num_failed` episodes failed
+        and have none; `first_error` is the first error.
 
         Raises:
             RuntimeError: no components are bound.
         """
         if self.trajectory_builder is None:
             raise RuntimeError(f"{type(self).__name__} has no components: call bind_components first")
-        output = await self.trajectory_builder.run_eval()
+        with _validating():
+            output = await self.trajectory_builder.run_eval()
         validation = self.trajectory_builder.validation
         name = None if self.reward is None else self.reward.name
         if validation is not None:  # the validation's configuration may name another reward

@@ -21,6 +21,7 @@ from jaxft.harness.config_types import (
     TrajectoryBuilderRef,
     config_error,
 )
+from jaxft.harness.steps import IntermediateStep
 from jaxft.rollout.recorder import WORKFLOW
 from jaxft.rollout.sequences import TokenSequence
 
@@ -146,12 +147,17 @@ class TrajectoryCollection(DataModel):
 
 
 class EvalInputItem(DataModel):
-    """One example: the agent's input, the expected output and, after an episode, the agent's output."""
+    """One example: the agent's input, the expected output and, after an episode, its output and its steps.
+
+    Steps are left out of files: an evaluation would be mostly log-probabilities.
+    """
 
     id: str
     input_obj: Any = None
     expected_output_obj: Any = None
     output_obj: Any = None
+    expected_trajectory: list[IntermediateStep] = Field(default=[], exclude=True, repr=False)
+    trajectory: list[IntermediateStep] = Field(default=[], exclude=True, repr=False)
     full_dataset_entry: dict[str, Any]
 
 
@@ -197,10 +203,10 @@ class EvaluationRunOutput(DataModel):
     eval_input: EvalInput
     evaluation_results: list[tuple[str, EvalOutput]]
     # jaxft's own
-    average_reward: float | None
-    num_episodes: int
-    num_failed: int
-    num_unscorable: int
+    average_reward: float | None = None
+    num_episodes: int = 0
+    num_failed: int = 0
+    num_unscorable: int = 0
     first_error: str | None = None
 
 

@@ -18,16 +18,20 @@ from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.evaluators import (
     SECTION,
+    BaseEvaluator,
     BoundEvaluator,
     Evaluator,
+    EvaluatorInfo,
     GroupBarrier,
     Score,
     Scores,
     WeightedSum,
+    evaluator_of,
     run_evaluators,
     to_scalar,
     weighted_sum_faults,
 )
+from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
 
@@ -85,16 +89,18 @@ class Evaluation:
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
-        num_validations: number of calls of `validate`, here or in evaluations counted with this one; it is the rollout
-            index of the next call.
+        num_rollouts: number of runs on the training stream, here or in evaluations counted with this one; it is the
+            rollout index of the next run that is given none.
+        num_validations: the same for the validation stream.
         supervisor: runs the user's code, and counts calls that it had to abandon.
         num_outside_calls: number of model calls made outside of any episode while episodes ran.
+        log: shows a message.
     """
 
     def __init__(
         self,
         workflow: Workflow,
-        evaluators: Mapping[str, Evaluator | BoundEvaluator | WeightedSum],
+        evaluators: Mapping[str, Evaluator | EvaluatorInfo | BaseEvaluator | BoundEvaluator | WeightedSum],
         reward_name: str | None,
         max_concurrency: int,
         seed: int,
@@ -109,15 +115,15 @@ class Evaluation:
 
         Args:
             workflow: called with a copy of the example's row.
-            evaluators: by name; a plain function scores one episode without a time limit.
+            evaluators: by name; one that is no `BoundEvaluator` scores one episode without a time limit.
             reward_name: one of the evaluators, or None for no reward.
             max_concurrency: maximum number of episodes that run at once, over all runs of this object, and of groups
                 scored at once.
             seed: seed of the run.
             timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
-            counted_with: another evaluation of the same run with a common count of validations, so that no two
-                validations draw the same random numbers.
+            counted_with: another evaluation of the same run with common counts, so that no two runs on a stream draw
+                the same random numbers.
             show_progress: called when episodes start, with a function that returns their progress as text.
             log: shows a message, such as a warning; called from any thread.
 
@@ -134,7 +140,7 @@ class Evaluation:
         if faults:
             raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
         bound = {
-            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(each)
+            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(evaluator_of(each))
             for name, each in evaluators.items()
             if not isinstance(each, WeightedSum)
         }
@@ -150,17 +156,18 @@ class Evaluation:
         self._result_json_path = result_json_path
         self._counter = self if counted_with is None else counted_with
         self._show_progress = show_progress
+        self.num_rollouts = 0
         self.num_validations = 0
         self.num_outside_calls = 0
         self.supervisor = Supervisor(log)
-        self._log = log
+        self.log = log
 
     def start(
         self,
         items: Sequence[EvalInputItem],
         *,
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None = None,
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[asyncio.Task[EpisodeOutcome]]:
@@ -171,7 +178,7 @@ class Evaluation:
         Args:
             items: the examples.
             stream: `TRAINING` or `VALIDATION`.
-            rollout_index: number of this collection in its stream.
+            rollout_index: number of this run in its stream; None: the next one, which checkpoints save.
             num_generations: episodes per example.
             temperature: of every model call (0.0: greedy); None: each call keeps its own.
         """
@@ -183,7 +190,7 @@ class Evaluation:
         items: Sequence[EvalInputItem],
         *,
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None = None,
         num_generations: int = 1,
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
@@ -198,11 +205,7 @@ class Evaluation:
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> list[EpisodeOutcome]:
         """`run` on the validation stream, greedy by default; each call takes the next rollout index."""
-        index = self._counter.num_validations
-        self._counter.num_validations += 1
-        return await self.run(
-            items, stream=VALIDATION, rollout_index=index, num_generations=num_generations, temperature=temperature
-        )
+        return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
 
     async def close(self) -> None:
         """Cancel every running episode, and wait for its end."""
@@ -212,11 +215,12 @@ class Evaluation:
         self,
         items: Sequence[EvalInputItem],
         stream: int,
-        rollout_index: int,
+        rollout_index: int | None,
         num_generations: int,
         temperature: float | None,
     ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
         """Return the tasks of the episodes, and tasks that score groups and end with their episodes."""
+        rollout_index = self._counter._count(stream, rollout_index)
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
@@ -254,7 +258,7 @@ class Evaluation:
             if running or not count:
                 return
             self.num_outside_calls += count
-            self._log(
+            self.log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "
                 "that an agent started: they are not trained, and cannot be repeated; give such a thread "
                 "jaxft.in_episode(function) instead of function, or give its OpenAI client base_url or api_key of "
@@ -263,6 +267,16 @@ class Evaluation:
 
         for task in episodes:
             task.add_done_callback(leave)
+
+    def _count(self, stream: int, rollout_index: int | None) -> int:
+        """Count a run and return its rollout index; later runs that are given none take higher ones."""
+        if stream == VALIDATION:
+            index = self.num_validations if rollout_index is None else rollout_index
+            self.num_validations = max(self.num_validations, index + 1)
+        else:
+            index = self.num_rollouts if rollout_index is None else rollout_index
+            self.num_rollouts = max(self.num_rollouts, index + 1)
+        return index
 
     async def _run_episode(
         self, item: EvalInputItem, episode: Episode, group: GroupBarrier[EpisodeOutcome] | None
@@ -278,7 +292,7 @@ class Evaluation:
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = time.perf_counter()
-        error = traceback = None
+        output = error = traceback = None
         try:
             with user_code(), recording(episode):
                 # A copy, as an episode that changes its row must not change the row of another episode.
@@ -293,16 +307,16 @@ class Evaluation:
                 )
                 if self._result_json_path is not None:
                     output = at_json_path(output, self._result_json_path)
-            item = item.model_copy(update={"output_obj": output})
         except UserCodeError as failure:
             # Not the fault of the episode: all others would fail, too.
             if isinstance(failure.error, PolicyError):
                 raise failure.error from None
             if episode.policy_error is not None:
                 raise episode.policy_error from None
-            error, traceback = failure.summary, failure.traceback
+            output, error, traceback = None, failure.summary, failure.traceback
         finally:
             episode.end()
+        item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
 
@@ -356,12 +370,13 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
-    items = [_verdict(name, outcome) for outcome in outcomes]
+    items = [verdict_of(name, outcome) for outcome in outcomes]
     scores = [item.score for item in items if item.score is not None]
     return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
 
 
-def _verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
+def verdict_of(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
+    """Return the score that the evaluator `name` gave an episode, with its reasoning or why the score is not usable."""
     given = outcome.scores.get(name)
     score = to_scalar(given)
     not_usable = None if score is not None or outcome.error is not None else f"not usable: {given}"
@@ -410,9 +425,11 @@ class Validation:
         """
         return epoch % self.interval == 0 or epoch == num_epochs
 
-    async def run(self) -> EvaluationRunOutput:
-        """Evaluate the policy on the examples once."""
+    async def run(self, num_generations: int | None = None) -> EvaluationRunOutput:
+        """Evaluate the policy on the examples once, with `num_generations` of this set or of the caller."""
         outcomes = await self.evaluation.validate(
-            self.examples, temperature=self.temperature, num_generations=self.num_generations
+            self.examples,
+            temperature=self.temperature,
+            num_generations=self.num_generations if num_generations is None else num_generations,
         )
         return self.evaluation.summarize(outcomes)

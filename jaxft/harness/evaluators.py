@@ -1,14 +1,16 @@
 """Evaluators: functions that score one episode, or all episodes of an example, under a time limit.
 
-An evaluator that raises, exceeds its time limit or returns no score causes an error that names it. NaN and infinities
-are valid but unusable scores.
+Evaluators in the toolkit's form, from an `EvalInput` to an `EvalOutput`, become such functions. An evaluator that
+raises, exceeds its time limit or returns no score causes an error that names it. NaN and infinities are valid but
+unusable scores.
 """
 
 import asyncio
 import functools
 import math
 import numbers
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NamedTuple, SupportsFloat, TypeVar
 
@@ -19,7 +21,7 @@ from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import UserCodeError, did_you_mean, user_code
 from jaxft.files import json_bytes
 from jaxft.harness.config_types import check_reference, config_error
-from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
+from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.registry import EvaluatorConfig, register_evaluator
 from jaxft.harness.supervision import Supervisor, is_async
 
@@ -81,6 +83,82 @@ It may be sync or async.
 
 Score = float | dict[str, float] | None
 """A number, named numbers (their sum counts) or None; NaN and infinities are allowed."""
+
+
+class BaseEvaluator(ABC):
+    """An evaluator in the toolkit's form; a subclass scores one episode in `evaluate_item`.
+
+    Attributes:
+        max_concurrency: maximum number of episodes that are scored at once.
+        semaphore: has a slot for each of them.
+        tqdm_desc: a label, which is not shown.
+    """
+
+    def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
+        self.max_concurrency = max_concurrency
+        self.semaphore = asyncio.Semaphore(max_concurrency)
+        self.tqdm_desc = tqdm_desc
+
+    @abstractmethod
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        """Return the score of an episode, with its reasoning; one that raises fails the episode."""
+
+    async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
+        """Score all episodes at once; return their scores in order, and the mean of those that are not None."""
+
+        async def evaluate_item(item: EvalInputItem) -> EvalOutputItem:
+            async with self.semaphore:
+                return await self.evaluate_item(item)
+
+        tasks = [asyncio.create_task(evaluate_item(item)) for item in eval_input.eval_input_items]
+        try:
+            items = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        scores = [item.score for item in items if item.score is not None]
+        return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorInfo:
+    """An evaluator as the toolkit's factories yield it.
+
+    Attributes:
+        config: its configuration.
+        evaluate_fn: async; called with one episode or, of a `GroupEvaluatorConfig`, with all episodes of an example.
+        description: a text for people.
+    """
+
+    config: EvaluatorConfig
+    evaluate_fn: Callable[[EvalInput], Awaitable[EvalOutput]]
+    description: str
+
+
+def evaluator_of(made: Any, *, is_group: bool = False) -> Any:
+    """Return an `EvaluatorInfo` or a `BaseEvaluator` as a function of an episode, or of a list; all else unchanged.
+
+    >>> class Length(BaseEvaluator):
+    ...     async def evaluate_item(self, item):
+    ...         return EvalOutputItem(id=item.id, score=len(item.output_obj), reasoning="its length")
+    >>> item = EvalInputItem(id="a", output_obj="four", full_dataset_entry={})
+    >>> asyncio.run(evaluator_of(Length())(item)).score
+    4.0
+    """
+    if not isinstance(made, EvaluatorInfo | BaseEvaluator):
+        return made
+    evaluate_fn = made.evaluate_fn if isinstance(made, EvaluatorInfo) else made.evaluate
+
+    async def evaluate(given: Any) -> Any:
+        episodes = given if is_group else [given]
+        output = await evaluate_fn(EvalInput(eval_input_items=episodes))
+        if not isinstance(output, EvalOutput) or len(output.eval_output_items) != len(episodes):
+            wanted = f"an EvalOutput with {len(episodes)} items"
+            raise TypeError(f"it gave {_shown(output)} for example '{episodes[0].id}': wanted is {wanted}")
+        return output.eval_output_items if is_group else output.eval_output_items[0]
+
+    return evaluate
 
 
 @dataclass(frozen=True)

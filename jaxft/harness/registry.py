@@ -71,7 +71,10 @@ class WorkflowConfig(ComponentConfig):
 
 
 class EvaluatorConfig(ComponentConfig):
-    """A function from an `EvalInputItem` to a number, named numbers, an `EvalOutputItem` or None; sync or async."""
+    """A function from an `EvalInputItem` to a number, named numbers, an `EvalOutputItem` or None; sync or async.
+
+    An `EvaluatorInfo` or a `BaseEvaluator`, as the toolkit has them, is one, too.
+    """
 
     component_kind = "evaluator"
     timeout_seconds: float | None = Field(

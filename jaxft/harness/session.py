@@ -87,7 +87,8 @@ class Session:
         Raises:
             ConfigError: finetuning is not enabled.
             CheckFailed: the adapter's backend is not healthy.
-            JobFailed: a job failed or was canceled; the message includes that of the job.
+            JobFailed: a job failed or was canceled; the message includes that of the job. If it could not be submitted,
+                the adapter's own error is raised.
             NoLearningSignal: no job made an update, and the trainer did not set `needs_no_training`.
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
@@ -109,6 +110,8 @@ class Session:
             await self.checkpointing.wait()
         finally:
             await trainer.cleanup()
+        if trainer.failure is not None:
+            raise trainer.failure
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                 raise JobFailed(f"job '{status.run_id}' {status.status}: {status.message or 'no reason was given'}")

@@ -215,6 +215,7 @@ class ChatClient:
                 break
             answered |= zip(stale, await sample(stale), strict=True)
         if episode is not None:
+            episode.texts_of_tokens[self.name] = self.policy.template.token_text
             for each in answered.values():
                 episode.record(self._call(request, prompt, each))
         first, *others = (each.reply(prompt.ids) for each in answered.values())

@@ -76,6 +76,7 @@ class Episode:
         is_dropped: a prompt was too long for a language model whose `long_prompts` is `drop`.
         input_obj: input of the example, the value under `structure.question_key` in a dataset row.
         policy_error: the error of a policy that can do no further work; a client over HTTP raises another one for it.
+        texts_of_tokens: functions from a token id to its text, by the name of the language model that answered.
     """
 
     run_seed: int
@@ -91,6 +92,7 @@ class Episode:
     is_dropped: bool = False
     input_obj: Any = None
     policy_error: PolicyError | None = None
+    texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)

@@ -40,10 +40,11 @@ from jaxft.training.rows import why_no_calls
 
 
 class Candidate(NamedTuple):
-    """One of several answers to a prompt, with its score."""
+    """One of several answers to a prompt, with its score and its number among them."""
 
     call: Call
     score: float
+    number: int = 0
 
 
 class DPOTrajectoryBuilder(RolloutBuilder):
@@ -86,7 +87,10 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         decisions = []
         for outcome in outcomes:
             for calls, scores in outcome.episode.candidates:
-                candidates = [Candidate(call, score) for call, score in zip(calls, scores, strict=True)]
+                candidates = [
+                    Candidate(call, score, number)
+                    for number, (call, score) in enumerate(zip(calls, scores, strict=True))
+                ]
                 decisions.append([candidate for candidate in candidates if self.is_target(candidate.call)])
         if not self.trajectory_builder_config.require_multiple_candidates:
             by_prompt: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
@@ -108,11 +112,21 @@ class DPOTrajectoryBuilder(RolloutBuilder):
                 item = DPOItem(
                     prompt=prompt, chosen_response=chosen.call.full_text, rejected_response=rejected.call.full_text
                 )
+                score_diff = chosen.score - rejected.score
                 trajectories.append(
                     Trajectory(
                         episode=[item],
-                        reward=chosen.score - rejected.score if config.reward_from_score_diff else chosen.score,
-                        metadata={"turn": turn, "chosen_score": chosen.score, "rejected_score": rejected.score},
+                        reward=score_diff if config.reward_from_score_diff else chosen.score,
+                        metadata={
+                            "dpo_type": "preference_pair",
+                            "example_id": example_id,
+                            "turn_id": str(turn),
+                            "chosen_score": chosen.score,
+                            "rejected_score": rejected.score,
+                            "score_diff": score_diff,
+                            "chosen_index": chosen.number,
+                            "rejected_index": rejected.number,
+                        },
                         example_id=example_id,
                         generation=len(trajectories),
                         sequences=[*token_sequences([chosen.call]), *token_sequences([rejected.call])],
@@ -208,11 +222,10 @@ class DPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Submit all pairs that were collected."""
-        assert self.trainer_adapter is not None
         # The metrics of the collections belong to no epoch; the first one carries them.
         self.log.metrics[run_id] = dict(self._metrics) if epoch == 0 else {}
         self.log.timings[run_id] = {}
-        return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
+        return await self.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
     async def _collect_pairs(self, num_epochs: int) -> None:
         """Run the collections, with a checkpoint before each: they may take longer than the training."""
@@ -221,10 +234,12 @@ class DPOTrainer(LoggedTrainer):
             await self._save(await self.validate(num_epochs), is_last=False)
             if self.is_stopping:
                 return
-            run_id = f"collection_{len(self._collections):05d}"
+            number = len(self._collections)
+            run_id = f"collection_{number:05d}"
+            meta = {"run_number": number, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
             try:
                 with user_code():
-                    collection = await self.collect(run_id)
+                    collection = await self.collect(run_id, meta)
                     self.trajectory_builder.log_progress(run_id, collection.metrics)
             except UserCodeError as failure:
                 is_hopeless = isinstance(

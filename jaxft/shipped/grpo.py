@@ -11,13 +11,12 @@ from typing import Any
 
 from jaxft.errors import NothingToTrain
 from jaxft.harness.data_models import (
-    EvalOutputItem,
     TrainingJobRef,
     TrainingJobStatus,
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.evaluation import EpisodeOutcome
+from jaxft.harness.evaluation import EpisodeOutcome, verdict_of
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -45,7 +44,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
         outcomes, about = await self.finish_run(run_id)
         groups: dict[str, list[Trajectory]] = {}
         for outcome in outcomes:
-            groups.setdefault(outcome.item.id, []).append(await self._trajectory(outcome))
+            groups.setdefault(outcome.item.id, []).append(await self._trajectory(run_id, outcome, meta))
         collection = TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, **about)
 
         trajectories = [trajectory for group in groups.values() for trajectory in group]
@@ -68,18 +67,11 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             update={"metrics": collection.metrics | metrics, "timings": collection.timings | speed}
         )
 
-    async def _trajectory(self, outcome: EpisodeOutcome) -> Trajectory:
+    async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
         """Return the trajectory of an episode that ended well; without a reward it is not scorable."""
         assert self.evaluation is not None
-        given = outcome.scores.get(self.evaluation.reward_name or "")
-        verdict = EvalOutputItem(
-            id=outcome.item.id,
-            score=outcome.reward,
-            reasoning=f"not usable: {given}" if outcome.reward is None else None,
-            generation=outcome.generation,
-            named_scores=outcome.named_rewards,
-        )
-        reward = await self.compute_reward(verdict)
+        verdict = verdict_of(self.evaluation.reward_name or "", outcome)
+        reward = await self.compute_reward(verdict, meta)
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls
         return Trajectory(
@@ -87,9 +79,11 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             reward=0.0 if reward is None else reward,
             shaped_rewards=outcome.episode.shaped_rewards,
             metadata={
-                "example_id": outcome.item.id,
+                "id": outcome.item.id,
                 "generation": outcome.generation,
+                "run_id": run_id,
                 "score": outcome.reward,
+                "reasoning": verdict.reasoning,
                 # For people who read `trajectories/samples.jsonl`; nothing is trained on them.
                 **({"remote_calls": [asdict(call) for call in remote_calls]} if remote_calls else {}),
             },
@@ -156,9 +150,10 @@ class GRPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
-        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        assert self.trajectory_builder is not None
         message = self.log.console.message
-        collection = await self.collect(run_id, self._next_examples(epoch))
+        meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
+        collection = await self.collect(run_id, meta | self._next_examples(epoch))
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
@@ -196,13 +191,13 @@ class GRPOTrainer(LoggedTrainer):
             )
             return None
         try:
-            return await self.trainer_adapter.submit(chosen)
+            return await self.submit(chosen)
         except NothingToTrain as error:
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
 
-    def _next_examples(self, epoch: int) -> dict[str, Any] | None:
-        """Return the `meta` of `start_run` with the examples of an epoch; None for all examples.
+    def _next_examples(self, epoch: int) -> dict[str, Any]:
+        """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples.
 
         Epochs iterate over the dataset, in an order that is reshuffled for every pass.
         """
@@ -210,7 +205,7 @@ class GRPOTrainer(LoggedTrainer):
         ids = [item.id for item in self.trajectory_builder.examples]
         count = self.trainer_config.examples_per_update
         if count is None or count >= len(ids):
-            return None
+            return {}
         chosen: list[str] = []
         position = epoch * count
         while len(chosen) < count:

@@ -176,13 +176,13 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Queue a job on these trajectories, and return at once.
 
         Raises:
-            ValueError: the job's name is taken.
+            ValueError: a job of that name has not ended.
             NothingToTrain: no row has a token to train.
             TrajectoryError: a row is greedy or malformed.
         """
         run_id = trajectories.run_id
-        if run_id in self._jobs:
-            raise ValueError(f"job '{run_id}' has been submitted before; every job needs an id of its own")
+        if run_id in self.training_jobs:
+            raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         data, rewards = self._lay_out(trajectories)
         self._warn_of_filters(data.sampled.log_kept_mass)
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
@@ -294,9 +294,14 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._job(ref).is_cancelled = True
         return await self.wait_until_complete(ref)
 
+    @property
+    def training_jobs(self) -> dict[str, "asyncio.Task[None]"]:
+        """Tasks of the jobs that have not ended, by name."""
+        return {name: job.task for name, job in self._jobs.items() if job.task is not None and not job.task.done()}
+
     def is_busy(self) -> bool:
         """True if a job has not ended."""
-        return any(job.task is not None and not job.task.done() for job in self._jobs.values())
+        return bool(self.training_jobs)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Add metrics to the `history` in the metadata of a job."""

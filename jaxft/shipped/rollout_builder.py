@@ -34,6 +34,7 @@ class RolloutBuilder(TrajectoryBuilder):
     A subclass turns the episodes that `finish_run` returns into trajectories.
 
     Attributes:
+        num_generations: episodes per example.
         evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
         progress: metrics that `log_progress` was given, by run id.
     """
@@ -42,12 +43,11 @@ class RolloutBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
         self.progress: dict[str, dict[str, Any]] = {}
-        self._num_generations = num_generations
+        self.num_generations = num_generations
         self._started: dict[str, _Start] = {}
-        self._collections = 0
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Start the episodes of a collection. Its rollout index is the number of collections before it.
+        """Start the episodes of a collection, on the next rollout index of the training stream.
 
         Args:
             run_id: name of the collection.
@@ -73,12 +73,8 @@ class RolloutBuilder(TrajectoryBuilder):
         counts = self.evaluation.supervisor.num_abandoned, self.evaluation.num_outside_calls
         self._started[run_id] = _Start(time.perf_counter(), *counts)
         self.evaluation_runs[run_id] = self.evaluation.start(
-            examples,
-            stream=TRAINING,
-            rollout_index=self._collections,
-            num_generations=self._num_generations,
+            examples, stream=TRAINING, num_generations=self.num_generations
         )
-        self._collections += 1
 
     async def finish_run(self, run_id: str) -> tuple[list[EpisodeOutcome], dict[str, Any]]:
         """Wait for the episodes of a collection.
@@ -140,13 +136,10 @@ class RolloutBuilder(TrajectoryBuilder):
     def _finetuning(self) -> FinetuneConfig:
         return FinetuneConfig() if self.run_config is None else self.run_config
 
-    def state(self) -> dict[str, Any]:
-        """Return the number of collections, which is the rollout index of the next."""
-        return {"collections": self._collections}
-
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Restore the number of collections."""
-        self._collections = state["collections"]
+        """Restore the number of collections from a checkpoint of an earlier version; later ones save it themselves."""
+        if state and self.evaluation is not None:
+            self.evaluation.num_rollouts = state["collections"]
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Store the metrics of a collection in `progress`."""

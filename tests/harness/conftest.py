@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import Field, SecretStr
 
+from jaxft.errors import TrajectoryError
 from jaxft.harness.config_types import LLMRef
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
@@ -123,6 +124,7 @@ async def toy_builder(config, builder):
 class ToyAdapterConfig(TrainerAdapterConfig, name="toy_adapter"):
     status: TrainingStatusEnum = TrainingStatusEnum.COMPLETED
     metrics: dict[str, float] = Field(default_factory=dict)
+    refuses: bool = False
 
 
 class ToyAdapter(TrainerAdapter):
@@ -130,6 +132,8 @@ class ToyAdapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        if self.adapter_config.refuses:
+            raise TrajectoryError("the toy refuses them")
         return TrainingJobRef(run_id=trajectories.run_id, backend="toy")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:

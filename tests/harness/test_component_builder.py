@@ -6,6 +6,8 @@ import pytest
 from jaxft.errors import ComponentError, ConfigError, DatasetError, JobFailed
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping
+from jaxft.harness.data_models import EvalOutputItem
+from jaxft.harness.evaluators import BaseEvaluator, EvaluatorInfo
 from jaxft.harness.registry import (
     DatasetConfig,
     EvaluatorConfig,
@@ -96,6 +98,21 @@ class HangingConfig(EvaluatorConfig, name="toy_hanging"):
 @register_evaluator(config_type=HangingConfig)
 async def hanging(config, builder):
     yield lambda item: threading.Event().wait(1)
+
+
+class ShoutingConfig(EvaluatorConfig, name="toy_shouting"):
+    pass
+
+
+class Shouting(BaseEvaluator):
+    async def evaluate_item(self, item):
+        return EvalOutputItem(id=item.id, score=item.output_obj.isupper(), reasoning=f"it said {item.output_obj}")
+
+
+@register_evaluator(config_type=ShoutingConfig)
+async def shouting(config, builder):
+    evaluator = Shouting(builder.get_max_concurrency())
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluator.evaluate, description="Does it shout?")
 
 
 class NoEvaluatorConfig(EvaluatorConfig, name="toy_no_evaluator"):
@@ -282,3 +299,16 @@ def test_a_weighted_sum_of_weighted_sums_is_refused(toy_run, tmp_path):
         build(toy_run, tmp_path, lambda builder: builder.get_workflow())
     assert len(caught.value.faults) == 2
     assert "eval.evaluators.nested.weights: 'own' is a weighted sum, too" in str(caught.value)
+
+
+def test_a_factory_may_yield_an_evaluator_in_the_toolkits_form(toy_run, tmp_path):
+    toy_run["eval"]["evaluators"]["match"] = {"_type": "toy_shouting"}
+
+    async def use(builder):
+        evaluation = await builder.get_evaluation()
+        return await evaluation.validate(await builder.get_dataset())
+
+    outcomes = build(toy_run, tmp_path, use)
+    assert [(each.reward, each.reasonings) for each in outcomes] == [
+        (1.0, {"match": f"it said {said}"}) for said in ("A", "B", "C")
+    ]

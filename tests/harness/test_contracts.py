@@ -12,7 +12,9 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
+from jaxft.harness.registry import WorkflowConfig, register_workflow
 from jaxft.harness.session import open_session
+from jaxft.rollout.recorder import TRAINING, VALIDATION, episode
 
 
 def with_session(mapping, tmp_path, use):
@@ -73,6 +75,96 @@ def test_the_default_validation_counts_what_failed(toy_run, tmp_path):
     }
 
 
+class DrawingConfig(WorkflowConfig, name="drawing_agent"):
+    pass
+
+
+@register_workflow(config_type=DrawingConfig)
+async def drawing_agent(config, builder):
+    """Answers with the place of its episode in the random stream, and with the temperature that is forced on it."""
+
+    async def answer(example: dict) -> tuple:
+        current = episode()
+        return current.stream, current.rollout_index, current.generation, current.temperature
+
+    yield answer
+
+
+def outputs(result):
+    return [item.output_obj for item in result.eval_input.eval_input_items]
+
+
+def test_every_run_eval_takes_its_own_place_in_the_training_stream(toy_run, tmp_path):
+    toy_run["workflow"] = {"_type": "drawing_agent"}
+    toy_run["eval"]["general"]["dataset"]["questions"] = ["a"]
+
+    async def use(session):
+        builder = await session.builder.get_trajectory_builder("rollouts")
+        runs = await asyncio.gather(*(asyncio.create_task(builder.run_eval()) for _ in range(2)))
+        runs += [await builder.run_eval(num_generations=2), await builder.run_eval(stream=VALIDATION)]
+        counted = builder.evaluation
+        # An index that was given counts, too.
+        await counted.run(builder.examples, stream=TRAINING, rollout_index=7)
+        assert (counted.num_rollouts, counted.num_validations) == (8, 1)
+        return [outputs(run) for run in runs]
+
+    assert with_session(toy_run, tmp_path, use) == [
+        [(TRAINING, 0, 0, None)],
+        [(TRAINING, 1, 0, None)],
+        [(TRAINING, 2, 0, None), (TRAINING, 2, 1, None)],
+        [(VALIDATION, 0, 0, 0.0)],
+    ]
+
+
+def test_validation_is_its_own_stream_and_set_also_for_a_builder_whose_run_eval_takes_no_arguments(toy_run, tmp_path):
+    toy_run["workflow"] = {"_type": "drawing_agent"}
+    toy_run["eval"]["general"]["dataset"]["questions"] = ["a"]
+    held_out = {"_type": "toy_rows", "questions": ["x", "y"]}
+    toy_run["eval"]["validation"] = {"dataset": held_out, "temperature": 0.5}
+    results = []
+
+    async def use(session):
+        trainer = await session.trainer()
+        builder = trainer.trajectory_builder
+        inherited = builder.run_eval
+
+        async def run_eval():
+            results.append(await inherited())
+            return results[-1]
+
+        builder.run_eval = run_eval
+        await trainer.initialize(session.config.finetuning)
+        before = asyncio.create_task(builder.run_eval())  # of a collection that goes on during the validation
+        row = await trainer.run_validation_evaluation(0, "r")
+        await before
+        await builder.run_eval()
+        return row
+
+    row = with_session(toy_run, tmp_path, use)
+    assert (row["num_examples"], row["num_failed"]) == (2, 0)
+    assert sorted(map(outputs, results)) == [
+        [(TRAINING, 0, 0, None)],
+        [(TRAINING, 1, 0, None)],
+        [(VALIDATION, 0, 0, 0.5)] * 2,
+    ]
+
+
+def test_failed_episodes_of_run_eval_are_shown_and_have_no_reward(toy_run, tmp_path):
+    toy_run["workflow"]["fail_on"] = ["b"]
+    shown = []
+
+    async def use(session):
+        builder = await session.builder.get_trajectory_builder("rollouts")
+        builder.evaluation.log = shown.append
+        output = await builder.run_eval(num_generations=2)
+        ((_, verdicts),) = output.evaluation_results
+        return [await builder.compute_reward(item) for item in verdicts.eval_output_items]
+
+    assert with_session(toy_run, tmp_path, use) == [1.0, 1.0, None, None, 1.0, 1.0]
+    (message,) = shown
+    assert "2 of 6 episodes" in message and "example '1', generation 0: ValueError: cannot answer b" in message
+
+
 @pytest.mark.parametrize(("unusable", "reward"), [(None, None), ("unscorable", None), ("zero", 0.0)])
 def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable, reward):
     toy_run["finetuning"]["reward_function"] |= {} if unusable is None else {"unusable": unusable}
@@ -80,9 +172,11 @@ def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, 
     async def use(session):
         builder = await session.builder.get_trajectory_builder("rollouts")
         await builder.initialize(session.config.finetuning)
-        return [await builder.compute_reward(EvalOutputItem(id="a", score=score)) for score in (0.25, None)]
+        failed = EvalOutputItem(id="a", score=None, error="ValueError")
+        items = [EvalOutputItem(id="a", score=0.25), EvalOutputItem(id="a", score=None), failed]
+        return [await builder.compute_reward(item) for item in items]
 
-    assert with_session(toy_run, tmp_path, use) == [0.25, reward]
+    assert with_session(toy_run, tmp_path, use) == [0.25, reward, None]
 
 
 def test_a_missing_score_may_end_the_run(toy_run, tmp_path):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
-from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
+from jaxft.harness.evaluators import BaseEvaluator, BoundEvaluator, EvaluatorInfo, WeightedSum, evaluator_of
+from jaxft.harness.registry import GroupEvaluatorConfig
 from jaxft.rollout.recorder import TRAINING, episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i}) for i in range(3)]
@@ -544,3 +545,71 @@ def test_a_time_out_of_the_workflows_own_keeps_its_message():
 
     outcomes = run(evaluation_of(impatient, win=lambda item: 1.0, timeout_seconds=20), ITEMS[:2], num_generations=1)
     assert [o.error for o in outcomes] == ["TimeoutError", "TimeoutError: the tool is slow"]
+
+
+# The toolkit's form
+
+
+class ShareConfig(GroupEvaluatorConfig, name="share_of_the_sum"):
+    pass
+
+
+class Share(BaseEvaluator):
+    """The output of an episode, as a share of a number."""
+
+    def __init__(self, of: float) -> None:
+        super().__init__(max_concurrency=2, tqdm_desc="sharing")
+        self.of = of
+        self.running, self.most = 0, 0
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        if item.output_obj == 9:
+            raise LookupError("nine")
+        return EvalOutputItem(id=item.id, score=item.output_obj / self.of, reasoning={"of": self.of})
+
+
+async def share_of_the_sum(eval_input: EvalInput) -> EvalOutput:
+    return await Share(sum(item.output_obj for item in eval_input.eval_input_items)).evaluate(eval_input)
+
+
+SHARE_OF_THE_SUM = EvaluatorInfo(config=ShareConfig(), evaluate_fn=share_of_the_sum, description="its share")
+
+
+def test_an_evaluator_in_the_toolkits_form_scores_with_its_reasoning():
+    share = Share(4.0)
+    info = EvaluatorInfo(config=ShareConfig(), evaluate_fn=share.evaluate, description="a quarter of it")
+    outcomes = run(evaluation_of(share=share, same=info, reward="same"), ITEMS[:1])
+    assert [outcome.reward for outcome in outcomes] == [0.0, 0.25, 0.5, 0.75]
+    assert all(outcome.reasonings == {"share": {"of": 4.0}, "same": {"of": 4.0}} for outcome in outcomes)
+    assert share.most == 2
+
+
+def test_a_group_evaluator_in_the_toolkits_form_gets_all_episodes_of_an_example():
+    share = BoundEvaluator(evaluator_of(SHARE_OF_THE_SUM, is_group=True), is_group=True)
+    outcomes = run(evaluation_of(share=share), ITEMS[:2])
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1 / 6, 2 / 6, 3 / 6] * 2
+    assert outcomes[0].reasonings == {"share": {"of": 6}}
+
+
+def test_one_in_the_toolkits_form_that_raises_or_gives_too_few_items_fails_its_episode():
+    async def none_of_them(eval_input):
+        return EvalOutput(average_score=None, eval_output_items=[])
+
+    async def nine(example):
+        return 9
+
+    forgetful = EvaluatorInfo(config=ShareConfig(), evaluate_fn=none_of_them, description="")
+    (raised,) = run(evaluation_of(nine, share=Share(1.0)), ITEMS[:1], 1)
+    (short,) = run(evaluation_of(nine, forgetful=forgetful), ITEMS[:1], 1)
+    assert (raised.error, raised.reward) == ("evaluator 'share': LookupError: nine", None)
+    assert "with 1 items" in short.error and "'e0'" in short.error
+
+
+def test_evaluate_gives_the_mean_and_the_items_in_order():
+    items = [EvalInputItem(id=f"{n}", output_obj=n, full_dataset_entry={}) for n in (1, 3)]
+    output = asyncio.run(Share(4.0).evaluate(EvalInput(eval_input_items=items)))
+    assert (output.average_score, [item.id for item in output.eval_output_items]) == (0.5, ["1", "3"])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures
+from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures, TrajectoryError
 from jaxft.harness.commands import finetune
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
@@ -69,6 +69,14 @@ def test_a_failed_job_is_an_error(toy_run, tmp_path, status, toy_events):
     with pytest.raises(JobFailed, match=f"job 'epoch-0' {status}: the toy said so"):
         run(toy_run, tmp_path, lambda session: session.train())
     assert "trainer cleaned up" in toy_events
+
+
+@pytest.mark.parametrize("trainer", ["toy_trainer", "grpo_trainer"])
+def test_a_job_that_cannot_be_submitted_ends_the_run_with_its_error(toy_run, tmp_path, capsys, trainer):
+    toy_run["trainer_adapters"]["local"]["refuses"] = True
+    toy_run["trainers"]["loop"]["_type"] = trainer
+    assert script(tmp_path, toy_run, finetune) == TrajectoryError("").exit_code == 2
+    assert capsys.readouterr().err.endswith("error: the toy refuses them\n")
 
 
 @pytest.mark.parametrize(("metrics", "code"), [({"applied_updates": 0.0}, 3), ({"applied_updates": 1.0}, 0), ({}, 0)])

@@ -96,7 +96,16 @@ def test_a_pair_shares_its_prompt_and_keeps_its_tokens(collect, two_turns):
     assert chosen.completion_mask == rejected.completion_mask == [False, False, True]
     assert chosen.sampler_logprobs == [0.0, 0.0, -1.0]
     assert [message.model_dump() for message in pair.episode[0].prompt] == [{"role": "user", "content": "asked"}]
-    assert pair.metadata == {"turn": 0, "chosen_score": 0.9, "rejected_score": 0.1}
+    assert pair.metadata == {
+        "dpo_type": "preference_pair",
+        "example_id": "a",
+        "turn_id": "0",
+        "chosen_score": 0.9,
+        "rejected_score": 0.1,
+        "score_diff": 0.9 - 0.1,
+        "chosen_index": 1,
+        "rejected_index": 0,
+    }
     assert (pair.example_id, pair.generation) == ("a", 0)
 
 
@@ -270,6 +279,17 @@ def train(tmp_path):
 
 def prompts(collection):
     return "".join(one.episode[0].prompt for group in collection.trajectories for one in group)
+
+
+class Refusing(Noted):
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        raise ConnectionError("nobody is there")
+
+
+def test_a_job_that_cannot_be_submitted_has_failed(train):
+    (status,), *_ = train(Listed([pair(c) for c in "abcdefg"]), Refusing(), num_runs=1)
+    assert (status.run_id, status.status) == ("epoch_00000", TrainingStatusEnum.FAILED)
+    assert status.message == "ConnectionError: nobody is there" and "in submit" in status.metadata["traceback"]
 
 
 def test_collections_then_a_job_per_epoch(train, tmp_path):

@@ -126,8 +126,8 @@ def test_a_builder_may_price_what_has_no_score(make_items):
     assert [(t.reward, t.scorable) for t in group] == [(1.0, True), (-2.0, True)]
     assert (collection.metrics["priced_trajectories"], collection.metrics["unscorable_trajectories"]) == (1, 0)
     assert [t.metadata for t in group] == [
-        {"example_id": "a", "generation": 0, "score": 1.0},
-        {"example_id": "a", "generation": 1, "score": None},
+        {"id": "a", "generation": 0, "run_id": "run", "score": 1.0, "reasoning": None},
+        {"id": "a", "generation": 1, "run_id": "run", "score": None, "reasoning": "not usable: nan"},
     ]
 
 
@@ -616,6 +616,20 @@ def test_a_failed_job_ends_the_run(train):
     statuses, rows, *_ = train(generation, adapter, epochs=3)
     assert [status.status for status in statuses] == [TrainingStatusEnum.FAILED] and len(adapter.submitted) == 1
     assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5  # what was collected is not forgotten
+
+
+class Refusing(NotingAdapter):
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        raise TrajectoryError("the second row is malformed")
+
+
+def test_a_job_that_cannot_be_submitted_has_failed(train):
+    statuses, rows, _, trainer = train(generation, Refusing(), epochs=3)
+    (status,) = statuses
+    assert (status.run_id, status.status) == ("epoch_00000", TrainingStatusEnum.FAILED)
+    assert status.message == "TrajectoryError: the second row is malformed"
+    assert "in submit\n" in status.metadata["traceback"] and trainer.failure.exit_code == 2
+    assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5
 
 
 def test_updates_that_are_not_finite_end_the_run(train):
