@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from jaxft.harness.config_types import (
     ConfigModel,
@@ -323,6 +323,19 @@ class FinetuneConfig(ConfigModel):
         allow_inf_nan=False,
         description="Seconds that a running update may still take after SIGINT or SIGTERM.",
     )
+
+    _run_configuration: FinetuneRunConfig | None = PrivateAttr(default=None)
+
+    @property
+    def run_configuration(self) -> FinetuneRunConfig | None:
+        """Dataset and validation as options of a command line; None outside a run, and no field of a file."""
+        return self._run_configuration
+
+    def in_run(self, run_configuration: FinetuneRunConfig) -> "FinetuneConfig":
+        """Return a copy with this `run_configuration`, for trainers that read it, as the toolkit's do."""
+        copied = self.model_copy()
+        copied._run_configuration = run_configuration
+        return copied
 
     @field_validator("target_functions")
     @classmethod
