@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jaxft.harness.config_types import (
     ConfigModel,
@@ -324,18 +324,17 @@ class FinetuneConfig(ConfigModel):
         description="Seconds that a running update may still take after SIGINT or SIGTERM.",
     )
 
-    _run_configuration: FinetuneRunConfig | None = PrivateAttr(default=None)
+    # For trainers that read dataset and validation there, as the toolkit's do.
+    run_configuration: FinetuneRunConfig | None = Field(
+        default=None, exclude=True, repr=False, description="Options of the command line, set by the run."
+    )
 
-    @property
-    def run_configuration(self) -> FinetuneRunConfig | None:
-        """Dataset and validation as options of a command line; None outside a run, and no field of a file."""
-        return self._run_configuration
-
-    def in_run(self, run_configuration: FinetuneRunConfig) -> "FinetuneConfig":
-        """Return a copy with this `run_configuration`, for trainers that read it, as the toolkit's do."""
-        copied = self.model_copy()
-        copied._run_configuration = run_configuration
-        return copied
+    @field_validator("run_configuration")
+    @classmethod
+    def _is_set_by_the_run(cls, given: FinetuneRunConfig | None, info: Any) -> FinetuneRunConfig | None:
+        if given is not None and info.context is not None:
+            raise config_error("is set by the run: give its options on the command line, or set eval.validation")
+        return given
 
     @field_validator("target_functions")
     @classmethod

@@ -103,7 +103,8 @@ class Session:
         """
         trainer = await self.trainer()
         try:
-            await trainer.initialize(self.config.finetuning.in_run(self._run_configuration()))
+            options = {"run_configuration": self._run_configuration()}
+            await trainer.initialize(self.config.finetuning.model_copy(update=options))
             trainer.save_checkpoint = self.checkpointing.boundary
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
