@@ -25,6 +25,7 @@ from jaxft.harness import contracts, data_models
 from jaxft.harness.session import resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
+from jaxft.nat.live import toolkit_episodes
 from jaxft.nat.metric_files import write_toolkit_files
 from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import Output, read_dataset
@@ -122,6 +123,7 @@ class JaxftTrainerAdapter(TrainerAdapter):
         self._num_jobs += 1
         collection = from_toolkit_collection(trajectories).model_copy(update={"run_id": job})
         ref = await (await self.own()).submit(collection)
+        toolkit_episodes.begin_collection(self._num_jobs)  # for a foreign builder under a foreign trainer
         return TrainingJobRef(run_id=trajectories.run_id, backend=ref.backend, metadata={"job": job})
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
