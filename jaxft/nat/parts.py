@@ -4,6 +4,7 @@ Their extra spellings are those of the toolkit's parts: `get_metrics` with the j
 component, and the metrics under the toolkit's names in `finetuning.output_dir`.
 """
 
+import asyncio
 import json
 import shlex
 import sys
@@ -192,7 +193,7 @@ class JaxftTrainer(Trainer):
 
         Raises:
             JaxftError: the run failed; `nat finetune` then ends with exit code 1.
-            SystemExit: a signal ended the run, after it was saved.
+            CancelledError: a signal ended the run, which was saved; the process ends with its exit code.
         """
         session, shutdown = self._open.session, Shutdown()
         shutdown.resume_command = resume_command.get()
@@ -202,7 +203,10 @@ class JaxftTrainer(Trainer):
                 model = await session.export_model()
         except Stopped as stopped:
             print(f"jaxft: {stopped}\njaxft: {shutdown.message}", file=sys.stderr)
-            raise SystemExit(shutdown.exit_code) from None
+            # Raised by the loop and not here, where asyncio would show it with its traceback: the loop cancels this
+            # task, whose caller then cleans up.
+            asyncio.get_running_loop().call_soon(sys.exit, shutdown.exit_code)
+            await asyncio.get_running_loop().create_future()
         finally:
             write_toolkit_files(session.directory, Path(self.run_config.output_dir))
         session.write_result(

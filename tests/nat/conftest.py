@@ -120,18 +120,30 @@ def make_trainer(folder):
 
 
 @pytest.fixture
-def nat(folder):
+def start_nat(folder):
+    """A function that starts a `nat` command in a new process."""
+
+    def start(*arguments):
+        program = "import others, sys; from nat.cli.main import run_cli; sys.exit(run_cli())"
+        return subprocess.Popen(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def nat(start_nat):
     """A function that runs a `nat` command in a new process, and returns its result."""
 
     def run(*arguments):
-        program = "import others, sys; from nat.cli.main import run_cli; sys.exit(run_cli())"
-        return subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        with start_nat(*arguments) as process:
+            stdout, stderr = process.communicate(timeout=600)
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
     return run
 

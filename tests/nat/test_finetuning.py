@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 
 import pytest
 import yaml
@@ -182,6 +183,20 @@ def test_a_failed_episode_does_not_take_the_others_along(finetune, folder):
 def test_the_command_ends_with_exit_code_1_when_a_job_fails(nat, folder):
     fails = nat("finetune", "--config_file", "config.yml", "-o", "trainer_adapters.own.max_logprob_diff", "1e-12")
     assert fails.returncode == 1 and "epoch_00000" in fails.stderr
+
+
+def test_a_signal_saves_the_run_and_its_command_goes_on(start_nat, nat, folder):
+    process = start_nat("finetune", "--config_file", "config.yml", "-o", "finetuning.num_epochs", "200")
+    shown = next(line for line in process.stdout if line.startswith("2/200"))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert shown and process.returncode == 128 + signal.SIGTERM and "Traceback" not in said
+    assert "-o trainers.own.resume true" in said
+    done = len(lines(folder / "out/training_metrics.jsonl"))
+    arguments = ("-o", "finetuning.num_epochs", str(done + 1), "-o", "trainers.own.resume", "true")
+    resumed = nat("finetune", "--config_file", "config.yml", *arguments)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [row["epoch"] for row in lines(folder / "out/training_metrics.jsonl")] == [*range(done + 1)]
 
 
 def test_the_command_honours_overrides_and_refuses_a_folder_that_holds_a_run(nat, folder):
