@@ -11,7 +11,7 @@ import json
 import sys
 import types
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -83,7 +83,10 @@ async def workflow(config: VerifiersWorkflowConfig, builder: Any) -> AsyncIterat
             )
             if not played.ok:
                 raise EpisodeFailed(_report(played))
-            (trace,) = [trace for trace in played.traces if trace.agent.name in (seat, None)]
+            traces = [trace for trace in played.traces if trace.agent.name in (seat, None)]
+            if len(traces) != 1:
+                raise EpisodeFailed(f"'{seat}' played {len(traces)} times: one reward wants one conversation")
+            (trace,) = traces
             return {
                 "reply": trace.last_reply,
                 "rewards": {name: None if reward is None else reward.value for name, reward in trace.rewards.items()},
@@ -253,8 +256,8 @@ def chat_harness(vf: Any, client: Any) -> type:
 
 
 @contextlib.contextmanager
-def _set_up(what: str) -> Any:
-    """Raise an error of the user's environment as one ComponentError with all its causes."""
+def _set_up(what: str) -> Iterator[None]:
+    """Raise an error of the environment's own code as a ComponentError that tells all its causes."""
     try:
         yield
     except (ComponentError, ConfigError, DatasetError):

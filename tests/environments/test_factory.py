@@ -4,6 +4,8 @@ import asyncio
 import importlib.util
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,8 +115,6 @@ def play(llm, factory, row, **options):
 @pytest.fixture(autouse=True)
 def findable(monkeypatch):
     """This module under its own name, whatever pytest imported it by."""
-    import sys
-
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
 
 
@@ -191,11 +191,13 @@ def test_observations_other_than_text_are_refused():
         opening("Play.", [{"type": "image"}])
 
 
-def test_the_careless_conversations_of_the_example_have_its_form():
+def test_the_class_of_the_example_is_that_of_the_page_and_plays_its_rows():
     folder = Path(__file__).parents[2] / "experiments" / "environments"
     spec = importlib.util.spec_from_file_location("counter_environment", folder / "counter_environment.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    page = (folder.parents[1] / "docs" / "environments.md").read_text()
+    assert (folder / "counter_environment.py").read_text().partition("\n\n\n")[2] in page
     (tool,) = environment_kind(module.CounterEnvironment).tools
     assert tool["function"]["parameters"]["properties"]["step"]["type"] == "integer"
     row = json.loads(random.Random(0).choice((folder / "counter.jsonl").read_text().splitlines()))
@@ -203,3 +205,15 @@ def test_the_careless_conversations_of_the_example_have_its_form():
     assert row["prompt"] + environment.reset(**row) == f"Count to {row['target']}."
     environment.increment(row["target"])
     assert environment.get_reward() == 1.0
+
+
+@pytest.mark.slow
+def test_the_example_trains(tmp_path):
+    script = Path(__file__).parents[2] / "experiments" / "environments" / "environments.py"
+    values = {"finetuning.num_epochs": 1, "finetuning.output_dir": tmp_path / "run", "llms.policy.slots": 16}
+    values |= {"trainers.loop.examples_per_update": 4, "trainer_adapters.local.loss.entropy_coef": 0.01}
+    options = [option for path, value in values.items() for option in ("--set", f"{path}={value}")]
+    command = [sys.executable, str(script), "--example", "counter", "--warm_start_steps", "20", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"reward_warm_start", "reward_after"} <= json.loads((tmp_path / "run" / "result.json").read_text()).keys()

@@ -86,6 +86,14 @@ def test_rewards_have_their_weights_and_calls_their_tokens(speaker):
 
 
 @pytest.mark.envs
+def test_the_same_episodes_twice_have_the_same_tokens(policy):
+    given = VerifiersDatasetConfig(taskset={"id": "toy-words"})
+    runs = [play(ChatClient(policy), given, num_generations=4, max_tokens=6) for _ in range(2)]
+    tokens = [[call.token_ids for outcome in run for call in outcome.episode.calls] for run in runs]
+    assert tokens[0] == tokens[1] and len(set(tokens[0])) == len(tokens[0]) == 12
+
+
+@pytest.mark.envs
 def test_an_environment_of_several_turns_is_one_episode(speaker):
     said = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "b"}]
     said += [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "c"}]
