@@ -40,6 +40,8 @@ NOT_RUN = {
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
+    "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
+    'pip install "git+https': "a package of somebody else",
     "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
     "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
 }

@@ -25,8 +25,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails
 
-# These two register the dataset loaders.
+# These three register the dataset loaders.
 import jaxft.harness.datasets
+import jaxft.harness.hub_datasets
 import jaxft.harness.table_datasets  # noqa: F401
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness import config_help

@@ -30,14 +30,19 @@ class DatasetStructureConfig(ConfigModel):
     answer_key: str | None = Field(default="answer", description="Field of a row with the expected output; null: none.")
 
 
-class FileDatasetConfig(DatasetConfig):
-    """Settings of all datasets that are read from a file."""
+class RowDatasetConfig(DatasetConfig):
+    """Settings of all datasets of rows with named fields."""
 
-    file_path: InputPath = Field(description="File of examples, relative to the folder of the YAML file.")
     id_key: str = Field(default="id", description="Field with a unique id; if no row has it, rows are numbered from 0.")
     structure: DatasetStructureConfig = Field(
         default=DatasetStructureConfig(), description="Names of the fields with input and expected output."
     )
+
+
+class FileDatasetConfig(RowDatasetConfig):
+    """Settings of all datasets that are read from a file."""
+
+    file_path: InputPath = Field(description="File of examples, relative to the folder of the YAML file.")
 
 
 class JsonlDatasetConfig(FileDatasetConfig, name="jsonl"):
@@ -154,7 +159,17 @@ def load_jsonl(path: Path) -> list[EvalInputItem]:
 
 
 def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:
+    """Convert the rows of a file to examples; errors are those of `row_items`."""
+    return row_items(config, rows, str(config.file_path))
+
+
+def row_items(config: RowDatasetConfig, rows: Iterable[Row], source: str) -> list[EvalInputItem]:
     """Convert rows to examples.
+
+    Args:
+        config: names of the fields.
+        rows: the rows.
+        source: name of the dataset, for messages.
 
     Raises:
         DatasetError: there is no row, a field that the config names is missing, or an id is repeated or is neither a
@@ -162,7 +177,7 @@ def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInput
     """
     listed = list(rows)
     if not listed:
-        raise DatasetError(f"{config.file_path}: the dataset is empty")
+        raise DatasetError(f"{source}: the dataset is empty")
     has_ids = any(config.id_key in row.fields for row in listed)
     structure = config.structure
     return [

@@ -136,11 +136,30 @@ def read_parquet(path: Path) -> Iterator[Row]:
     try:
         source = pyarrow.BufferReader(content)
         table = parquet.ParquetFile(source, page_checksum_verification=True).read()
-        columns = _converters([(field.name, field.type) for field in table.schema], pyarrow.types, f"{path}: column")
+        rows = table_rows(table, str(path), pyarrow.types)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DatasetError(f"{path}: not a parquet file that can be read: {one_line(error)}") from None
+    yield from rows
+
+
+def table_rows(table: Any, source: str, types: Any) -> Iterator[Row]:
+    """Read the rows of an arrow table; their places are source:row N.
+
+    Args:
+        table: a `pyarrow.Table`.
+        source: name of the table, for messages.
+        types: the module `pyarrow.types`.
+
+    Raises:
+        DatasetError: a column, or a value, has a type that JSON lacks.
+    """
+    columns = _converters([(field.name, field.type) for field in table.schema], types, f"{source}: column")
+    return _table_rows(table, source, columns)
+
+
+def _table_rows(table: Any, source: str, columns: "dict[str, Convert]") -> Iterator[Row]:
     for number, scalars in enumerate(zip(*table.columns, strict=True), start=1):
-        place = f"{path}:row {number}"
+        place = f"{source}:row {number}"
         values = zip(columns.items(), scalars, strict=True)
         yield Row(place, {name: _converted(convert, scalar, name, place) for (name, convert), scalar in values})
 

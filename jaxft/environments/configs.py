@@ -1,0 +1,78 @@
+"""Configuration of the components that reach environments. Nothing here imports an environment's package."""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from jaxft.harness.config_types import ConfigModel, LLMRef, Seed
+from jaxft.harness.registry import DatasetConfig, EvaluatorConfig, WorkflowConfig
+
+Options = Annotated[dict[str, Any], AfterValidator(lambda options: json.loads(json.dumps(options)))]
+"""Settings of another package, as plain JSON values: texts of a configuration know their folder, others' do not."""
+
+
+class QuestionsConfig(ConfigModel):
+    """Questions of a task, by their seed and number."""
+
+    seed: Seed = Field(default=0, description="Seed of the questions: another one gives other questions.")
+    size: int = Field(default=500, ge=1, description="Questions to generate; one that repeats is left out.")
+
+
+class ReasoningGymDatasetConfig(DatasetConfig, name="reasoning_gym"):
+    """Questions of a task of reasoning-gym."""
+
+    task: str = Field(description="Name of the task, such as chain_sum or spell_backward.")
+    options: Options = Field(default={}, description="Options of the task, such as max_terms: 3.")
+    seed: Seed = Field(default=0, description="Seed of the questions: another one gives other questions.")
+    size: int = Field(default=500, ge=1, description="Questions to generate; one that repeats is left out.")
+    without: QuestionsConfig | None = Field(
+        default=None, description="Questions of the same task to leave out, such as those of training; null: none."
+    )
+
+
+class ReasoningGymScoreConfig(EvaluatorConfig, name="reasoning_gym_score"):
+    """The task's own score of the workflow's output, by its `score_answer`."""
+
+
+class VerifiersDatasetConfig(DatasetConfig, name="verifiers"):
+    """Tasks of a taskset of verifiers."""
+
+    taskset: Options = Field(description="The taskset: its id, as in {id: reverse-text}, and its own settings.")
+    select: Options = Field(
+        default={},
+        description="Choice of tasks: include, exclude, shuffle, seed, skip and limit, as verifiers has them.",
+    )
+
+
+class VerifiersWorkflowConfig(WorkflowConfig, name="verifiers"):
+    """Episodes of an environment of verifiers, with the policy in its seat."""
+
+    llm: LLMRef = Field(description="Entry of llms that plays.")
+    env: Options = Field(
+        default={},
+        description="Settings of the environment: id, seats and time-outs, as in the section [env] of verifiers. Its "
+        "taskset is that of eval.general.dataset, unless it has its own.",
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
+
+
+class VerifiersRewardConfig(EvaluatorConfig, name="verifiers_reward"):
+    """The rewards that the environment gave to the episode, with their weights; its metrics are the reasoning."""
+
+
+class EnvironmentFactoryConfig(WorkflowConfig, name="environment_factory"):
+    """Episodes in an environment that is written as a class, in the form of TRL's `environment_factory`."""
+
+    llm: LLMRef = Field(description="Entry of llms that plays.")
+    factory: str | dict[str, str] = Field(
+        description="The class, as module:Class; or several by name, of which a row's field `environment` names one."
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
+    max_tool_calling_iterations: int | None = Field(
+        default=None, ge=0, description="Most answers with tool calls whose tools are called; null: no limit."
+    )
+
+
+class EnvironmentRewardConfig(EvaluatorConfig, name="environment_reward"):
+    """The reward that the environment's `get_reward` gave."""
