@@ -133,6 +133,28 @@ class ComponentBuilder(ConfigBuilder):
         workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
         return _callable("workflow", workflow)
 
+    async def set_workflow(self, config: WorkflowConfig) -> None:
+        """Set the workflow, before it is made.
+
+        Raises:
+            ComponentError: the workflow is made already.
+        """
+        self._check_not_made("workflow")
+        await super().set_workflow(config)
+
+    async def set_dataset(self, config: DatasetConfig) -> None:
+        """Set the dataset, before it is read.
+
+        Raises:
+            ComponentError: the dataset is read already.
+        """
+        self._check_not_made("eval.general.dataset")
+        await super().set_dataset(config)
+
+    def _check_not_made(self, path: str) -> None:
+        if path in self._components:
+            raise ComponentError(f"{path}: is made already: set it before")
+
     async def add_evaluator(self, name: str, config: EvaluatorConfig) -> None:
         """Add an evaluator, before the evaluation is made.
 

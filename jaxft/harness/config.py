@@ -276,7 +276,7 @@ def resolved_yaml(config: Config) -> str:
     return dump_yaml(map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text))))
 
 
-def secrets_of(config: Config) -> set[str]:
+def secrets_of(config: BaseModel) -> set[str]:
     """Return all secrets of the configuration in clear: secret types, texts under names like `api_key`, and in URLs."""
     found: set[str] = set()
 

@@ -90,11 +90,11 @@ class ConfigBuilder:
 
     def get_workflow_config(self) -> WorkflowConfig:
         """Return the configuration of the workflow."""
-        return self.config.workflow
+        return _known(dict(self.config), "workflow", "workflow", "set_workflow")
 
     def get_dataset_config(self) -> DatasetConfig:
         """Return the configuration of the dataset."""
-        return self.config.eval.general.dataset
+        return _known(dict(self.config.eval.general), "dataset", "eval.general.dataset", "set_dataset")
 
     def get_evaluator_config(self, name: str) -> EvaluatorConfig:
         """Return the configuration of `eval.evaluators.<name>`."""
@@ -137,6 +137,12 @@ class ConfigBuilder:
 
     def _set_eval(self, **fields: Any) -> None:
         self.config = self.config.model_copy(update={"eval": self.config.eval.model_copy(update=fields)})
+
+
+def _known(fields: Mapping[str, Any], name: str, path: str, setter: str) -> Any:
+    if name not in fields:
+        raise ConfigError([f"{path}: is not set yet: call {setter} first"])
+    return fields[name]
 
 
 def _checked(config: C, base: type[ComponentConfig]) -> C:

@@ -192,6 +192,12 @@ class EpisodeSteps(Sequence[IntermediateStep]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self._steps == list(other)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodeSteps":
+        return self  # nothing changes them
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._steps,)
+
 
 def parse_to_openai_messages(steps: Sequence[IntermediateStep]) -> list[dict[str, Any]]:
     """Return the conversation of an episode's steps as messages of OpenAI's API.

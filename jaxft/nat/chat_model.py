@@ -13,6 +13,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
+from jaxft.errors import PolicyError
 from jaxft.nat.live import find_or_begin_episode, function_path, live_policy
 from jaxft.rollout.calls import logprobs_with_record, openai_logprobs
 from jaxft.rollout.chat_request import Reply
@@ -71,10 +72,15 @@ class PolicyChatModel(BaseChatModel):
         return {"model_name": self.model_name, **self.defaults}
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: Any
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
         """Return the model with tools, as LangChain's other chat models do."""
-        schemas = [convert_to_openai_tool(tool) for tool in tools]
+        schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         given = {**kwargs, "tools": schemas}
         choice = _tool_choice(tool_choice, [schema["function"]["name"] for schema in schemas])
         return self.bind(**(given if choice is None else {**given, "tool_choice": choice}))
@@ -156,7 +162,12 @@ def _in_episode() -> Any:
             stack.enter_context(recording(episode))
         for name in function_path():
             stack.enter_context(named_function(name))
-        yield episode
+        try:
+            yield episode
+        except PolicyError as error:  # an agent may take it for the failure of a tool
+            if episode is not None:
+                episode.policy_error = error
+            raise
 
 
 def _openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:

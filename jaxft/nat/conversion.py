@@ -42,7 +42,8 @@ def _to_toolkit(trajectory: own.Trajectory) -> toolkit.Trajectory:
             continue
         logprobs = item.logprobs
         if isinstance(logprobs, list):
-            token_ids = answers.get(tuple(logprobs), [None] * len(logprobs))
+            found = answers.get(tuple(logprobs))
+            token_ids = found.pop(0) if found else [None] * len(logprobs)
             logprobs = {
                 "content": [
                     {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -71,15 +72,14 @@ def _to_toolkit(trajectory: own.Trajectory) -> toolkit.Trajectory:
     )
 
 
-def _answers(trajectory: own.Trajectory) -> dict[tuple[float, ...], list[int]]:
-    """Return the token ids of the trained answers by their log-probabilities."""
-    answers: dict[tuple[float, ...], list[int]] = {}
+def _answers(trajectory: own.Trajectory) -> dict[tuple[float, ...], list[list[int]]]:
+    """Return the token ids of the trained answers by their log-probabilities, equal ones in the order of the turns."""
+    answers: dict[tuple[float, ...], list[list[int]]] = {}
     for sequence in trajectory.sequences or ():
         for turn in sorted(set(sequence.turns) - {-1}):
             places = [place for place, each in enumerate(sequence.turns) if each == turn]
-            answers[tuple(sequence.sampler_logprobs[place] for place in places)] = [
-                sequence.tokens[place] for place in places
-            ]
+            logprobs = tuple(sequence.sampler_logprobs[place] for place in places)
+            answers.setdefault(logprobs, []).append([sequence.tokens[place] for place in places])
     return answers
 
 
@@ -88,20 +88,23 @@ def _from_toolkit(trajectory: toolkit.Trajectory) -> own.Trajectory:
     own_fields = metadata.pop(OWN, None)
     given = trajectory.model_dump(mode="json", include={"episode", "reward", "shaped_rewards"})
     if own_fields is not None:
-        return own.Trajectory.model_validate({**given, "metadata": metadata, **own_fields})
+        return _with_plain_logprobs(own.Trajectory.model_validate({**given, "metadata": metadata, **own_fields}))
     example_id, generation = metadata.get("id"), metadata.get("generation")
-    found = with_recorded_sequences(
-        own.Trajectory(
-            **given,
-            metadata=metadata or None,
-            example_id=None if example_id is None else str(example_id),
-            generation=generation if isinstance(generation, int) else None,
-        )
+    made = own.Trajectory(
+        **given,
+        metadata=metadata or None,
+        example_id=None if example_id is None else str(example_id),
+        generation=generation if isinstance(generation, int) else None,
     )
-    for item in found.episode:  # the records are in `sequences` now
+    return _with_plain_logprobs(with_recorded_sequences(made))
+
+
+def _with_plain_logprobs(trajectory: own.Trajectory) -> own.Trajectory:
+    """Return the trajectory with the numbers only of its log-probabilities; the rest is in its sequences."""
+    for item in trajectory.episode:
         if isinstance(item, own.EpisodeItem) and isinstance(item.logprobs, dict):
             item.logprobs = [entry["logprob"] for entry in item.logprobs.get("content") or ()]
-    return found
+    return trajectory
 
 
 def to_toolkit_status(status: own.TrainingJobStatus) -> toolkit.TrainingJobStatus:

@@ -50,7 +50,8 @@ class ForeignBuilder(TrajectoryBuilder):
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return the trajectories of a collection."""
-        return from_toolkit_collection(await self._instance.finalize(run_id, meta))
+        collection = from_toolkit_collection(await self._instance.finalize(run_id, meta))
+        return collection.model_copy(update={"metrics": {"episodes": sum(map(len, collection.trajectories))}})
 
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
         """Return the reward that the toolkit's builder gives."""

@@ -6,6 +6,7 @@ as a builder of the toolkit's own does, `find_or_begin_episode` gives each of it
 recorded and its random numbers can be repeated.
 """
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -24,21 +25,32 @@ from jaxft.rollout.recorder import TRAINING, Episode, find_episode
 _policies: dict[str, ChatClient] = {}
 """Live policies by model name."""
 
+_alone: list[ChatClient] = []
+"""Live policies that were made without a run."""
+
 
 @contextmanager
-def published(model_name: str, llm: ChatClient) -> Iterator[None]:
+def published(model_name: str, llm: ChatClient, *, is_alone: bool = False) -> Iterator[None]:
     """Make a policy available to all clients of this model name inside the block.
+
+    A policy of a run replaces one that was made alone, for a call before the run was open.
 
     Raises:
         ComponentError: another policy has the name.
     """
-    if model_name in _policies:
+    earlier = _policies.get(model_name)
+    if earlier is not None and earlier not in _alone:
         raise ComponentError(f"two policies have the model_name '{model_name}': give one of them another")
     _policies[model_name] = llm
+    if is_alone:
+        _alone.append(llm)
     try:
         yield
     finally:
-        del _policies[model_name]
+        if _policies.get(model_name) is llm:
+            del _policies[model_name]
+        if is_alone:
+            _alone.remove(llm)
 
 
 def live_policy(model_name: str) -> ChatClient | None:
@@ -62,6 +74,7 @@ class ToolkitEpisodes:
     is_recording: bool = False
     seed: int = 0
     collection: int = 0
+    _loop: asyncio.AbstractEventLoop | None = None
     _example_ids: dict[str, str] = field(default_factory=dict)
     _begun: dict[str, Episode] = field(default_factory=dict)
     _generations: Counter[str] = field(default_factory=Counter)
@@ -76,6 +89,7 @@ class ToolkitEpisodes:
     def recording(self, seed: int, examples: Iterable[EvalInputItem]) -> Iterator[None]:
         """Record episodes inside the block; their random numbers depend on the seed and on the ids of the examples."""
         self.seed, self.is_recording = seed, True
+        self._loop = asyncio.get_running_loop()  # episodes may begin in a thread, whose calls it answers
         self._example_ids = {_key(item.input_obj): item.id for item in examples}
         self.begin_collection(0)
         try:
@@ -92,7 +106,13 @@ class ToolkitEpisodes:
             generation = self._generations[example_id]
             self._generations[example_id] += 1
             self._begun[run_id] = Episode(
-                self.seed, TRAINING, self.collection, example_id, generation, input_obj=input_obj
+                self.seed,
+                TRAINING,
+                self.collection,
+                example_id,
+                generation,
+                input_obj=input_obj,
+                _loop=self._loop,
             )
         return self._begun[run_id]
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nat.data_models.evaluate_runtime import EvaluationRunOutput
+from nat.data_models.evaluate_runtime import EvaluationRunOutput, ProfilerResults, UsageStats
 from nat.data_models.evaluator import EvalInput, EvalInputItem
 from nat.data_models.finetuning import FinetuneConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from nat.finetuning.interfaces.finetuning_runner import Trainer
@@ -21,8 +21,9 @@ from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
-from jaxft.errors import Stopped
+from jaxft.errors import ConfigError, Stopped
 from jaxft.harness import contracts, data_models
+from jaxft.harness.datasets import checked_items
 from jaxft.harness.session import resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
@@ -84,7 +85,12 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
         assert own.evaluation is not None and options is not None
         if options.dataset in (None, run.options.dataset):
             return _evaluation_output(await own.run_eval())
-        outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
+        if options.config_file not in (run.options.config_file, None):
+            raise ConfigError(
+                ["--validation_config_file: a foreign trainer validates with the workflow of --config_file only"]
+            )
+        examples = checked_items(read_dataset(run.toolkit, str(options.dataset)), str(options.dataset))
+        outcomes = await own.evaluation.validate(examples)
         return _evaluation_output(own.evaluation.summarize(outcomes))
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -208,7 +214,7 @@ class JaxftTrainer(Trainer):
             asyncio.get_running_loop().call_soon(sys.exit, shutdown.exit_code)
             await asyncio.get_running_loop().create_future()
         finally:
-            write_toolkit_files(session.directory, Path(self.run_config.output_dir))
+            write_toolkit_files(session.directory, session.config.finetuning.output_dir.parent)
         session.write_result(
             {
                 "num_epochs": session.config.finetuning.num_epochs,
@@ -292,13 +298,12 @@ def _evaluation_output(output: data_models.EvaluationRunOutput) -> EvaluationRun
         )
 
     def verdicts(given: data_models.EvalOutput) -> EvalOutput:
+        # A failed episode scores 0.0, as in the toolkit, which adds the scores up.
         items = [
-            EvalOutputItem(id=each.id, score=each.score, reasoning=each.reasoning, error=each.error)
+            EvalOutputItem(id=each.id, score=each.score or 0.0, reasoning=each.reasoning, error=each.error)
             for each in given.eval_output_items
         ]
         return EvalOutput(average_score=given.average_score, eval_output_items=items)
-
-    from nat.data_models.evaluate_runtime import ProfilerResults, UsageStats
 
     return EvaluationRunOutput(
         workflow_output_file=None,
@@ -313,5 +318,6 @@ def _evaluation_output(output: data_models.EvaluationRunOutput) -> EvaluationRun
 
 def _resume_command(trainer: str) -> str:
     """Return the command that resumes this program's run."""
-    given = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return shlex.join([*given, "-o", f"trainers.{trainer}.resume", "true"])
+    given = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    option = f"-o trainers.{trainer}.resume true"
+    return given if option in given else f"{given} {option}"

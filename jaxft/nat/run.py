@@ -7,6 +7,7 @@ checkpoints. With a foreign trainer only jaxft's parts are made; it stays open u
 import asyncio
 import logging
 import tempfile
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from jaxft.errors import ComponentError, ConfigError, RunDirectoryError
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
 from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Validation
 from jaxft.harness.registry import (
     ComponentConfig,
@@ -106,6 +108,13 @@ async def open_run(
             ["--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"]
         )
     toolkit, finetuning = _resolved(options, run_config)
+    if trainer is not None:  # version 1.8 makes the trainer before it reads the overrides
+        resolved = toolkit.trainers.get(finetuning.trainer or "")
+        if type(resolved) is not type(trainer):
+            raise ConfigError(
+                [f"finetuning.trainer: '{finetuning.trainer}' was chosen too late by -o: name it in the file"]
+            )
+        trainer = resolved
     config = _config(toolkit, finetuning, options, trainer, trajectory_builder, trainer_adapter)
     chosen = {} if trainer is None else dict(trainer)
     _prepare_process()
@@ -131,13 +140,23 @@ async def open_run(
         _run = Run(toolkit, options, session)
         try:
             yield _run
+        except asyncio.CancelledError:
+            if is_whole:
+                raise
+            # The event loop ends: nothing else tells the end of a run under a foreign trainer.
         finally:
             _run = None
+        if not is_whole and config.finetuning.trainer_adapter is not None:
+            model = await session.export_model()
+            session.write_result({"model": None if model is None else str(model.relative_to(session.directory.path))})
 
 
 async def open_parts(run_config: ToolkitFinetuneConfig) -> Run:
-    """Open the run of jaxft's parts under a foreign trainer, until the event loop ends."""
-    return await _closing_with_the_loop.enter_async_context(in_one_task(open_run(run_config)))
+    """Open the run of jaxft's parts under a foreign trainer, until the event loop ends, if none is open yet."""
+    async with _lock():
+        if _run is not None:
+            return _run
+        return await _closing_with_the_loop.enter_async_context(in_one_task(open_run(run_config)))
 
 
 _closing_with_the_loop = AsyncExitStack()
@@ -276,6 +295,14 @@ async def _bind_validation(
     source, reward = session.builder, session.config.finetuning.reward_function
     if options.validation_config_file is not None:
         toolkit = load_config(options.validation_config_file)
+        for name, llm in toolkit.llms.items():
+            if isinstance(llm, PolicyConfig) and live_policy(llm.model_name) is None:
+                raise ConfigError(
+                    [
+                        f"{options.validation_config_file}: llms.{name}.model_name: '{llm.model_name}' is no policy of "
+                        "this run: give it the model_name of the policy in training"
+                    ]
+                )
         other = toolkit.finetuning.reward_function
         name = reward.name if other is None and reward is not None else other.name if other is not None else None
         if name not in toolkit.eval.evaluators:
@@ -296,7 +323,8 @@ async def _bind_validation(
         source = await stack.enter_async_context(
             ComponentBuilder(config, session.directory, session.console, lender=session.builder)
         )
-    examples = await asyncio.to_thread(read_dataset, toolkit, str(options.validation_dataset))
+    dataset = str(options.validation_dataset)
+    examples = checked_items(await asyncio.to_thread(read_dataset, toolkit, dataset), dataset)
     evaluation = await source.make_evaluation(reward, counted_with=await session.builder.get_evaluation())
     builder = await session.builder.get_trajectory_builder(session.config.finetuning.trajectory_builder or "")
     await builder.bind_validation(
@@ -313,7 +341,7 @@ async def _bind_validation(
 async def find_policy(config: Any) -> ChatClient:
     """Return the live policy of a configuration; `nat run` and `nat eval` have it made until their loop ends."""
     if live_policy(config.model_name) is None:
-        async with _making:
+        async with _lock():
             if live_policy(config.model_name) is None:
                 await _closing_with_the_loop.enter_async_context(in_one_task(_policy_alone(config)))
     live = live_policy(config.model_name)
@@ -321,7 +349,12 @@ async def find_policy(config: Any) -> ChatClient:
     return live
 
 
-_making = asyncio.Lock()
+_locks: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]" = weakref.WeakKeyDictionary()
+
+
+def _lock() -> asyncio.Lock:
+    """Return the lock of the running event loop, under which policies and runs are opened."""
+    return _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
 @asynccontextmanager
@@ -337,5 +370,5 @@ async def _policy_alone(config: Any) -> AsyncIterator[None]:
     _prepare_process()
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
         async with ComponentBuilder(own, directory, current_console()) as builder:
-            with published(name, await builder.get_llm(name)):
+            with published(name, await builder.get_llm(name), is_alone=True):
                 yield

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -27,10 +28,15 @@ from pydantic import BaseModel, Field
 
 from jaxft.errors import ComponentError, DatasetError
 from jaxft.harness import data_models
+from jaxft.harness.config import secrets_of
 from jaxft.harness.registry import DatasetConfig, EvaluatorConfig, WorkflowConfig, registry
-from jaxft.rollout.recorder import episode
+from jaxft.redaction import map_texts
+from jaxft.rollout.recorder import Episode, episode, recording
 
 T = TypeVar("T")
+
+MASK = "**********"
+"""Text in place of a secret, as pydantic writes it."""
 
 
 class ToolkitDatasetConfig(DatasetConfig, name="nat_dataset"):
@@ -38,7 +44,6 @@ class ToolkitDatasetConfig(DatasetConfig, name="nat_dataset"):
 
     toolkit: Any = Field(exclude=True)
     file: str | None = None
-    described: Any = None
 
 
 class ToolkitWorkflowConfig(WorkflowConfig, name="nat_workflow"):
@@ -120,13 +125,26 @@ class ToolkitWorkflow:
     async def __call__(self, example: dict[str, Any]) -> Output:
         """Run the workflow on the input of the present episode, as the toolkit's evaluation does."""
         current = episode()
+        user = "jaxft" if self._one_user else f"jaxft {current.id}"
+        try:
+            return await self._run(current, user)
+        finally:
+            if self._sessions.is_workflow_per_user and not self._one_user:
+                # The toolkit would keep the workflow of each user, so of each episode, until it is idle for long.
+                kept = self._sessions._per_user_builders.pop(user, None)
+                if kept is not None:
+                    await kept.builder.__aexit__(None, None, None)
+
+    async def _run(self, current: Episode, user: str) -> Output:
         async with (
-            self._sessions.session(user_id="jaxft" if self._one_user else f"jaxft {current.id}") as session,
+            self._sessions.session(user_id=user) as session,
             session.run(current.input_obj) as runner,
         ):
             steps: list[IntermediateStep] = []
             Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
-            result = await runner.result()
+            # The runner restored the context that the workflow was built in, which may be another episode's.
+            with recording(current):
+                result = await runner.result()
             with contextlib.suppress(ValueError):  # it has no text form
                 result = runner.convert(result, to_type=str)
         return Output(self._extracted(result), [_plain(step) for step in steps])
@@ -190,8 +208,16 @@ async def toolkit_evaluator(config: ToolkitEvaluatorConfig, builder: Any) -> Asy
             full_dataset_entry=item.full_dataset_entry,
         )
         verdict = await evaluate(evaluator, given)
+        named = verdict.score if isinstance(verdict.score, dict) else None
+        is_number = isinstance(verdict.score, int | float) and math.isfinite(verdict.score)
+        if not is_number and named is None and not isinstance(verdict.score, float | None):
+            raise TypeError(f"the score is {verdict.score!r}; wanted a number, named numbers, or None")
         return data_models.EvalOutputItem(
-            id=item.id, score=verdict.score, reasoning=verdict.reasoning, error=verdict.error
+            id=item.id,
+            score=verdict.score if is_number else None,
+            named_scores=named,
+            reasoning=verdict.reasoning,
+            error=verdict.error,
         )
 
     yield score
@@ -203,10 +229,7 @@ async def evaluate(evaluator: Any, item: EvalInputItem) -> Any:
     Raises:
         ComponentError: the evaluator has no function that this version of the toolkit calls, or returned no verdict.
     """
-    function = inspect.getattr_static(type(evaluator), "evaluate_atif_fn", None) or vars(evaluator).get(
-        "evaluate_atif_fn"
-    )
-    if function is not None:
+    if "evaluate_atif_fn" in dir(evaluator):
         # Only the toolkit's later versions have it.
         from nat.plugins.eval.runtime.atif_adapter import EvalAtifAdapter
 
@@ -215,7 +238,7 @@ async def evaluate(evaluator: Any, item: EvalInputItem) -> Any:
     elif evaluator.evaluate_fn is None:
         raise ComponentError(f"the evaluator '{evaluator.config.type}' has no evaluate_fn")
     else:
-        owner = getattr(evaluator.evaluate_fn, "__self__", None)  # functions have no owner
+        owner = evaluator.evaluate_fn.__self__ if inspect.ismethod(evaluator.evaluate_fn) else None
         if isinstance(owner, BaseEvaluator) and type(owner).evaluate is BaseEvaluator.evaluate:
             # Its `evaluate` would draw a progress bar per episode, and give an evaluator that raises the score 0.
             return await owner.evaluate_item(item)
@@ -260,8 +283,10 @@ async def toolkit_dataset(config: ToolkitDatasetConfig, builder: Any) -> AsyncIt
 
 
 def described(config: BaseModel) -> Any:
-    """Return a toolkit configuration as JSON, its secrets masked."""
-    return json.loads(config.model_dump_json(by_alias=True, exclude_unset=True))
+    """Return a toolkit configuration as JSON, its secrets masked: some of the toolkit's secret types show theirs."""
+    secrets = secrets_of(config)
+    plain = json.loads(config.model_dump_json(by_alias=True, exclude_unset=True))
+    return map_texts(plain, lambda text: MASK if text in secrets else text)
 
 
 registry.add(DatasetConfig, ToolkitDatasetConfig, toolkit_dataset)

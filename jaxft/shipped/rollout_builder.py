@@ -106,9 +106,12 @@ class RolloutBuilder(TrajectoryBuilder):
                 task.cancel()
             started = self._started.pop(run_id)
         assert self.evaluation is not None
-        penalized = [outcome for outcome in outcomes if self._is_penalized(outcome)]
-        finished = [outcome for outcome in outcomes if outcome.error is None or self._is_penalized(outcome)]
-        unfinished = [outcome for outcome in outcomes if not (outcome.error is None or self._is_penalized(outcome))]
+        finished: list[EpisodeOutcome] = []
+        unfinished: list[EpisodeOutcome] = []
+        for outcome in outcomes:
+            is_trained = outcome.error is None or self._is_penalized(outcome)
+            (finished if is_trained else unfinished).append(outcome)
+        penalized = [outcome for outcome in finished if outcome.error is not None]
         failed = [outcome for outcome in unfinished if not outcome.episode.is_dropped]
         # The number of calls of a failed episode may depend on the clock, on which metrics must not depend.
         calls = [call for outcome in finished for call in outcome.episode.calls]

@@ -6,6 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from jaxft.harness import data_models as own
+from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection
+from jaxft.rollout.sequences import TokenSequence
+
 pytestmark = pytest.mark.nat
 
 
@@ -36,3 +40,26 @@ def test_parts_of_the_user_and_of_jaxft_train_together(finetune, folder, builder
             content = [answer["logprobs"]["content"] for answer in answers]
             assert all(np.isfinite(entry["logprob"]) for entries in content for entry in entries)
             assert len({json.dumps([entry["logprob"] for entry in entries]) for entries in content}) > 8
+
+
+def test_a_foreign_trainer_leaves_the_trained_model(finetune, folder):
+    for number in range(2):
+        finetune(finetuning__trainer="user", finetuning__trajectory_builder=("own", "user")[number])
+        assert (folder / "out/jaxft/model/model.safetensors").is_file()
+        assert json.loads((folder / "out/jaxft/result.json").read_text())["model"] == "model"
+        assert "ended" not in (folder / "out/jaxft/run.log").read_text()
+
+
+def test_answers_of_equal_log_probabilities_keep_their_tokens():
+    fields = {"temperatures": [1.0] * 4, "policy_versions": [0] * 4, "completion_mask": [False, True, True, True]}
+    sequence = TokenSequence(
+        tokens=[1, 7, 8, 9], turns=[-1, 0, 1, 2], sampler_logprobs=[0.0] * 4, behavior_logprobs=[0.0] * 4, **fields
+    )
+    items = [own.EpisodeItem(role="assistant", content="", logprobs=[0.0]) for _ in range(3)]
+    trajectory = own.Trajectory(episode=items, reward=0.5, sequences=[sequence], example_id="1", generation=2)
+    collection = own.TrajectoryCollection(trajectories=[[trajectory]], run_id="any")
+    given = to_toolkit_collection(collection)
+    tokens = [item.logprobs["content"][0]["token"] for item in given.trajectories[0][0].episode]
+    assert tokens == ["token_id:7", "token_id:8", "token_id:9"]
+    (back,) = from_toolkit_collection(given).trajectories[0]
+    assert back.model_copy(update={"metadata": None}) == trajectory

@@ -209,6 +209,30 @@ def test_the_command_honours_overrides_and_refuses_a_folder_that_holds_a_run(nat
     assert again.returncode == 1 and "trainers.own.resume true" in again.stderr + again.stdout
 
 
+def test_a_secret_of_any_type_is_masked(finetune, folder):
+    finetune(
+        functions={"vault": {"_type": "vault", "code": "k7"}},
+        llms__judge={"_type": "openai", "model_name": "judge", "api_key": "k8"},
+        finetuning__num_epochs=1,
+    )
+    shown = (folder / "out/jaxft/config.yml").read_text()
+    assert "vault" in shown and "k7" not in shown and "k8" not in shown
+
+
+@pytest.mark.parametrize("per_input", [True, False])
+def test_a_workflow_of_its_own_for_each_user(finetune, folder, per_input):
+    general = {"max_concurrency": 4, "dataset": {"_type": "json", "file_path": "train.json"}}
+    finetune(
+        workflow={"_type": "per_user_echo", "llm": "policy"},
+        eval__general={**general, "per_input_user_id": per_input},
+        trainers__own__save_episodes="all",
+    )
+    rows = lines(folder / "out/training_metrics.jsonl")
+    assert [(row["calls"], row["failed_episodes"], row["outside_calls"]) for row in rows] == [(16, 0, 0)] * 2
+    samples = lines(folder / "out/jaxft/trajectories/samples.jsonl")
+    assert all(f"number {each['example_id']}?" in each["episode"][0]["content"] for each in samples)
+
+
 def test_the_methods_of_the_trainer_work_one_by_one(folder, make_trainer):
     async def run():
         trainer, adapter = await make_trainer()
