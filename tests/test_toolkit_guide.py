@@ -79,6 +79,7 @@ def configuration(folder, builder="user", adapter="user", trainer="user", **fine
             "workflow": {"_type": "guide_ask_once", "llm": "policy"},
             "eval": {
                 "general": {"max_concurrency": 8, "dataset": {"_type": "guide_two_questions"}},
+                "validation": {"dataset": {"_type": "guide_two_questions"}, "interval": 2},
                 "evaluators": {"my_reward": {"_type": "letters"}},
             },
             "trajectory_builders": {"my_builder": PARTS["builder"][builder]},
@@ -131,7 +132,9 @@ def test_parts_of_the_guide_and_jaxfts_train_together(tmp_path, builder, adapter
         assert made.server.num_tokens >= 16 and any(worth > 0 for worth in made.server.worth.values())
     if trainer == "user":
         rows = [json.loads(row) for row in (tmp_path / "run" / "guide_trainer.jsonl").read_text().splitlines()]
-        assert [(row["num_trajectories"], row["filtered_groups"]) for row in rows] == [(8, 2)] * 2
+        assert [(row["num_trajectories"], row["filtered_groups"], row["validations"]) for row in rows] == [
+            (8, 2, 1)
+        ] * 2
     ((_, verdicts),) = output.evaluation_results
     assert [item.reasoning["question"] for item in verdicts.eval_output_items] == ["one", "two"]
     assert [item.reasoning["num_steps"] for item in verdicts.eval_output_items] == [4, 4]

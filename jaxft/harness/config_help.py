@@ -59,7 +59,7 @@ def describe(root: type[ConfigModel]) -> str:
 
 def _fields(model: type[ConfigModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if name == "reward" and issubclass(model, ComponentConfig):
+        if field.exclude or (name == "reward" and issubclass(model, ComponentConfig)):
             continue  # set by the run, not by a person
         inner = _model(field.annotation)
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner

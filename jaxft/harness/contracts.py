@@ -388,8 +388,14 @@ class Trainer(ABC):
         return trajectory_collection.model_copy(update={"trajectories": groups})
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """Return a copy of the curriculum's state (`jaxft.harness.curriculum.State`); empty before `initialize`."""
-        return copy.deepcopy(self._curriculum_state or {})
+        """Return a copy of the curriculum's state (`jaxft.harness.curriculum.State`), for JSON, and its `config`.
+
+        It is empty before `initialize`.
+        """
+        if self._curriculum_state is None or self.curriculum_config is None:
+            return {}
+        state = copy.deepcopy(self._curriculum_state) | {"config": self.curriculum_config.model_dump()}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in state.items()}
 
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
         """Restore a result of `get_curriculum_state`, of this trainer or an earlier one.

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jaxft.harness.data_models import CurriculumLearningConfig, Trajectory
 
 State = dict[str, Any]
-"""State of the curriculum: plain values for JSON.
+"""State of the curriculum.
 
-The keys are `current_percentile`; `last_expansion_epoch`, null before the first; for the latest epoch `total_groups`
+The keys are `current_percentile`; `last_expansion_epoch`, -1 before the first; for the latest epoch `total_groups`
 and the example ids of `included_groups` (trained) and `dropped_groups` (rewards differ too little); and `examples`,
 which maps an id to the last `reward_mean` and `reward_diff`, and to `epochs_included`.
 """
@@ -32,9 +32,9 @@ def initial_state(config: CurriculumLearningConfig) -> State:
     """Return the state before the first epoch."""
     return {
         "current_percentile": percentile(config, 0),
-        "last_expansion_epoch": None,
+        "last_expansion_epoch": -1,
         "total_groups": 0,
-        "included_groups": [],
+        "included_groups": set(),  # a trainer with a curriculum of its own may expect a set, as in the toolkit
         "dropped_groups": [],
         "examples": {},
     }
@@ -122,12 +122,10 @@ def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
     )
 
 
-def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int | None:
-    """Return the latest epoch, this one included, in which the fraction grew."""
+def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int:
+    """Return the latest epoch, this one included, in which the fraction grew; -1 if there is none."""
     starts = range(config.expansion_interval, epoch + 1, config.expansion_interval)
-    return next(
-        (start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), None
-    )
+    return next((start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), -1)
 
 
 def _measured(group: Sequence[Trajectory], place: int) -> _Group:

@@ -324,6 +324,18 @@ class FinetuneConfig(ConfigModel):
         description="Seconds that a running update may still take after SIGINT or SIGTERM.",
     )
 
+    # For trainers that read dataset and validation there, as the toolkit's do.
+    run_configuration: FinetuneRunConfig | None = Field(
+        default=None, exclude=True, repr=False, description="Options of the command line, set by the run."
+    )
+
+    @field_validator("run_configuration")
+    @classmethod
+    def _is_set_by_the_run(cls, given: FinetuneRunConfig | None, info: Any) -> FinetuneRunConfig | None:
+        if given is not None and info.context is not None:
+            raise config_error("is set by the run: give its options on the command line, or set eval.validation")
+        return given
+
     @field_validator("target_functions")
     @classmethod
     def _names_something(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class EpisodeOutcome:
             usable.
         error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
         traceback: the whole traceback of that error.
+        has_agent_failed: True if the workflow raised that error, other than by a time-out.
         seconds: durations of `rollout` and `reward`.
     """
 
@@ -65,6 +66,7 @@ class EpisodeOutcome:
     named_rewards: dict[str, float] | None = None
     error: str | None = None
     traceback: str | None = None
+    has_agent_failed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -293,6 +295,7 @@ class Evaluation:
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = time.perf_counter()
         output = error = traceback = None
+        has_agent_failed = False
         try:
             with user_code(), recording(episode):
                 # A copy, as an episode that changes its row must not change the row of another episode.
@@ -314,11 +317,14 @@ class Evaluation:
             if episode.policy_error is not None:
                 raise episode.policy_error from None
             output, error, traceback = None, failure.summary, failure.traceback
+            has_agent_failed = not isinstance(failure.error, TimeoutError)
         finally:
             episode.end()
         item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
-        return EpisodeOutcome(item, episode, error=error, traceback=traceback, seconds=seconds)
+        return EpisodeOutcome(
+            item, episode, error=error, traceback=traceback, has_agent_failed=has_agent_failed, seconds=seconds
+        )
 
     async def _score_group(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
         async with self._group_slots:

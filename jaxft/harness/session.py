@@ -26,7 +26,15 @@ from jaxft.harness.checkpointing import Checkpointing, check_changes, masked_pat
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.contracts import Trainer, TrainerAdapter
-from jaxft.harness.data_models import EvalInputItem, EvaluationRunOutput, TrainingJobStatus, TrainingStatusEnum
+from jaxft.harness.data_models import (
+    EvalInputItem,
+    EvaluationRunOutput,
+    FinetuneRunConfig,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+)
+from jaxft.harness.datasets import FileDatasetConfig
+from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, current_console
@@ -95,7 +103,8 @@ class Session:
         """
         trainer = await self.trainer()
         try:
-            await trainer.initialize(self.config.finetuning)
+            options = {"run_configuration": self._run_configuration()}
+            await trainer.initialize(self.config.finetuning.model_copy(update=options))
             trainer.save_checkpoint = self.checkpointing.boundary
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
@@ -124,6 +133,24 @@ class Session:
             )
             raise NoLearningSignal(f"{type(trainer).__name__} trained nothing: {last}")
         return statuses
+
+    def _run_configuration(self) -> FinetuneRunConfig:
+        """Return what the configuration says of dataset and validation; a dataset without a file has its `_type`."""
+
+        def file_of(dataset: DatasetConfig | None) -> Path | None:
+            if dataset is None:
+                return None
+            return dataset.file_path if isinstance(dataset, FileDatasetConfig) else Path(str(dataset.type_name))
+
+        general, validation = self.config.eval.general, self.config.eval.validation
+        return FinetuneRunConfig(
+            config_file=self.directory.file(CONFIG_FILE),
+            dataset=file_of(general.dataset),
+            result_json_path=general.result_json_path,
+            validation_dataset=None if validation is None else file_of(validation.dataset or general.dataset),
+            validation_interval=None if validation is None else validation.interval,
+            validation_config_file=None if validation is None else validation.config_file,
+        )
 
     def _note_environment(self) -> None:
         """Write devices, and what was chosen for them, to `environment.json`, as soon as they are known."""

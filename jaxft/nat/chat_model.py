@@ -14,7 +14,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
 from jaxft.nat.live import find_or_begin_episode, function_path, live_policy
-from jaxft.rollout.calls import logprobs_with_record
+from jaxft.rollout.calls import logprobs_with_record, openai_logprobs
 from jaxft.rollout.chat_request import Reply
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, find_episode, named_function, recording
@@ -120,10 +120,17 @@ class PolicyChatModel(BaseChatModel):
 
     def _result(self, reply: Reply, episode: Episode | None, llm: ChatClient) -> ChatResult:
         usage = {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)}
-        metadata: dict[str, Any] = {"model_name": self.model_name, "finish_reason": reply.finish_reason}
-        if episode is not None:
+        text_of_token = llm.policy.template.token_text
+        if episode is None:
+            logprobs = openai_logprobs(reply.token_ids, reply.logprobs, text_of_token)
+        else:
             call = next(call for call in reversed(episode.calls) if call.index == reply.call_index)
-            metadata["logprobs"] = Logprobs(logprobs_with_record(call, llm.policy.template.token_text))
+            logprobs = logprobs_with_record(call, text_of_token)
+        metadata = {
+            "model_name": self.model_name,
+            "finish_reason": reply.finish_reason,
+            "logprobs": Logprobs(logprobs),
+        }
         message = AIMessage(
             content=reply.content,
             additional_kwargs={} if reply.reasoning_content is None else {"reasoning_content": reply.reasoning_content},

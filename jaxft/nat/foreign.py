@@ -9,7 +9,6 @@ from pydantic import Field
 from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
     EvalOutputItem,
-    FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrajectoryCollection,
@@ -42,11 +41,6 @@ class ForeignBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self._instance = trajectory_builder_config.instance
         self._collections = 0
-
-    async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Store the run's configuration; the toolkit's builder has the toolkit's."""
-        await super().initialize(run_config)
-        toolkit_episodes.know(self.examples)
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Start a collection, whose number the random numbers of its episodes depend on."""

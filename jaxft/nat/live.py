@@ -54,10 +54,12 @@ class ToolkitEpisodes:
     input, so that another order gives the same set of episodes.
 
     Attributes:
+        is_recording: True while a run of jaxft is open; otherwise, as in a server, nobody wants the records.
         seed: seed of the run.
         collection: number of the present collection, from 0.
     """
 
+    is_recording: bool = False
     seed: int = 0
     collection: int = 0
     _example_ids: dict[str, str] = field(default_factory=dict)
@@ -70,9 +72,17 @@ class ToolkitEpisodes:
         self._begun.clear()
         self._generations.clear()
 
-    def know(self, examples: Iterable[EvalInputItem]) -> None:
-        """Set the examples, whose ids the random numbers of an episode depend on."""
+    @contextmanager
+    def recording(self, seed: int, examples: Iterable[EvalInputItem]) -> Iterator[None]:
+        """Record episodes inside the block; their random numbers depend on the seed and on the ids of the examples."""
+        self.seed, self.is_recording = seed, True
         self._example_ids = {_key(item.input_obj): item.id for item in examples}
+        self.begin_collection(0)
+        try:
+            yield
+        finally:
+            self.is_recording = False
+            self.begin_collection(0)
 
     def episode(self, run_id: str, input_obj: Any) -> Episode:
         """Return the episode of a workflow run, begun by its first call."""
@@ -92,9 +102,9 @@ toolkit_episodes = ToolkitEpisodes()
 
 
 def find_or_begin_episode() -> Episode | None:
-    """Return the current episode, or that of the toolkit's present workflow run; None outside of both."""
+    """Return the current episode, or that of the toolkit's present workflow run; None without either."""
     current = find_episode()
-    if current is not None:
+    if current is not None or not toolkit_episodes.is_recording:
         return current
     state = ContextState.get()
     run_id = state.workflow_run_id.get()

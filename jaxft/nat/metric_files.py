@@ -45,8 +45,10 @@ def write_toolkit_files(directory: RunDirectory, folder: Path) -> None:
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of metrics with the toolkit's names, then jaxft's; a metric without a value is None."""
-    trajectories = row.get("episodes", 0) - row.get("failed_episodes", 0) - row.get("dropped_episodes", 0)
-    named = {name: row.get(own) for name, own in NAMES.items()} | {"num_trajectories": trajectories}
+    left_out = row.get("failed_episodes", 0) - row.get("penalized_episodes", 0) + row.get("dropped_episodes", 0)
+    named = {name: row.get(own) for name, own in NAMES.items()} | {
+        "num_trajectories": row.get("episodes", 0) - left_out
+    }
     if "curriculum_percentile" not in row:
         named |= {"filtered_groups": named["num_groups"], "filtered_avg_reward": named["avg_reward"]}
         named["curriculum_percentile"] = 1.0

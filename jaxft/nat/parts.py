@@ -25,6 +25,7 @@ from jaxft.harness import contracts, data_models
 from jaxft.harness.session import resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
+from jaxft.nat.live import toolkit_episodes
 from jaxft.nat.metric_files import write_toolkit_files
 from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import Output, read_dataset
@@ -72,17 +73,17 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
         return to_toolkit_collection(await (await self.own()).finalize(run_id, meta))
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """Run the workflow once on each example of the dataset of the command line, and the evaluators on its outputs.
+        """Run the workflow and the evaluators once on each example of the command line's dataset.
 
-        On another dataset than the run's, as in validation, the policy is greedy and draws other random numbers.
+        On the run's own dataset the episodes are sampled as for training. On another one, as in validation, the policy
+        is greedy and draws other random numbers.
         """
         own, run = await self.own(), await _run_of(self.run_config)
         options = self.run_config.run_configuration
         assert own.evaluation is not None and options is not None
         if options.dataset in (None, run.options.dataset):
-            outcomes = await own.evaluation.validate(own.examples, temperature=None)
-        else:
-            outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
+            return _evaluation_output(await own.run_eval())
+        outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
         return _evaluation_output(own.evaluation.summarize(outcomes))
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -93,21 +94,14 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
 
 
 class JaxftTrainerAdapter(TrainerAdapter):
-    """Trains the policy in this process.
-
-    A job that cannot be submitted is a failed job, and a run of several jobs may give all of them one `run_id`.
-    """
+    """Trains the policy in this process. A trainer may give all jobs of a run one `run_id`, as the toolkit's do."""
 
     def __init__(self, adapter_config: Any) -> None:
         super().__init__(adapter_config)
         self._num_jobs = 0
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Store the run's configuration, and open the run unless jaxft's trainer has.
-
-        Raises:
-            ConnectionError: the policy is not healthy.
-        """
+        """Store the run's configuration, and open the run unless jaxft's trainer has."""
         await super().initialize(run_config)
         await _run_of(run_config)
 
@@ -129,6 +123,7 @@ class JaxftTrainerAdapter(TrainerAdapter):
         self._num_jobs += 1
         collection = from_toolkit_collection(trajectories).model_copy(update={"run_id": job})
         ref = await (await self.own()).submit(collection)
+        toolkit_episodes.begin_collection(self._num_jobs)  # for a foreign builder under a foreign trainer
         return TrainingJobRef(run_id=trajectories.run_id, backend=ref.backend, metadata={"job": job})
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:

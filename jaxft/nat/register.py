@@ -67,5 +67,3 @@ async def jaxft_trainer_adapter(config: Any, builder: Any) -> AsyncIterator[Any]
     from jaxft.nat.parts import JaxftTrainerAdapter
 
     yield JaxftTrainerAdapter(config)
-
-

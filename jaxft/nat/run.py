@@ -124,9 +124,8 @@ async def open_run(
             if isinstance(llm, PolicyConfig):
                 client = await session.builder.get_llm(name)
                 stack.enter_context(published(llm.model_name, client))
-        toolkit_episodes.seed = config.finetuning.seed
-        toolkit_episodes.begin_collection(0)
-        toolkit_episodes.know(await session.builder.get_dataset())
+        examples = await session.builder.get_dataset()
+        stack.enter_context(toolkit_episodes.recording(config.finetuning.seed, examples))
         if options.validation_dataset is not None and is_whole:
             await _bind_validation(session, toolkit, options, chosen, stack)
         _run = Run(toolkit, options, session)

@@ -107,9 +107,13 @@ class ToolkitWorkflow:
         builder: the toolkit's builder, which has the evaluators, too.
     """
 
-    def __init__(self, builder: WorkflowEvalBuilder, sessions: SessionManager, result_json_path: str) -> None:
+    def __init__(
+        self, builder: WorkflowEvalBuilder, sessions: SessionManager, result_json_path: str, *, one_user: bool
+    ) -> None:
+        """Take the parts of the toolkit; `one_user` is True if all episodes have the same user."""
         self.builder = builder
         self._sessions = sessions
+        self._one_user = one_user
         self._result_path = None if result_json_path == "$" else parse(result_json_path)
         self._result_json_path = result_json_path
 
@@ -117,7 +121,7 @@ class ToolkitWorkflow:
         """Run the workflow on the input of the present episode, as the toolkit's evaluation does."""
         current = episode()
         async with (
-            self._sessions.session(user_id=f"jaxft-{current.id}") as session,
+            self._sessions.session(user_id="jaxft" if self._one_user else f"jaxft {current.id}") as session,
             session.run(current.input_obj) as runner,
         ):
             steps: list[IntermediateStep] = []
@@ -161,7 +165,8 @@ async def toolkit_workflow(config: ToolkitWorkflowConfig, builder: Any) -> Async
             try:
                 if not sessions.is_workflow_per_user and not sessions.workflow.has_single_output:
                     raise ComponentError("workflow: it only streams: finetuning needs a workflow with a single output")
-                yield ToolkitWorkflow(toolkit, sessions, config.result_json_path)
+                one_user = not config.toolkit.eval.general.per_input_user_id
+                yield ToolkitWorkflow(toolkit, sessions, config.result_json_path, one_user=one_user)
             finally:
                 await sessions.shutdown()
 

@@ -1,7 +1,7 @@
 """Records of the calls of language models."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,15 +143,24 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
     >>> given["content"][0]["token"], given["content"][0]["logprob"], call_of(given).prompt_ids
     ('hi', -0.5, (5,))
     """
-    content: list[dict[str, Any]] = []
-    for token_id, logprob in zip(call.token_ids, call.sampler_logprobs, strict=True):
-        text = text_of_token(token_id)
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    if content:
+    given = openai_logprobs(call.token_ids, call.sampler_logprobs, text_of_token)
+    if given["content"]:
         values = vars(call)
-        content[0][RECORD] = {
+        given["content"][0][RECORD] = {
             name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in RECORDED
         }
+    return given
+
+
+def openai_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[float], text_of_token: Callable[[int], str]
+) -> dict[str, Any]:
+    """Return the log-probabilities of an answer as OpenAI's API has them."""
+    texts = [text_of_token(token_id) for token_id in token_ids]
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 

@@ -266,6 +266,12 @@ class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory
     """Groups of episodes, one group per example."""
 
     num_generations: int = Field(default=8, ge=1, description="Episodes per example, which form its group.")
+    failed_reward: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="Reward of an episode whose agent raised an error after an answer of the policy, as agents do that "
+        "cannot read an answer; such episodes are then trained, unless it was a time-out. null: they are left out.",
+    )
 
 
 class EarlyStopConfig(ConfigModel):

@@ -30,7 +30,8 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     """Makes one trajectory per episode, and one group per example."""
 
     def __init__(self, trajectory_builder_config: GRPOTrajectoryBuilderConfig) -> None:
-        super().__init__(trajectory_builder_config, trajectory_builder_config.num_generations)
+        config = trajectory_builder_config
+        super().__init__(config, config.num_generations, config.failed_reward)
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return the trajectories of a collection, a group per example in the order of `start_run`.
@@ -60,7 +61,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             "completion_tokens_max": max(lengths, default=0),
             **{f"reward/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(named.items())},
             # The evaluator gave them no usable reward, but `compute_reward` did.
-            "priced_trajectories": sum(outcome.reward is None for outcome in outcomes) - unscorable,
+            "priced_trajectories": sum(each.reward is None and each.error is None for each in outcomes) - unscorable,
         }
         speed = {"tokens_per_second": sum(lengths) / collection.timings["seconds_rollout"]} if lengths else {}
         return collection.model_copy(
@@ -68,10 +69,10 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
         )
 
     async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
-        """Return the trajectory of an episode that ended well; without a reward it is not scorable."""
+        """Return the trajectory of an episode; without a reward it is not scorable."""
         assert self.evaluation is not None
         verdict = verdict_of(self.evaluation.reward_name or "", outcome)
-        reward = await self.compute_reward(verdict, meta)
+        reward = await self.compute_reward(verdict, meta) if outcome.error is None else self.failed_reward
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls
         return Trajectory(
@@ -84,6 +85,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
                 "run_id": run_id,
                 "score": outcome.reward,
                 "reasoning": verdict.reasoning,
+                **({} if outcome.error is None else {"error": outcome.error}),
                 # For people who read `trajectories/samples.jsonl`; nothing is trained on them.
                 **({"remote_calls": [asdict(call) for call in remote_calls]} if remote_calls else {}),
             },

@@ -188,7 +188,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
         self._jobs[run_id] = job
         job.task = asyncio.create_task(self._run(job, data, rewards), name=f"job {run_id}")
-        return TrainingJobRef(run_id=run_id, backend=BACKEND)
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": run_id})
 
     def _lay_out(self, trajectories: TrajectoryCollection) -> tuple[Gathered, CollectedRewards | None]:
         """Return the rows that the loss trains and, for a policy loss, the rewards of their trajectories."""

@@ -35,15 +35,22 @@ class RolloutBuilder(TrajectoryBuilder):
 
     Attributes:
         num_generations: episodes per example.
+        failed_reward: reward of an episode whose agent raised an error after an answer; None leaves it out.
         evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
         progress: metrics that `log_progress` was given, by run id.
     """
 
-    def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig, num_generations: int) -> None:
+    def __init__(
+        self,
+        trajectory_builder_config: TrajectoryBuilderConfig,
+        num_generations: int,
+        failed_reward: float | None = None,
+    ) -> None:
         super().__init__(trajectory_builder_config)
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
         self.progress: dict[str, dict[str, Any]] = {}
         self.num_generations = num_generations
+        self.failed_reward = failed_reward
         self._started: dict[str, _Start] = {}
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -80,8 +87,9 @@ class RolloutBuilder(TrajectoryBuilder):
         """Wait for the episodes of a collection.
 
         Returns:
-            The successful episodes, by (example, generation), and the fields `metrics`, `timings` and `failures` of the
-            `TrajectoryCollection`, which count all episodes.
+            The successful episodes and those that `failed_reward` is for, by (example, generation), and the fields
+            `metrics`, `timings` and `failures` of the `TrajectoryCollection`; the metrics count all episodes, and
+            `failures` are those left out.
 
         Raises:
             ValueError: no collection of this name is in progress.
@@ -98,8 +106,9 @@ class RolloutBuilder(TrajectoryBuilder):
                 task.cancel()
             started = self._started.pop(run_id)
         assert self.evaluation is not None
-        finished = [outcome for outcome in outcomes if outcome.error is None]
-        unfinished = [outcome for outcome in outcomes if outcome.error is not None]
+        penalized = [outcome for outcome in outcomes if self._is_penalized(outcome)]
+        finished = [outcome for outcome in outcomes if outcome.error is None or self._is_penalized(outcome)]
+        unfinished = [outcome for outcome in outcomes if not (outcome.error is None or self._is_penalized(outcome))]
         failed = [outcome for outcome in unfinished if not outcome.episode.is_dropped]
         # The number of calls of a failed episode may depend on the clock, on which metrics must not depend.
         calls = [call for outcome in finished for call in outcome.episode.calls]
@@ -109,7 +118,8 @@ class RolloutBuilder(TrajectoryBuilder):
         return finished, {
             "metrics": {
                 "episodes": len(outcomes),
-                "failed_episodes": len(failed),
+                "failed_episodes": len(failed) + len(penalized),
+                "penalized_episodes": len(penalized),
                 "dropped_episodes": len(unfinished) - len(failed),
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
                 "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned_episodes,
@@ -127,6 +137,11 @@ class RolloutBuilder(TrajectoryBuilder):
             },
             "failures": [failure_report(outcome) for outcome in failed],
         }
+
+    def _is_penalized(self, outcome: EpisodeOutcome) -> bool:
+        """Return True if an episode failed in a way that `failed_reward` is for."""
+        is_left_out = self.failed_reward is None or outcome.episode.is_dropped
+        return outcome.has_agent_failed and bool(outcome.episode.calls) and not is_left_out
 
     def is_target(self, call: Call) -> bool:
         """Return True if a call is a training target, by `finetuning.target_functions` and `target_model`."""

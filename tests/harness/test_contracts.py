@@ -2,13 +2,14 @@ import asyncio
 
 import pytest
 
-from jaxft.errors import TrajectoryError
+from jaxft.errors import ConfigError, TrajectoryError
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EpisodeItem,
     EvalOutputItem,
     FinetuneConfig,
+    FinetuneRunConfig,
     Trajectory,
     TrajectoryCollection,
 )
@@ -205,6 +206,15 @@ def test_models_refuse_what_json_has_no_word_for():
         EpisodeItem(role="assistant", content="hi")
     again = TrajectoryCollection(trajectories=[[Trajectory(episode=[], reward=1.0, example_id="e")]], run_id="r")
     assert TrajectoryCollection.model_validate_json(again.model_dump_json()) == again
+
+
+def test_options_of_the_command_line_are_no_field_of_a_file(toy_run, tmp_path):
+    options = FinetuneRunConfig(config_file=tmp_path / "run.yml", validation_dataset=tmp_path / "rows.jsonl")
+    assert FinetuneConfig(run_configuration=options).run_configuration is options
+    assert FinetuneConfig(run_configuration=options).model_dump() == FinetuneConfig().model_dump()
+    toy_run["finetuning"]["run_configuration"] = {"config_file": "run.yml"}
+    with pytest.raises(ConfigError, match=r"finetuning\.run_configuration: is set by the run"):
+        config_from_mapping(toy_run, base_dir=tmp_path)
 
 
 def test_the_configuration_of_a_run_cannot_be_changed():

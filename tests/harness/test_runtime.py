@@ -289,3 +289,18 @@ def test_what_the_user_sets_holds(tmp_path):
     run_program(tmp_path, JAX_ENABLE_COMPILATION_CACHE="0", XDG_CACHE_HOME=str(tmp_path / "off"))
     assert not (tmp_path / "user").exists() and not (tmp_path / "off").exists()
     assert list((tmp_path / "own").glob("jit*"))
+
+
+def test_a_trainer_is_told_dataset_and_validation_as_options(toy_run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "A"}\n')
+    toy_run["eval"]["validation"] = {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}, "interval": 3}
+
+    async def use(session):
+        await session.train()
+        return (await session.trainer()).run_config, session.config.finetuning
+
+    told, own = run(toy_run, tmp_path, use)
+    options = told.run_configuration
+    assert (str(options.dataset), options.validation_dataset) == ("toy_rows", tmp_path / "rows.jsonl")
+    assert (options.validation_interval, options.config_file) == (3, tmp_path / "run" / "config.yml")
+    assert own.run_configuration is None and told.model_dump() == own.model_dump()

@@ -14,8 +14,10 @@ try:
 except ImportError:
     collect_ignore_glob = ["test_*.py", "others.py"]
 else:
+    from nat.builder.workflow_builder import WorkflowBuilder
     from nat.data_models.finetuning import FinetuneRunConfig
     from nat.finetuning.finetuning_runtime import run_finetuning_sync
+    from nat.runtime.loader import load_config
 
     collect_ignore = ["others.py"]
     sys.path.insert(0, str(Path(__file__).parent))
@@ -96,6 +98,25 @@ def finetune(folder):
         run_finetuning_sync(options)
 
     return run
+
+
+@pytest.fixture
+def make_trainer(folder):
+    """A function that makes jaxft's trainer as `nat finetune` does, and returns it with its adapter."""
+
+    async def make():
+        config = load_config(folder / "config.yml")
+        finetuning = config.finetuning
+        finetuning.run_configuration = FinetuneRunConfig(
+            config_file=folder / "config.yml", validation_dataset="held_out.json"
+        )
+        async with WorkflowBuilder.from_config(config=config) as builder:
+            adapter = await builder.get_trainer_adapter("own")
+            trainer = await builder.get_trainer("own", await builder.get_trajectory_builder("own"), adapter)
+            await trainer.initialize(finetuning)
+        return trainer, adapter
+
+    return make
 
 
 @pytest.fixture

@@ -1,9 +1,14 @@
 """What `nat finetune` does with jaxft's parts."""
 
+import asyncio
 import json
 
 import pytest
 import yaml
+from nat.finetuning.utils.parsers.base_parser import parse_to_openai_messages
+from nat.runtime.loader import load_workflow
+
+from jaxft.rollout.calls import call_of
 
 pytestmark = pytest.mark.nat
 
@@ -189,11 +194,35 @@ def test_the_command_honours_overrides_and_refuses_a_folder_that_holds_a_run(nat
     assert again.returncode == 1 and "trainers.own.resume true" in again.stderr + again.stdout
 
 
+def test_the_methods_of_the_trainer_work_one_by_one(folder, make_trainer):
+    async def run():
+        trainer, adapter = await make_trainer()
+        try:
+            ref = await trainer.run_epoch(0, "by_hand")
+            status = await adapter.wait_until_complete(ref)
+            validation = await trainer.run_validation_evaluation(0, "by_hand")
+            evaluated = await trainer.trajectory_builder.run_eval()
+            chosen = trainer.apply_curriculum_learning(await collected(trainer.trajectory_builder), 0)
+            return status, validation, evaluated, chosen, trainer.get_curriculum_state()
+        finally:
+            await trainer.cleanup()
+
+    async def collected(builder):
+        await builder.start_run("again", {"epoch": 1})
+        return await builder.finalize("again")
+
+    status, validation, evaluated, chosen, state = asyncio.run(run())
+    assert status.status == "completed" and status.metadata["metrics"]["applied_updates"] == 1
+    assert validation["dataset_type"] == "validation" and validation["num_examples"] == 2
+    ((name, verdicts),) = evaluated.evaluation_results
+    assert name == "reward" and len(verdicts.eval_output_items) == 4
+    (item, *_) = evaluated.eval_input.eval_input_items
+    messages = parse_to_openai_messages(item.trajectory)
+    assert messages[-1]["role"] == "assistant" and call_of(messages[-1]["logprobs"]).token_ids
+    assert [len(group) for group in chosen.trajectories] == [4] * 4 and state["current_percentile"] == 0.3
+
+
 def test_a_workflow_runs_without_finetuning(folder):
-    import asyncio
-
-    from nat.runtime.loader import load_workflow
-
     async def run():
         async with (
             load_workflow(folder / "config.yml") as sessions,

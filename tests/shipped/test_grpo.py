@@ -29,9 +29,10 @@ from jaxft.shipped.grpo import GRPOTrainer, GRPOTrajectoryBuilder
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 
 
-async def bound(workflow, reward, items, num_generations=3, max_concurrency=4):
+async def bound(workflow, reward, items, num_generations=3, max_concurrency=4, failed_reward=None):
     """A builder with an evaluation of this workflow."""
-    builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=num_generations))
+    config = GRPOTrajectoryBuilderConfig(num_generations=num_generations, failed_reward=failed_reward)
+    builder = GRPOTrajectoryBuilder(config)
     await builder.bind_evaluation(Evaluation(workflow, {"reward": reward}, "reward", max_concurrency, 0), items)
     return builder
 
@@ -89,6 +90,28 @@ def test_a_failing_generation_loses_no_other(make_items):
         "example 'c', generation 2: evaluator 'reward': ZeroDivisionError: division by zero",
     ]
     assert "in brittle" in collection.failures[0]  # with its traceback
+
+
+def test_an_agent_that_fails_after_an_answer_may_have_a_reward(make_items, record_call):
+    async def brittle(example):
+        number = episode().generation
+        if number:
+            record_call([1, 2], [3, 4])
+        if number == 1:
+            raise ValueError("an answer that nobody can read")
+        if number == 2:
+            raise TimeoutError("too slow")
+        if number == 0:
+            raise OSError("before any answer")
+        return "fine"
+
+    collection = collect(brittle, lambda item: 1.0, make_items("a"), num_generations=4, failed_reward=-0.5)
+    (group,) = collection.trajectories
+    assert [(each.generation, each.reward, each.scorable) for each in group] == [(1, -0.5, True), (3, 1.0, True)]
+    assert "nobody can read" in group[0].metadata["error"] and group[0].sequences
+    metrics = collection.metrics
+    counts = {"episodes": 4, "failed_episodes": 3, "penalized_episodes": 1, "priced_trajectories": 0, "calls": 2}
+    assert metrics.items() >= counts.items() and len(collection.failures) == 2
 
 
 def test_the_calls_of_failed_episodes_are_not_counted(make_items, record_call):

@@ -6,8 +6,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from jaxft import (
     FinetuneConfig,
     Trainer,
@@ -24,8 +22,6 @@ logger = logging.getLogger(__name__)
 class MyTrainerConfig(TrainerConfig, name="guide_trainer"):
     """Configuration for my trainer."""
 
-    validation_interval: int = Field(default=1, ge=1, description="Run validation every N epochs")
-
 
 class MyTrainer(Trainer):
     def __init__(self, trainer_config: MyTrainerConfig, **kwargs) -> None:
@@ -39,7 +35,8 @@ class MyTrainer(Trainer):
         self._run_id = f"my_run_{uuid.uuid4().hex[:8]}"
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        if epoch % self.trainer_config.validation_interval == 0:
+        options = self.run_config.run_configuration
+        if options.validation_dataset and epoch % options.validation_interval == 0:
             self._validation_history.append(await self.run_validation_evaluation(epoch, run_id))
 
         meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
@@ -105,7 +102,7 @@ class MyTrainer(Trainer):
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         out_dir = Path(output_dir) if output_dir else self.run_config.output_dir
         out_dir.mkdir(parents=True, exist_ok=True)
-        entry = {"epoch": epoch, "run_id": self._run_id, **metrics}
+        entry = {"epoch": epoch, "run_id": self._run_id, **metrics, "validations": len(self._validation_history)}
         if self.curriculum_config.enabled:
             entry["curriculum_state"] = self.get_curriculum_state()
         with open(out_dir / "guide_trainer.jsonl", "a", encoding="utf-8") as file:
