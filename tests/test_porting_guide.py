@@ -92,9 +92,9 @@ def test_the_walk_ends_with_a_trained_agent(tmp_path):
 
 
 def test_every_row_has_a_test():
-    rows = {each.row for each in snippets() if each.row and (each.belongs_to(HERE))}
-    tested = set(re.findall(r'"([^"]+)"', Path(__file__).read_text()))
-    assert len(rows) >= 9 and rows <= tested
+    rows = {each.row for each in snippets() if each.row and each.belongs_to(HERE)}
+    tests = Path(__file__).read_text()
+    assert len(rows) >= 9 and [row for row in rows if f'"{row}"' not in tests] == []
 
 
 def test_the_policy_is_a_folder_and_the_judge_a_server(train):
@@ -115,21 +115,16 @@ def test_a_workflow_with_tools(train):
     assert metrics["applied_updates"] == 1
 
 
-def test_training_is_aimed_at_a_function(train):
+def test_training_is_aimed_at_a_function(train, tmp_path):
     row = "Functions, and training aimed at them"
-    (metrics,) = train(register(row, "functions_of_the_guide") + code(row, "yaml", HERE))
-    assert metrics["groups"] == 4 and metrics["untargeted_calls"] == metrics["calls"] / 2
+    train(register(row, "functions_of_the_guide") + code(row, "yaml", HERE))
+    (metrics,) = map(json.loads, (tmp_path / "out/training_metrics.jsonl").open())
+    assert metrics["calls"] == 64 and metrics["untargeted_calls"] == 32
 
 
 def test_a_table_is_a_dataset(train):
     (metrics,) = train(code("The dataset", "yaml", HERE))
     assert metrics["groups"] == 2
-
-
-def test_a_registered_function_is_a_dataset(train):
-    exec(code("The dataset", "python", HERE), {"jaxft": jaxft, "__name__": "sums"})
-    (metrics,) = train("eval: {general: {dataset: {_type: sums, count: 3}}}")
-    assert metrics["groups"] == 3
 
 
 def test_an_evaluator_of_the_toolkit_needs_other_imports_only(train):
@@ -167,7 +162,7 @@ def test_pairs_are_recorded_and_trained(train):
 
 def test_a_configuration_is_built_without_yaml(folder):
     found = {"jaxft": jaxft, "__name__": "built"}
-    exec(walk(MOVE)[0]["my_agent.py"].replace("name=\"", 'name="built_'), found)
+    exec(walk(MOVE)[0]["my_agent.py"].replace('name="', 'name="built_'), found)
     text = textwrap.indent(code("Without YAML", "python", HERE), "    ")
     exec(f"async def build():\n{text}    return builder.config\n", found)
     config = asyncio.run(found["build"]())
