@@ -112,14 +112,15 @@ def test_the_configuration_of_a_row_loads(row):
     assert config.model_dump(mode="json")["finetuning"]["trainer"] == given["finetuning"]["trainer"]
 
 
-@pytest.mark.parametrize("row", ["Tools", "Functions, and training aimed at them"])
-def test_the_workflow_of_a_row_trains_with_the_plugin(row, finetune, folder):
+@pytest.mark.parametrize(("row", "max_tokens"), [("Tools", 300), ("Functions, and training aimed at them", 12)])
+def test_the_workflow_of_a_row_trains_with_the_plugin(row, max_tokens, finetune, folder):
     given, _ = loaded(row)
     changes = {name: given[name] for name in ("functions", "workflow")}
     targets = given["finetuning"].get("target_functions", ["<workflow>"])
     finetune(
         **changes,
         llms__policy__max_context_tokens=512,
+        llms__policy__max_tokens=max_tokens,
         trajectory_builders__own__failed_reward=0.0,  # an answer of random weights may be cut off
         trainers__own__max_failed_fraction=1.0,
         finetuning__target_functions=targets,
@@ -129,14 +130,23 @@ def test_the_workflow_of_a_row_trains_with_the_plugin(row, finetune, folder):
     assert row["applied_updates"] == 1 and (row.get("untargeted_calls", 0) > 0) == (targets == ["planner"])
 
 
-def test_the_workflow_and_the_evaluator_train_with_the_plugin(finetune):
-    for row in ("A workflow", "An evaluator"):
-        exec(code(row, "python", TOOLKIT), {"__name__": "guide"})
-    finetune(
-        workflow={"_type": "assistant", "llm_name": "policy"},
-        eval__evaluators={"reward": {"_type": "share"}},
-        finetuning__num_epochs=1,
+def test_the_workflow_and_the_evaluator_train_with_the_plugin(folder):
+    text = "\n".join(code(row, "python", TOOLKIT) for row in ("A workflow", "An evaluator"))
+    (folder / "parts_of_the_guide.py").write_text(text)
+    config = yaml.safe_load((folder / "config.yml").read_text())
+    config["workflow"] = {"_type": "assistant", "llm_name": "policy"}
+    config["eval"]["evaluators"] = {"reward": {"_type": "share"}}
+    config["finetuning"]["num_epochs"] = 1
+    for part in ("trajectory_builders", "trainer_adapters", "trainers"):
+        del config[part]["user"]
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    program = (
+        f"import sys; sys.path[:0] = {['', *sys.path]!r}; import parts_of_the_guide; "
+        "from nat.cli.main import run_cli; sys.exit(run_cli())"
     )
+    command = [sys.executable, "-c", program, "finetune", "--config_file", "config.yml"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
     assert rows("out/training_metrics.jsonl")[0]["applied_updates"] == 1
 
 
