@@ -25,7 +25,6 @@ MOVE = "Move: `jaxft finetune`"
 SMALL = [
     ("finetuning.num_epochs", "1"),
     ("llms.policy.slots", "16"),
-    ("llms.policy.max_context_tokens", "256"),
 ]
 """Overrides of every row."""
 
@@ -97,12 +96,6 @@ def test_every_row_has_a_test():
     assert len(rows) >= 9 and [row for row in rows if f'"{row}"' not in tests] == []
 
 
-def test_the_policy_is_a_folder_and_the_judge_a_server(train):
-    pytest.importorskip("openai")
-    (metrics,) = train(code("The language model", "yaml", HERE))
-    assert metrics["applied_updates"] == 1
-
-
 @pytest.mark.agents
 def test_a_workflow_of_langchain(train):
     pytest.importorskip("langchain_openai")
@@ -111,31 +104,24 @@ def test_a_workflow_of_langchain(train):
 
 
 def test_a_workflow_with_tools(train):
-    (metrics,) = train(register("Tools", "tools_of_the_guide"))
+    (metrics,) = train(register("Tools", "tools_of_the_guide"), ("llms.policy.max_context_tokens", "256"))
     assert metrics["applied_updates"] == 1
 
 
-def test_training_is_aimed_at_a_function(train, tmp_path):
+def test_the_policy_is_a_folder_the_judge_a_server_and_a_function_is_trained(train, tmp_path):
+    pytest.importorskip("openai")
     row = "Functions, and training aimed at them"
-    train(register(row, "functions_of_the_guide") + code(row, "yaml", HERE))
+    chosen = register(row, "functions_of_the_guide") + code(row, "yaml", HERE)
+    train(code("The language model", "yaml", HERE) + chosen)
     (metrics,) = map(json.loads, (tmp_path / "out/training_metrics.jsonl").open())
     assert metrics["calls"] == 64 and metrics["untargeted_calls"] == 32
 
 
-def test_a_table_is_a_dataset(train):
-    (metrics,) = train(code("The dataset", "yaml", HERE))
-    assert metrics["groups"] == 2
-
-
-def test_an_evaluator_of_the_toolkit_needs_other_imports_only(train):
+def test_the_three_parts_train_on_a_table_with_an_evaluator_of_the_toolkit_whose_imports_are_changed(train):
     exec(compile(ported(code("An evaluator", "python", HERE)), "<evaluator>", "exec"), {"__name__": "share"})
-    (metrics,) = train("eval: {evaluators: {digits: {_type: share}}}")
-    assert metrics["applied_updates"] == 1
-
-
-def test_the_three_parts(train):
-    (metrics,) = train(code("Builder, adapter, trainer", "yaml", HERE))
-    assert metrics["kl"] == 0
+    parts = code("The dataset", "yaml", HERE) + code("Builder, adapter, trainer", "yaml", HERE)
+    (metrics,) = train(parts, ("eval.evaluators.digits", "{_type: share}"))
+    assert (metrics["groups"], metrics["kl"], metrics["applied_updates"]) == (2, 0, 1)
 
 
 def test_the_command_and_what_it_leaves(folder, tmp_path, monkeypatch):
