@@ -151,6 +151,32 @@ def test_training_is_aimed_at_functions(finetune, folder):
     assert all(len(sample["sequences"]) == 1 for sample in samples)
 
 
+@pytest.mark.parametrize("builder", ["own", "art"])
+def test_six_epochs_with_validation_curriculum_and_targets(finetune, folder, builder):
+    pytest.importorskip("art")
+    agents = {
+        name: {"_type": "chat_completion", "llm_name": "policy", "system_prompt": name[0]}
+        for name in ("planner", "writer")
+    }
+    finetune(
+        "held_out.json",
+        functions=agents,
+        workflow={"_type": "two_steps", "first": "planner", "second": "writer"},
+        trajectory_builders__art={"_type": "openpipe_art_traj_builder", "num_generations": 4},
+        finetuning__trajectory_builder=builder,
+        finetuning__target_functions=["planner"],
+        finetuning__target_model="policy",
+        finetuning__curriculum_learning={"enabled": True, "expansion_interval": 2, "min_reward_diff": 0.0},
+        finetuning__num_epochs=6,
+    )
+    rows = lines(folder / "out/training_metrics.jsonl")
+    assert [row["curriculum_percentile"] for row in rows] == pytest.approx([0.3, 0.3, 0.5, 0.5, 0.7, 0.7])
+    assert [row["num_trajectories"] for row in rows] == [16] * 6
+    assert all(row["sampler_logprob_diff_max"] < 1e-4 for row in rows if row["applied_updates"])
+    history = json.loads((folder / "out/validation_history.json").read_text())
+    assert [row["epoch"] for row in history] == [*range(7)]
+
+
 def test_pairs_of_a_builder_of_the_toolkits_kind_train_with_dpo(finetune, folder):
     finetune(
         trajectory_builders__pairs={"_type": "pairs_traj_builder"},
