@@ -95,13 +95,13 @@ def test_code_that_cannot_await_is_answered_too(model):
 
 
 def test_runs_of_the_toolkit_have_episodes_that_a_repeated_collection_repeats():
-    def keys(order):
+    async def keys(order):
         episodes = ToolkitEpisodes()
         with episodes.recording(1, [jaxft.EvalInputItem(id="7", input_obj="question", full_dataset_entry={})]):
             episodes.begin_collection(2)
             return {run: episodes.episode(run, "question").key_ids for run in order}
 
-    first, second = keys(["a", "b", "a"]), keys(["b", "a"])
+    first, second = asyncio.run(keys(["a", "b", "a"])), asyncio.run(keys(["b", "a"]))
     assert set(first.values()) == set(second.values()) and len(set(first.values())) == 2
     own = [Episode(1, 0, 2, "7", generation).key_ids for generation in range(2)]
     assert sorted(first.values()) == sorted(own)
