@@ -12,16 +12,17 @@ import yaml
 try:
     import nat.plugins.eval
 except ImportError:
-    collect_ignore_glob = ["test_*.py", "others.py"]
+    collect_ignore_glob = ["test_*.py", "others.py", "workflows.py"]
 else:
     from nat.builder.workflow_builder import WorkflowBuilder
     from nat.data_models.finetuning import FinetuneRunConfig
     from nat.finetuning.finetuning_runtime import run_finetuning_sync
     from nat.runtime.loader import load_config
 
-    collect_ignore = ["others.py"]
+    collect_ignore = ["others.py", "workflows.py"]
     sys.path.insert(0, str(Path(__file__).parent))
     import others  # noqa: F401, registers its components
+    import workflows  # noqa: F401
 
 QUESTIONS = [{"id": number, "question": f"number {number}?", "answer": str(number)} for number in range(4)]
 

@@ -3,18 +3,15 @@
 import json
 
 from nat.builder.evaluator import EvaluatorInfo
-from nat.builder.framework_enum import LLMFrameworkEnum
 from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import (
     register_evaluator,
     register_function,
-    register_per_user_function,
     register_trainer,
     register_trainer_adapter,
     register_trajectory_builder,
 )
-from nat.data_models.common import SerializableSecretStr
-from nat.data_models.component_ref import FunctionRef, LLMRef
+from nat.data_models.component_ref import FunctionRef
 from nat.data_models.evaluator import EvaluatorBaseConfig
 from nat.data_models.finetuning import (
     DPOItem,
@@ -77,32 +74,6 @@ async def two_steps(config, builder):
         return await second.ainvoke(f"plan {len(plan)}", to_type=str)
 
     yield FunctionInfo.from_fn(ask, description="Asks twice.")
-
-
-class VaultConfig(FunctionBaseConfig, name="vault"):
-    code: SerializableSecretStr
-
-
-@register_function(config_type=VaultConfig)
-async def vault(config, builder):
-    async def look(question: str) -> str:
-        return question
-
-    yield FunctionInfo.from_fn(look, description="Looks.")
-
-
-class PerUserEchoConfig(FunctionBaseConfig, name="per_user_echo"):
-    llm: LLMRef
-
-
-@register_per_user_function(config_type=PerUserEchoConfig, input_type=str, single_output_type=str)
-async def per_user_echo(config, builder):
-    llm = await builder.get_llm(config.llm, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
-
-    async def ask(question: str) -> str:
-        return (await llm.ainvoke(question)).content
-
-    yield FunctionInfo.from_fn(ask, description="Asks once.")
 
 
 class UserBuilderConfig(TrajectoryBuilderConfig, name="user_traj_builder"):
