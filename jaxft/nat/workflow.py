@@ -23,6 +23,8 @@ from nat.data_models.intermediate_step import IntermediateStep
 from nat.plugins.eval.dataset_handler.dataset_handler import DatasetHandler
 from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
 from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
+from nat.plugins.langchain.callback_handler import LangchainProfilerHandler
+from nat.plugins.profiler.decorators.framework_wrapper import callback_handler_var
 from nat.runtime.session import SessionManager
 from pydantic import BaseModel, Field
 
@@ -105,6 +107,15 @@ class Output:
     steps: list[IntermediateStep]
 
 
+class CallsOnly(LangchainProfilerHandler):
+    """The toolkit's record of what LangChain does, without a step per node of a graph, which would copy its state."""
+
+    @property
+    def ignore_chain(self) -> bool:
+        """True: LangChain reports models and tools only."""
+        return True
+
+
 class ToolkitWorkflow:
     """The toolkit's workflow as a function of a dataset row.
 
@@ -113,12 +124,27 @@ class ToolkitWorkflow:
     """
 
     def __init__(
-        self, builder: WorkflowEvalBuilder, sessions: SessionManager, result_json_path: str, *, one_user: bool
+        self,
+        builder: WorkflowEvalBuilder,
+        sessions: SessionManager,
+        result_json_path: str,
+        *,
+        one_user: bool,
+        with_chains: bool,
     ) -> None:
-        """Take the parts of the toolkit; `one_user` is True if all episodes have the same user."""
+        """Take the parts of the toolkit.
+
+        Args:
+            builder: its builder.
+            sessions: the sessions that run the workflow.
+            result_json_path: the part of a result that is the output.
+            one_user: all episodes have the same user.
+            with_chains: the steps have the nodes of LangChain's graphs, too.
+        """
         self.builder = builder
         self._sessions = sessions
         self._one_user = one_user
+        self._with_chains = with_chains
         self._result_path = None if result_json_path == "$" else parse(result_json_path)
         self._result_json_path = result_json_path
 
@@ -143,6 +169,8 @@ class ToolkitWorkflow:
             steps: list[IntermediateStep] = []
             Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
             # The runner restored the context that the workflow was built in, which may be another episode's.
+            if not self._with_chains and isinstance(callback_handler_var.get(), LangchainProfilerHandler):
+                callback_handler_var.set(CallsOnly())
             with recording(current):
                 result = await runner.result()
             with contextlib.suppress(ValueError):  # it has no text form
@@ -183,8 +211,14 @@ async def toolkit_workflow(config: ToolkitWorkflowConfig, builder: Any) -> Async
             try:
                 if not sessions.is_workflow_per_user and not sessions.workflow.has_single_output:
                     raise ComponentError("workflow: it only streams: finetuning needs a workflow with a single output")
-                one_user = not config.toolkit.eval.general.per_input_user_id
-                yield ToolkitWorkflow(toolkit, sessions, config.result_json_path, one_user=one_user)
+                evaluators = map(toolkit.get_evaluator, config.toolkit.eval.evaluators)
+                yield ToolkitWorkflow(
+                    toolkit,
+                    sessions,
+                    config.result_json_path,
+                    one_user=not config.toolkit.eval.general.per_input_user_id,
+                    with_chains=bool(config.toolkit.general.telemetry.tracing) or any(map(reads_atif, evaluators)),
+                )
             finally:
                 await sessions.shutdown()
 
@@ -223,14 +257,18 @@ async def toolkit_evaluator(config: ToolkitEvaluatorConfig, builder: Any) -> Asy
     yield score
 
 
+def reads_atif(evaluator: Any) -> bool:
+    """Return whether an evaluator reads trajectories in the ATIF format, which the toolkit's later versions have."""
+    return "evaluate_atif_fn" in dir(evaluator)
+
+
 async def evaluate(evaluator: Any, item: EvalInputItem) -> Any:
     """Return the verdict of one of the toolkit's evaluators on one item.
 
     Raises:
         ComponentError: the evaluator has no function that this version of the toolkit calls, or returned no verdict.
     """
-    if "evaluate_atif_fn" in dir(evaluator):
-        # Only the toolkit's later versions have it.
+    if reads_atif(evaluator):
         from nat.plugins.eval.runtime.atif_adapter import EvalAtifAdapter
 
         samples = EvalAtifAdapter().build_samples(EvalInput(eval_input_items=[item]))

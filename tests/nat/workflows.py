@@ -1,5 +1,6 @@
-"""Functions of the toolkit that the tests run: one with a secret, and one that is made anew for each user."""
+"""Functions of the toolkit that the tests run: with a secret, made anew for each user, and as a chain of LangChain."""
 
+from langchain_core.runnables import RunnableLambda
 from nat.builder.framework_enum import LLMFrameworkEnum
 from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import register_function, register_per_user_function
@@ -30,5 +31,20 @@ async def per_user_echo(config, builder):
 
     async def ask(question: str) -> str:
         return (await llm.ainvoke(question)).content
+
+    yield FunctionInfo.from_fn(ask, description="Asks once.")
+
+
+class ChainConfig(FunctionBaseConfig, name="chain"):
+    llm: LLMRef
+
+
+@register_function(config_type=ChainConfig, framework_wrappers=[LLMFrameworkEnum.LANGCHAIN])
+async def chain(config, builder):
+    llm = await builder.get_llm(config.llm, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
+    asked = RunnableLambda(str.lower) | llm | (lambda answer: answer.content)
+
+    async def ask(question: str) -> str:
+        return await asked.ainvoke(question)
 
     yield FunctionInfo.from_fn(ask, description="Asks once.")
