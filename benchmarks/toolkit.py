@@ -6,8 +6,8 @@
 
 Two agents are compared, each on the same examples, in turn: one that asks the policy once (the toolkit's
 `chat_completion` beside `llm.chat`), and one that calls a tool (the toolkit's `tool_calling_agent` beside LangChain's
-agent with jaxft's LangChain client). An episode may cost at most 2 ms more in the toolkit. A collection of trajectories is
-timed: episodes, rewards, rows. Four minutes on two CPU cores.
+agent with jaxft's LangChain client). An episode may cost at most 2 ms more in the toolkit. A collection of trajectories
+is timed: episodes, rewards, rows. Four minutes on two CPU cores.
 """
 
 import argparse
