@@ -43,6 +43,9 @@ NOT_RUN = {
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",
+    'pip install -e ".[nat]"': "downloads the toolkit; .ci/more nat runs the example",
+    "python examples/nat/make_policy.py": "the same example",
+    "nat finetune": "the same example",
     "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
     "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
 }
