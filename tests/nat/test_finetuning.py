@@ -1,4 +1,4 @@
-"""What `nat finetune` does with jaxft's parts."""
+"""`nat finetune` with the components of jaxft: epochs, targets, failures, resume, secrets, single methods."""
 
 import asyncio
 import json
