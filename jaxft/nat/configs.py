@@ -10,6 +10,7 @@ from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, Traj
 from nat.data_models.llm import LLMBaseConfig
 from pydantic import BaseModel, Field, create_model, model_validator
 
+from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import Seed
 from jaxft.harness.data_models import CheckpointConfig, FinetuneConfig
 from jaxft.harness.registry import ComponentConfig
@@ -68,6 +69,14 @@ def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig
 def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type[ComponentConfig]) -> Any:
     """Return the toolkit's configuration class of a component, whose checks are those of jaxft's own class."""
 
+    def check_names(made: type[BaseModel], values: Any) -> Any:
+        # The toolkit would ignore a misspelt field; with pydantic's own error it would not say which.
+        known = {"_type", *made.model_fields}
+        unknown = [str(field) for field in values if field not in known] if isinstance(values, dict) else []
+        if unknown:
+            raise ValueError(f"{name} has no field '{unknown[0]}'{did_you_mean(unknown[0], fields, what='fields')}")
+        return values
+
     def check(config: BaseModel) -> BaseModel:
         own_config(config, own)
         return config
@@ -75,12 +84,16 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
     fields: dict[str, Any] = {
         field: (info.annotation, info) for field, info in own.model_fields.items() if field != "reward"
     }
+    before: Any = model_validator(mode="before")
     return create_model(
         class_name,
         __base__=base,
         __module__=__name__,
         __doc__=own.__doc__,
-        __validators__={"check": model_validator(mode="after")(check)},  # type: ignore[dict-item]
+        __validators__={
+            "check_names": before(classmethod(check_names)),
+            "check": model_validator(mode="after")(check),
+        },
         __cls_kwargs__={"name": name},
         **fields,
     )

@@ -236,6 +236,15 @@ def test_the_command_honours_overrides_and_refuses_a_folder_that_holds_a_run(nat
     assert again.returncode == 1 and "trainers.own.resume true" in again.stderr + again.stdout
 
 
+@pytest.mark.parametrize(
+    "section", ["llms__policy", "trajectory_builders__own", "trainer_adapters__own", "trainers__own"]
+)
+def test_a_misspelt_field_is_refused(finetune, folder, section):
+    with pytest.raises(ValueError, match="spelt_wrong"):
+        finetune(**{f"{section}__spelt_wrong": 1})
+    assert not (folder / "out").exists()
+
+
 def test_a_secret_of_any_type_is_masked(finetune, folder):
     finetune(
         functions={"vault": {"_type": "vault", "code": "k7"}},
