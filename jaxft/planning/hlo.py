@@ -9,11 +9,11 @@ Counted are:
         for TPUs makes of a dot; window positions on padding or between dilated elements cost nothing), calls of cuBLAS
         and oneDNN, wherever they stand, also in fusions. Elementwise work, reductions and the insides of kernels
         (cuDNN, Pallas) are not counted; `kernels` lists the latter.
-    bytes: device memory read and written. An instruction reads its operands and writes its results; a fusion is one
-        instruction. A slice or gather reads only the size of its result, and an update in place
-        (`dynamic-update-slice`, `scatter`) writes only the size of the update. Workspaces of cuBLAS and cuDNN and the
-        memory inside a TPU cost nothing. A kernel counts as if it read all that it is given, which one that follows
-        a table of pages does not. No cache is modelled: an operand of two instructions is read twice.
+    bytes: device memory read and written, by the rules of `hlo_memory`. A kernel counts as if it read all that it is
+        given, which one that follows a table of pages does not. No cache is modelled: an operand of two instructions
+        is read twice.
+    far_bytes: the same, less arrays that fit the cache of a GPU between the instruction that writes them and the one
+        that reads them. Each such array is small by itself; that all of them fit together is not checked.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
 (`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop is in
@@ -26,7 +26,22 @@ from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
-from jaxft.planning.hlo_text import Array, Computation, Instruction, Module, braced, leaves, numbers, parse
+from jaxft.planning.hlo_memory import Value, near_values, read_bytes, rearranged, values, written
+from jaxft.planning.hlo_text import (
+    COLLECTIVES,
+    VIEWS,
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    braced,
+    leaves,
+    numbers,
+    parse,
+)
+
+CACHED_BYTES = 16 * 2**20
+"""Size of an array that stays in a GPU's cache, of 50 MiB on H100 and H200, until a later instruction reads it."""
 
 
 class Product(NamedTuple):
@@ -88,6 +103,35 @@ class Buffer(NamedTuple):
     times: int
 
 
+class Launch(NamedTuple):
+    """An instruction that does something: on a GPU a kernel, a copy, or a conditional that waits for its predicate.
+
+    Attributes:
+        name: name of the instruction.
+        label: name of the kernel, or of the instruction without its number.
+        opcode: opcode of the instruction.
+        loops: names of the loops around it, the outermost first.
+        times: how often it runs in all.
+        flops: operations of products of matrices, once.
+        bytes, far_bytes: device memory read and written, once; see the top of this file.
+        written_bytes: bytes that it writes, once.
+        kernel_arrays: bytes of each operand and result of a kernel; empty for all else.
+        rearranged: opcode and result of the copies, concatenations, gathers and transposes that it writes.
+    """
+
+    name: str
+    label: str
+    opcode: str
+    loops: tuple[str, ...]
+    times: int
+    flops: int = 0
+    bytes: int = 0
+    far_bytes: int = 0
+    written_bytes: int = 0
+    kernel_arrays: tuple[int, ...] = ()
+    rearranged: tuple[tuple[str, Array], ...] = ()
+
+
 Index: TypeAlias = tuple[int, ...]
 """Place of an array in nested tuples; empty where there is no tuple."""
 
@@ -95,7 +139,7 @@ Index: TypeAlias = tuple[int, ...]
 class Program(NamedTuple):
     """Figures of a compiled program, on one device."""
 
-    bytes: int
+    launches: tuple[Launch, ...]  # in the order in which they run
     products: tuple[Product, ...]  # most flops first
     kernels: tuple[Kernel, ...]
     loops: tuple[Loop, ...]
@@ -105,6 +149,11 @@ class Program(NamedTuple):
     arguments: tuple[Array, ...]
     aliases: dict[Index, tuple[int, Index]]  # of an output: number of the argument whose memory it takes, index in it
     donors: tuple[tuple[int, Index], ...]  # donated arguments whose memory XLA may use for anything
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory read and written."""
+        return sum(launch.bytes * launch.times for launch in self.launches)
 
     @property
     def flops(self) -> int:
@@ -117,8 +166,12 @@ class Program(NamedTuple):
         return tuple(loop.name for loop in self.loops if loop.trips[-1] is None)
 
 
-def read(text: str) -> Program:
+def read(text: str, cached_bytes: int = 0) -> Program:
     """Return the figures of the optimised HLO that `compiled.as_text()` gives.
+
+    Args:
+        text: the HLO.
+        cached_bytes: size up to which arrays count as cached, for `far_bytes`; 0 for a device without such a cache.
 
     Raises:
         ValueError: a line or a type is not HLO as known here; the message quotes it.
@@ -134,7 +187,7 @@ def read(text: str) -> Program:
     """
     module = parse(text)
     tally = _empty()
-    _run(module, module.entry, 1, (), tally)
+    _run(module, module.entry, 1, (), tally, cached_bytes)
     signatures: Counter[Product] = Counter()
     for product in tally.products:
         signatures[product._replace(times=0)] += product.times
@@ -143,7 +196,7 @@ def read(text: str) -> Program:
     aliases = re.findall(rf"{index}: \((\d+), {index}", braced(module.header, "input_output_alias"))
     donors = re.findall(rf"\((\d+), {index}\)", braced(module.header, "buffer_donor"))
     return Program(
-        bytes=sum(tally.traffic),
+        launches=tuple(tally.launches),
         products=tuple(sorted(products, key=lambda product: -product.flops * product.times)),
         kernels=tuple(tally.kernels),
         loops=tuple(tally.loops),
@@ -159,7 +212,7 @@ def read(text: str) -> Program:
 class _Tally(NamedTuple):
     """Lists to which a walk through the program appends what it meets."""
 
-    traffic: list[int]
+    launches: list[Launch]
     products: list[Product]
     kernels: list[Kernel]
     loops: list[Loop]
@@ -174,39 +227,98 @@ class _Tally(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        return sum(product.flops * product.times for product in self.products), sum(self.traffic)
+        flops = sum(product.flops * product.times for product in self.products)
+        return flops, sum(launch.bytes * launch.times for launch in self.launches)
 
 
 def _empty() -> _Tally:
     return _Tally([], [], [], [], [], [], [])
 
 
-def _run(module: Module, at: Computation, times: int, around: tuple[int | None, ...], tally: _Tally) -> None:
-    """Count a computation that runs `times` times, inside loops of `around` turns."""
+Around: TypeAlias = tuple[tuple[str, int | None], ...]
+"""Names of the loops around a computation and how often each turns, the outermost first."""
+
+
+def _run(module: Module, at: Computation, times: int, around: Around, tally: _Tally, cached_bytes: int) -> None:
+    """Count a computation that runs `times` times, inside the loops of `around`."""
+    cached = near_values(at, cached_bytes) if cached_bytes else set()
+    loops = tuple(name for name, _ in around)
     for instruction in at.instructions.values():
         if instruction.opcode == "while":
             trips = _trips(module, at, instruction)
-            turns = 1 if trips is None else trips
-            tally.loops.append(Loop(instruction.name, (*around, trips)))
+            turns, inside = 1 if trips is None else trips, (*around, (instruction.name, trips))
+            tally.loops.append(Loop(instruction.name, tuple(trips for _, trips in inside)))
+            if trips is None:
+                tally.launches.append(_control(instruction, loops, times))
             for name, count in (("condition", turns + 1), ("body", turns)):
+                # Where the number of turns is known, the condition is no part of a turn.
+                where = around if name == "condition" and trips is not None else inside
                 (inner,) = instruction.called(name)
-                _run(module, module.computations[inner], times * count, (*around, trips), tally)
+                _run(module, module.computations[inner], times * count, where, tally, cached_bytes)
         elif instruction.opcode == "conditional":
             branches: list[_Tally] = []
             for name in instruction.called("branch_computations", "true_computation", "false_computation"):
                 branches.append(_empty())
-                _run(module, module.computations[name], times, around, branches[-1])
+                _run(module, module.computations[name], times, around, branches[-1], cached_bytes)
+            tally.launches.append(_control(instruction, loops, times))
             tally.add(max(branches, key=lambda branch: branch.cost))
         elif instruction.work in ("call", "async-start"):
             for name in instruction.called("to_apply", "calls"):
-                _run(module, module.computations[name], times, around, tally)
+                _run(module, module.computations[name], times, around, tally, cached_bytes)
         elif instruction.does_something:
-            arrays = [array for array, _ in _outputs(module, at, instruction)]
-            tally.buffers.extend(Buffer(array, instruction.opcode, instruction.op_name, times) for array in arrays)
-            if instruction.opcode != "constant":
-                tally.traffic.append(times * _traffic(module, at, instruction))
-                _count(module, at, instruction, times, tally)
-                tally.copies.extend(_copies(module, at, instruction, times))
+            _work(module, at, instruction, times, loops, cached, tally)
+
+
+def _work(
+    module: Module,
+    at: Computation,
+    instruction: Instruction,
+    times: int,
+    loops: tuple[str, ...],
+    cached: set[Value],
+    tally: _Tally,
+) -> None:
+    """Count an instruction that does something itself."""
+    results = written(module, at, instruction)
+    tally.buffers.extend(Buffer(each.array, instruction.opcode, instruction.op_name, times) for each in results)
+    if instruction.opcode == "constant":
+        return
+    kernels, products = len(tally.kernels), len(tally.products)
+    _count(module, at, instruction, times, tally)
+    tally.copies.extend(_copies(module, at, instruction, times))
+    is_kernel = instruction.opcode == "custom-call" and len(tally.kernels) > kernels
+    reads = read_bytes(module, at, instruction)
+    is_cached = [cached.issuperset(values(at, operand)) for operand in instruction.operands]
+    far = sum(0 if is_known else count for count, is_known in zip(reads, is_cached, strict=True))
+    launch = Launch(
+        name=instruction.name,
+        label=tally.kernels[-1].name if is_kernel else _stem(instruction.name),
+        opcode=instruction.opcode,
+        loops=loops,
+        times=times,
+        flops=sum(product.flops for product in tally.products[products:]),
+        bytes=sum(reads) + sum(each.bytes for each in results),
+        far_bytes=far + sum(each.bytes for each in results if (instruction.name, each.place) not in cached),
+        written_bytes=sum(each.bytes for each in results),
+        kernel_arrays=tuple(
+            a.device_bytes for a in (*at.operand_arrays(instruction), *instruction.results) if is_kernel
+        ),
+        rearranged=tuple(rearranged(module, at, instruction)),
+    )
+    tally.launches.append(launch)
+
+
+def _control(instruction: Instruction, loops: tuple[str, ...], times: int) -> Launch:
+    return Launch(instruction.name, instruction.opcode, instruction.opcode, loops, times)
+
+
+def _stem(name: str) -> str:
+    """Return a name without its number.
+
+    >>> _stem("loop_add_fusion.4"), _stem("copy.209.remat2"), _stem("fusion")
+    ('loop_add_fusion', 'copy', 'fusion')
+    """
+    return re.sub(r"(\.(\d+|remat\d*|clone|sunk))+$", "", name)
 
 
 def _count(
@@ -219,20 +331,16 @@ def _count(
         tally.products.append(Product(str(operands[0]), str(operands[1]), str(results[0]), flops, times))
     elif instruction.work == "custom-call" and instruction.does_something:
         path = instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
-        name = re.findall(r"[\w.-]+", path)[-1:] or [instruction.name]  # `f` of `transpose(jvp(f))`
+        name = re.findall(r"[\w.=-]+", path)[-1:] or [instruction.name]  # `f` of `transpose(jvp(f))`
         tally.kernels.append(Kernel(instruction.target, name[0], operands, results, times))
-    elif instruction.work in COLLECTIVES and not _is_repeated(at, instruction):
+    elif instruction.work in COLLECTIVES and not at.is_repeated(instruction):
         kind = "reduce-scatter" if is_fused and _is_cut(at, instruction) else instruction.work
         arrays = results if kind == "all-gather" else operands
         tally.collectives.append(Collective(kind, arrays, _group_size(module, instruction), times))
     elif instruction.work == "fusion":
-        inner = _fused(module, instruction)
+        inner = module.fused(instruction)
         for each in inner.instructions.values():
             _count(module, inner, each, times, tally, is_fused=True)
-
-
-def _fused(module: Module, fusion: Instruction) -> Computation:
-    return module.computations[fusion.called("calls")[0]]
 
 
 # How often a loop turns.
@@ -243,14 +351,14 @@ def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
     if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
         return int(known[1])
     condition, body = (module.computations[loop.called(name)[0]] for name in ("condition", "body"))
-    test, initial = condition.root, _source(at, loop.operands[0])
+    test, initial = condition.root, at.source(loop.operands[0], COPIES)
     if test.opcode != "compare" or "direction=LT" not in test.attributes or initial.opcode != "tuple":
         return None
-    counter = _source(condition, test.operands[0])
-    step = _source(body, body.root.operands[counter.place])
+    counter = condition.source(test.operands[0], COPIES)
+    step = body.source(body.root.operands[counter.place], COPIES)
     if counter.opcode != "get-tuple-element" or step.opcode != "add":
         return None
-    terms = [_source(body, name) for name in step.operands]
+    terms = [body.source(name, COPIES) for name in step.operands]
     steps = [_constant(module, body, term.name) for term in terms if not _is_element(body, term, counter.place)]
     start = _constant(module, at, initial.operands[counter.place])
     end = _constant(module, condition, test.operands[1])
@@ -259,16 +367,7 @@ def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
     return max(0, -((start - end) // steps[0]))
 
 
-VIEWS = ("bitcast", "reshape")  # inside a fusion: another shape for the same elements
 COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
-
-
-def _source(at: Computation, name: str, past: tuple[str, ...] = COPIES) -> Instruction:
-    """Return the instruction whose value a name has, past copies or other opcodes."""
-    instruction = at.instructions[name]
-    while instruction.opcode in past:
-        instruction = at.instructions[instruction.operands[0]]
-    return instruction
 
 
 def _is_element(body: Computation, instruction: Instruction, place: int) -> bool:
@@ -279,12 +378,12 @@ def _is_element(body: Computation, instruction: Instruction, place: int) -> bool
 
 def _constant(module: Module, at: Computation, name: str) -> int | None:
     """Return the integer that a name always has, also where loops carry it unchanged; None if it may vary."""
-    instruction = _source(at, name)
+    instruction = at.source(name, COPIES)
     if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.inside):
         return int(instruction.inside)
     if instruction.opcode != "get-tuple-element":
         return None
-    source, place = _source(at, instruction.operands[0]), instruction.place
+    source, place = at.source(instruction.operands[0], COPIES), instruction.place
     if source.opcode == "tuple":
         return _constant(module, at, source.operands[place])
     if source.opcode == "while":
@@ -293,8 +392,8 @@ def _constant(module: Module, at: Computation, name: str) -> int | None:
         outer, loop = module.callers[at.name]
     else:
         return None
-    body, initial = module.computations[loop.called("body")[0]], _source(outer, loop.operands[0])
-    is_kept = _is_element(body, _source(body, body.root.operands[place]), place)
+    body, initial = module.computations[loop.called("body")[0]], outer.source(loop.operands[0], COPIES)
+    is_kept = _is_element(body, body.source(body.root.operands[place], COPIES), place)
     return _constant(module, outer, initial.operands[place]) if is_kept and initial.opcode == "tuple" else None
 
 
@@ -354,11 +453,6 @@ def _valid_positions(inputs: int, kernel: int, outputs: int, stride: int, dilati
 
 # Collectives.
 
-COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
-)  # fmt: skip
-
 
 def _group_size(module: Module, collective: Instruction) -> int:
     """Return how many devices exchange; groups read `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
@@ -386,12 +480,6 @@ def _is_cut(at: Computation, collective: Instruction) -> bool:
     return collective.work == "all-reduce" and bool(users) and all(user.opcode == "dynamic-slice" for user in users)
 
 
-def _is_repeated(at: Computation, collective: Instruction) -> bool:
-    """Return True if another fusion starts this collective: on TPUs all that compute meanwhile name it again."""
-    is_start = any(user.target == "AsyncCollectiveStart" for user, _ in at.users[collective.name])
-    return "chain_id=" in collective.attributes and not is_start
-
-
 # Copies.
 
 
@@ -399,7 +487,7 @@ def _copies(module: Module, at: Computation, instruction: Instruction, times: in
     """Return the copy that an instruction is, or a fusion that does nothing else."""
     inner, steps = at, [instruction]
     if instruction.work == "fusion":
-        inner = _fused(module, instruction)
+        inner = module.fused(instruction)
         steps = [step for step in inner.instructions.values() if step.opcode not in ("parameter", *VIEWS)]
     if not steps or any(step.work not in ("copy", "transpose") for step in steps):
         return []
@@ -412,85 +500,3 @@ def _changes_layout(source: Array, step: Instruction) -> bool:
     result = step.results[0]
     order = step.dimensions("dimensions") or range(len(result.shape))
     return tuple(order[i] for i in result.layout) != source.layout or result.tiles != source.tiles
-
-
-# Memory traffic.
-
-SLICES = ("slice", "dynamic-slice", "gather")
-IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
-"""Instructions that write into their first operand, with the place of the operand that has the update."""
-
-
-def _traffic(module: Module, at: Computation, instruction: Instruction) -> int:
-    """Return the bytes of device memory that an instruction reads and writes when it runs once."""
-    operands = [sum(array.device_bytes for array in leaves(operand.type)) for operand in at.operands(instruction)]
-    if instruction.work == "fusion":
-        inner, kept = _fused(module, instruction), _kept(instruction)
-        names = [parameter.name for parameter in inner.parameters]
-        read = sum(_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True))
-    else:
-        read = sum(_read_by(instruction, place, whole) for place, whole in enumerate(operands))
-    return read + sum(written for _, written in _outputs(module, at, instruction))
-
-
-def _outputs(module: Module, at: Computation, instruction: Instruction) -> list[tuple[Array, int]]:
-    """Return the results that an instruction writes, and how many bytes of each; a fusion may pass others on."""
-    if instruction.work != "fusion":
-        update = _update(at, instruction)
-        written = [(array, min(array.device_bytes, update or array.bytes)) for array in instruction.results]
-        if instruction.target.startswith(("__cublas$", "__cudnn$")) and len(written) > 1:
-            written[-1] = (written[-1][0], 0)  # the workspace
-        return written
-    inner, kept = _fused(module, instruction), _kept(instruction)
-    makers = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root] * len(instruction.results)
-    written = []
-    for place, (maker, array) in enumerate(zip(makers, instruction.results, strict=True)):
-        maker, update = _source(inner, maker.name, VIEWS), 0
-        while more := _update(inner, maker):
-            maker, update = _source(inner, maker.operands[0], VIEWS), update + more
-        if update and maker.opcode == "parameter":
-            written.append((array, min(array.device_bytes, update)))
-        elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
-            written.append((array, array.device_bytes))
-    return written
-
-
-def _update(at: Computation, instruction: Instruction) -> int:
-    """Return the bytes that an instruction writes into its first operand; 0 for one that does not update in place."""
-    if instruction.work not in IN_PLACE:
-        return 0
-    return at.instructions[instruction.operands[IN_PLACE[instruction.work]]].results[0].bytes
-
-
-def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
-    """Return the indices of results that are operands, as on TPUs the arrays of a collective still under way."""
-    aliases = braced(fusion.attributes, "output_to_operand_aliasing")
-    return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}
-
-
-def _read_by(instruction: Instruction, place: int, whole: int) -> int:
-    """Return how many of the `whole` bytes of the operand at a place an instruction reads."""
-    if place == 0 and instruction.work in SLICES:
-        return min(whole, instruction.results[0].bytes)
-    return 0 if place == 0 and instruction.work in IN_PLACE else whole
-
-
-def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: set[tuple[int, ...]]) -> int:
-    """Return how many of the `whole` bytes of a fusion's operand its computation reads."""
-    if name == at.root.name:
-        return 0 if () in kept else whole
-    read = 0
-    for user, place in at.users[name]:
-        if user.opcode in VIEWS:
-            read += _fused_read(module, at, user.name, whole, kept)
-        elif user.opcode == "fusion":
-            inner = _fused(module, user)
-            if _source(inner, inner.root.name, VIEWS) is inner.parameters[place]:
-                read += _fused_read(module, at, user.name, whole, kept)
-            else:
-                read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
-        elif user.opcode == "tuple":
-            read += 0 if (place,) in kept else whole
-        elif user.does_something and not (user.work in COLLECTIVES and _is_repeated(at, user)):
-            read += _read_by(user, place, whole)
-    return min(read, whole)

@@ -60,6 +60,14 @@ BOOKKEEPING = (
 """Targets of custom calls that name a buffer or promise something, and compute nothing."""
 
 
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+VIEWS = ("bitcast", "reshape")  # inside a fusion: another shape for the same elements
+
+
 class Instruction(NamedTuple):
     """A line `name = type opcode(inside), attributes`."""
 
@@ -149,6 +157,18 @@ class Computation:
     def operand_arrays(self, instruction: Instruction) -> tuple[Array, ...]:
         return tuple(array for operand in self.operands(instruction) for array in leaves(operand.type))
 
+    def source(self, name: str, past: tuple[str, ...] = VIEWS) -> Instruction:
+        """Return the instruction whose value a name has, past views or other opcodes."""
+        instruction = self.instructions[name]
+        while instruction.opcode in past:
+            instruction = self.instructions[instruction.operands[0]]
+        return instruction
+
+    def is_repeated(self, collective: Instruction) -> bool:
+        """True if another fusion starts this collective: on TPUs all that compute meanwhile name it again."""
+        is_start = any(user.target == "AsyncCollectiveStart" for user, _ in self.users[collective.name])
+        return "chain_id=" in collective.attributes and not is_start
+
 
 class Module(NamedTuple):
     """A compiled program; `callers` has, for the condition and the body of a loop, where the loop stands."""
@@ -157,6 +177,10 @@ class Module(NamedTuple):
     computations: dict[str, Computation]
     entry: Computation
     callers: dict[str, tuple[Computation, Instruction]]
+
+    def fused(self, fusion: Instruction) -> Computation:
+        """Return the computation of a fusion."""
+        return self.computations[fusion.called("calls")[0]]
 
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

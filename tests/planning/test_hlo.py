@@ -315,6 +315,15 @@ FUSIONS = """
   ROOT %v = f32[640]{0} bitcast(%a)
 }
 
+%sliced_and_multiplied (w: bf16[10,64], x: f32[2,64]) -> f32[2,4] {
+  %w = bf16[10,64]{1,0} parameter(0)
+  %x = f32[2,64]{1,0} parameter(1)
+  %wide = f32[10,64]{1,0} convert(%w)
+  %turned = f32[64,10]{0,1} transpose(%wide), dimensions={1,0}
+  %part = f32[64,4]{0,1} slice(%turned), slice={[0:64], [4:8]}
+  ROOT %d = f32[2,4]{1,0} dot(%x, %part), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
 %row (a: f32[10,64], i: s32[]) -> f32[1,64] {
   %a = f32[10,64]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -357,6 +366,12 @@ ROW, TABLE = 256, 2560
             ["f32[10,64]", "f32[1,64]", "s32[]"],
             3 * ROW + 4,
         ),
+        # Of a weight in bfloat16, 4 of 10 rows.
+        (
+            "f32[2,4]{1,0} fusion(%p0, %p1), kind=kCustom, calls=%sliced_and_multiplied",
+            ["bf16[10,64]", "f32[2,64]"],
+            4 * 128 + 2 * ROW + 32,
+        ),
         ("f32[5,128]{1,0} fusion(%p0), kind=kLoop, calls=%viewed", ["f32[10,64]"], 2 * TABLE),
         ("f32[640]{0} fusion(%p0), kind=kLoop, calls=%view", ["f32[10,64]"], 2 * TABLE),
         ("(bf16[8,32], s8[64]) custom-call(%p0, %p1), " + CUBLAS, ["bf16[8,16]", "bf16[16,32]"], 256 + 1024 + 512),
@@ -378,6 +393,92 @@ ROW, TABLE = 256, 2560
 )  # fmt: skip
 def test_traffic(line, parameters, traffic):
     assert one(line, *parameters, before=FUSIONS).bytes == traffic
+
+
+LAUNCHES = """
+  %p0 = f32[8,64]{1,0} parameter(0)
+  %small.1 = f32[8,64]{1,0} negate(%p0)
+  %seen = f32[512]{0} bitcast(%small.1)
+  %start = (f32[8,64]{1,0}, f32[8,64]{1,0}) all-gather-start(%small.1), replica_groups={}, dimensions={0}
+  %all = f32[8,64]{1,0} all-gather-done(%start)
+  %large = f32[512,64]{1,0} broadcast(%seen), dimensions={0}
+  ROOT %sum.2.clone = f32[512,64]{1,0} add(%large, %all)"""
+
+
+@pytest.mark.parametrize(("cached_bytes", "far"), [(0, (1, 1, 1, 1)), (2048, (0.5, 0, 64 / 65, 128 / 129))])
+def test_arrays_that_stay_in_a_cache_are_not_far(cached_bytes, far):
+    """2 KiB fit: the first result, and the gathered one. The broadcast and the sum write 128 KiB."""
+    launches = read(module(LAUNCHES), cached_bytes).launches
+    assert [launch.label for launch in launches] == ["small", "start", "large", "sum"]
+    assert [launch.bytes for launch in launches] == [4096, 4096, 65 * 2048, 129 * 2048]
+    assert [launch.far_bytes / launch.bytes for launch in launches] == pytest.approx(far)
+
+
+def test_launches_are_inside_loops_and_conditionals_are_one():
+    program = read(module(TURN, LOOP.format(dot=DOT, end="%end")))
+    assert {launch.label: (launch.loops, launch.times) for launch in program.launches} == {
+        "copied": (("while.1",), 4), "next": (("while.1",), 4), "y": (("while.1",), 4), "lt": ((), 5),
+    }  # fmt: skip
+    assert {launch.label: launch.flops for launch in program.launches if launch.flops} == {"y": 128}
+    unknown = read(module(TURN, LOOP.format(dot=DOT, end="%next"))).launches
+    assert [launch.opcode for launch in unknown if not launch.loops] == ["while"]
+    given = "f32[4,4]{1,0} conditional(%p0, %p1, %p1), true_computation=%cheap, false_computation=%costly"
+    branches = one(given, "s32[]", "(f32[4,4]{1,0})", before=BRANCHES).launches
+    assert [launch.opcode for launch in branches] == ["conditional", "dot", "dot"]
+
+
+REARRANGED = """
+%joined (a: f32[4,8], b: f32[4,8]) -> f32[8,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[4,8]{1,0} parameter(1)
+  %both = f32[8,8]{1,0} concatenate(%a, %b), dimensions={0}
+  ROOT %n = f32[8,8]{1,0} negate(%both)
+}
+
+%multiplied (a: f32[4,8], b: f32[4,8]) -> f32[4,4] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[4,8]{1,0} parameter(1)
+  %t = f32[8,4]{1,0} transpose(%b), dimensions={1,0}
+  ROOT %d = f32[4,4]{1,0} dot(%a, %t), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%updated (a: f32[4,8], b: f32[1,8], i: s32[]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %new = f32[4,8]{1,0} dynamic-update-slice(%a, %b, %i, %i)
+}
+
+%copied_and_updated (a: f32[4,8], b: f32[1,8], i: s32[]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %c = f32[4,8]{1,0} copy(%a)
+  ROOT %new = f32[4,8]{1,0} dynamic-update-slice(%c, %b, %i, %i)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "parameters", "found"),
+    [
+        ("f32[4,8]{0,1} copy(%p0)", ["f32[4,8]"], [("copy", "f32[4,8]")]),
+        ("f32[4,8]{1,0} negate(%p0)", ["f32[4,8]"], []),
+        ("f32[8,8]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%joined", ["f32[4,8]"] * 2, [("concatenate", "f32[8,8]")]),
+        ("f32[4,4]{1,0} fusion(%p0, %p1), kind=kCustom, calls=%multiplied", ["f32[4,8]"] * 2, []),
+        ("f32[4,8] fusion(%p0, %p1, %p2), kind=kLoop, calls=%updated", ["f32[4,8]", "f32[1,8]", "s32[]"], []),
+        (
+            "f32[4,8] fusion(%p0, %p1, %p2), kind=kLoop, calls=%copied_and_updated",
+            ["f32[4,8]", "f32[1,8]", "s32[]"],
+            [("copy", "f32[4,8]")],
+        ),
+        # A TPU: into the memory inside the chip.
+        ("f32[8,128]{1,0:T(8,128)S(1)} copy(%p0)", ["f32[8,128]{1,0:T(8,128)}"], []),
+    ],
+)
+def test_arrays_that_are_written_in_another_order(line, parameters, found):
+    (launch,) = one(line, *parameters, before=REARRANGED).launches
+    assert [(opcode, str(array)) for opcode, array in launch.rearranged] == found
 
 
 EIGHT = "HloModule m, num_partitions=8"
