@@ -1,13 +1,15 @@
-"""Updates as compilers for GPUs and TPUs make them, without a device: memory, operations, least times, collectives.
+"""Updates and the engine as compilers for GPUs and TPUs make them, without a device: memory, operations, launches.
 
-    python benchmarks/aot.py                       # all cases: about a quarter of an hour on two cores
-    python benchmarks/aot.py gpu                   # GPUs only: about three minutes
-    python benchmarks/aot.py --shrink              # one GPU, half a minute
+    python benchmarks/aot.py                       # all cases: about an hour on two cores
+    python benchmarks/aot.py gpu --only updates    # updates on GPUs: about three minutes
+    python benchmarks/aot.py tpu --only engine     # the engine on TPUs; the updates in the file stay
+    python benchmarks/aot.py --shrink              # one GPU, a minute
 
-Each case takes the checkpoint policy that `remat: auto` takes: the first whose compiled update fits the device beside
-all that a run holds, with 8 requests and 8 stored prompts per device. Figures are the compilers' own; nothing is run.
-Results go to `benchmarks/results/aot_gpu.json` and `aot_tpu.json`, or another folder with `--out`. Exit code 1 when a
-bar is missed. `scripts/make_compilers.sh` makes the environment of the compilers.
+The cases of the engine are in `aot_engine.py`. Each case of an update takes the checkpoint policy that `remat: auto`
+takes: the first whose compiled update fits the device beside all that a run holds, with 8 slots and pages for 16 whole
+requests per device. Figures are the compilers' own; nothing is run. Results go to `benchmarks/results/aot_gpu.json` and
+`aot_tpu.json`, or another folder with `--out`. Exit code 1 when a bar is missed. `scripts/make_compilers.sh` makes the
+environment of the compilers.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ import jax
 from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
+from aot_engine import EngineResults, measure_engine
 from jaxft.core.sharding import AXES
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, Remat
@@ -31,11 +35,11 @@ from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.plan import MARGIN, collectives, estimate_update, least_seconds, memory_limit
 from jaxft.planning.programs import Programs, Run
-from jaxft.planning.targets import find_target
+from jaxft.planning.targets import Target, find_target
 from jaxft.runs.environment import environment
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.training.memory import peak
-from records import Check
+from records import Check, check_text
 
 GIB = 2**30
 RESULTS = Path(__file__).parent / "results"
@@ -79,7 +83,7 @@ class Case(NamedTuple):
             "preset": self.model,
             "max_context_tokens": self.width,
             "slots": 8 * chips,
-            "prefix_cache_rows": 8 * chips,
+            "cache_tokens": 16 * chips * self.width,
             "mesh": {"data": 1, "fsdp": chips} if chips > 1 else None,
             "lora": {"rank": 16} if self.lora else None,
         }
@@ -147,6 +151,7 @@ class Results(BaseModel):
         compilers: versions of jax and of the compilers.
         environment: versions, platform, command line and commit.
         temporaries_by_length: bytes of temporaries of a microbatch of `TOKENS` tokens, by the tokens of a row.
+        engine: results of the engine; None before they were measured.
     """
 
     compilers: dict[str, str]
@@ -155,6 +160,11 @@ class Results(BaseModel):
     temporaries_by_length: dict[int, int] = {}
     checks: list[Check] = []
     is_complete: bool = False
+    engine: EngineResults | None = None
+
+    def update_checks(self) -> list[Check]:
+        """Return the bars of the updates."""
+        return [*self.checks, *(check for case in self.cases for check in case.checks)]
 
 
 Compile = Callable[[Case, Remat], Compiled]
@@ -164,8 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the cases of a command line, by default that of the process, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help="gpu, tpu (default: both)")
+    parser.add_argument("--only", choices=("engine", "updates"), help="measure these, and keep the rest of the file")
     parser.add_argument("--compiler", type=Path, metavar="PYTHON", help="interpreter with the compilers")
-    parser.add_argument("--shrink", action="store_true", help="a small case on one GPU, to see that it runs")
+    parser.add_argument("--shrink", action="store_true", help="small cases on one GPU, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default %(default)s")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.platforms) - {"gpu", "tpu"}:
@@ -177,28 +188,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot.py: {error}", file=sys.stderr)
         return 2
 
+    def compile_run(run: Run, target: Target, remat: Remat, program: str, pool_bytes: int) -> Compiled:
+        size = f"{run.policy.preset}, {run.model.num_layers} layers, {run.policy.slots} slots"
+        print(f"compiling {program} for {target.name}: {size}, remat {remat}", file=sys.stderr, flush=True)
+        return compiler.compile_program(interpreter, run, target, remat, program, pool_bytes)
+
     def compile_case(case: Case, remat: Remat) -> Compiled:
-        print(f"compiling {case.title} with remat {remat}", file=sys.stderr, flush=True)
-        return compiler.compile_program(interpreter, case.run(), find_target(case.target), remat, "gradient")
+        return compile_run(case.run(), find_target(case.target), remat, "gradient", 0)
 
     is_met = True
     for platform in ("gpu",) if parsed.shrink else parsed.platforms or ("gpu", "tpu"):
-        results = Results(compilers=versions, environment=environment([]))
         out = None if parsed.shrink else parsed.out / f"aot_{platform}.json"
-        for case in SHRUNK if parsed.shrink else CASES:
-            if case.platform == platform:
-                results.cases.append(measure(case, compile_case))
-                print(case_text(results.cases[-1]), flush=True)
-                _write(results, out)
-        lengths = LENGTHS[:2] if parsed.shrink else LENGTHS
-        results.temporaries_by_length, check = measure_lengths(platform, lengths, compile_case)
-        results.checks.append(check)
-        results.is_complete = True
-        _write(results, out)
-        print(lengths_text(results))
-        checks = results.checks + [check for case in results.cases for check in case.checks]
-        is_met = is_met and all(check.is_met() for check in checks)
+        results, earlier = Results(compilers=versions, environment=environment([])), earlier_results(out)
+        if earlier is not None and parsed.only == "engine":
+            results = earlier
+        elif earlier is not None and parsed.only == "updates":
+            results.engine = earlier.engine
+        if parsed.only != "engine":
+            measure_updates(results, platform, compile_case, out, parsed.shrink)
+            is_met = is_met and all(check.is_met() for check in results.update_checks())
+        if parsed.only != "updates":
+            results.engine = EngineResults(compilers=versions, environment=environment([]))
+            measure_engine(results.engine, platform, compile_run, partial(_write, results, out), parsed.shrink)
+            is_met = is_met and all(check.is_met() for check in results.engine.all_checks())
     return int(not is_met)
+
+
+def earlier_results(out: Path | None) -> Results | None:
+    """Return the results in a file; None without one."""
+    return Results.model_validate_json(out.read_text()) if out is not None and out.exists() else None
+
+
+def measure_updates(
+    results: Results, platform: str, compile_case: Compile, out: Path | None, is_shrunk: bool = False
+) -> None:
+    """Add the updates of a platform to results, and write and show them as they come."""
+    for case in SHRUNK if is_shrunk else CASES:
+        if case.platform == platform:
+            results.cases.append(measure(case, compile_case))
+            print(case_text(results.cases[-1]), flush=True)
+            _write(results, out)
+    lengths = LENGTHS[:2] if is_shrunk else LENGTHS
+    results.temporaries_by_length, check = measure_lengths(platform, lengths, compile_case)
+    results.checks.append(check)
+    results.is_complete = True
+    _write(results, out)
+    print(lengths_text(results))
 
 
 def measure(case: Case, compile_case: Compile) -> CaseResult:
@@ -312,16 +347,6 @@ def lengths_text(results: Results) -> str:
     """The temporaries by length, and each bar with its verdict."""
     sizes = ", ".join(f"{width:,}: {size / GIB:.3f}" for width, size in results.temporaries_by_length.items())
     return "\n".join([f"== GiB of temporaries by tokens of a row: {sizes}", *map(check_text, results.checks)])
-
-
-def check_text(check: Check) -> str:
-    """A check in one line.
-
-    >>> check_text(Check(name="flops / needed", value=1.09, relation="at most", wanted=1.12))
-    '  [reached] flops / needed: 1.09, wanted at most 1.12'
-    """
-    mark = "reached" if check.is_met() else "MISSED"
-    return f"  [{mark}] {check.name}: {check.value:.4g}, wanted {check.relation} {check.wanted:.4g}"
 
 
 def _write(results: Results, out: Path | None) -> None:

@@ -1,7 +1,8 @@
 """Lockstep decoding, the baseline of the engine: batches of rows, each decoded until its last row has ended.
 
-It does what `generate` does, with a limit of its own for every row: prompts are prefilled once, the cache is read in
-growing blocks, and a batch stops early. Letters: `P` prompts, `R` rows, `L` prompt length.
+It does what `generate` does, with a limit of its own for every row and pages of its own: prompts are prefilled once and
+copied for their generations, and a batch stops early.
+Letters: `P` prompts, `R` rows, `L` prompt length, `C` columns of a page table.
 """
 
 from functools import partial
@@ -10,54 +11,74 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
-from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
-from jaxft.core.generate import DecodeState, Emitted, RowParams, decode_blocks
+from jaxft.core.cache import compute_dtype, copy_pages, init_cache, pages_for
+from jaxft.core.decode import DecodeState, Emitted, RowParams, decode
+from jaxft.core.generate import PREFILL_TOKENS, PREFILL_TOKENS_ELSEWHERE
 from jaxft.core.sampling import sampling_params
+from jaxft.core.sharding import platform_of
 from jaxft.core.types import Cache, Model, Params
 
-
-@partial(jax.jit, static_argnums=(0, 3))
-def prefilled(model: Model, params: Params, prompts: Int[Any, "P L"], cache_length: int) -> Cache:
-    """Cache of prompts of one length. `params` are those that `Model.decode_layout` returns."""
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
-    num_blocks = num_blocks_for(prompts.shape[1], cache_length)
-    _, written = model.apply(params, prompts, positions, cache=cache[:num_blocks])
-    return (*written, *cache[num_blocks:])
+CALL_STEPS = 16
+"""Tokens that a row samples before the host looks whether all rows have ended."""
 
 
-@partial(jax.jit, static_argnums=1)
-def repeated(cache: Cache, generations: int) -> Cache:
-    """Cache with a row for each generation of each prompt, prompt-major."""
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf, generations, axis=0), cache)
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def prefilled(
+    model: Model, params: Params, prompts: Int[Any, "P L"], cache_length: int, generations: int = 1
+) -> tuple[Cache, Int[Array, "R C"]]:
+    """Cache and page tables of `generations` rows for each prompt, prompt-major, up to the last token of the prompts.
+
+    `params` are those that `Model.decode_layout` returns.
+    """
+    count, length = prompts.shape
+    cache, tables = init_cache(model, count * generations, cache_length, compute_dtype(params))
+    columns = pages_for(length)
+    by_prompt = tables[:, :columns].reshape(count, generations, columns)
+    width = PREFILL_TOKENS.get(platform_of(model.sharding), PREFILL_TOKENS_ELSEWHERE)
+    tokens = jnp.pad(prompts, ((0, 0), (0, -length % width)))
+
+    def prefill_piece(piece: Int[Array, ""], cache: Cache) -> Cache:
+        positions = piece * width + jnp.arange(width, dtype=jnp.int32)
+        positions = jnp.broadcast_to(jnp.where(positions < length - 1, positions, -1), (count, width))
+        taken = jax.lax.dynamic_slice_in_dim(tokens, piece * width, width, axis=1)
+        return model.apply(params, taken, positions, cache=cache, tables=by_prompt[:, 0])[1]
+
+    cache = jax.lax.fori_loop(0, tokens.shape[1] // width, prefill_piece, cache)
+    if generations > 1:
+        sources = np.repeat(by_prompt[:, :1], generations - 1, axis=1)
+        cache = copy_pages(model, cache, sources.reshape(1, -1), by_prompt[:, 1:].reshape(1, -1))
+    return cache, jnp.asarray(tables)
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnames=("cache", "state"))
 def _decoded(
-    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, near_blocks: int
-) -> tuple[DecodeState, Emitted]:
-    return decode_blocks(model, params, state, rows, max_steps, near_blocks)
+    model: Model, params: Params, cache: Cache, tables: Int[Any, "R C"], state: DecodeState, rows: RowParams
+) -> tuple[Cache, DecodeState, Emitted]:
+    return decode(model, params, cache, tables, state, rows, CALL_STEPS, is_filtered=False)
 
 
 def decoded(
-    model: Model, params: Params, state: DecodeState, rows: RowParams, position: int, cache_length: int
-) -> tuple[DecodeState, Int[np.ndarray, "R"]]:
-    """Decode rows that stand at one position until all have ended or the cache is full.
+    model: Model,
+    params: Params,
+    cache: Cache,
+    tables: Int[Any, "R C"],
+    state: DecodeState,
+    rows: RowParams,
+    most_tokens: int,
+) -> tuple[Cache, Int[np.ndarray, "R"]]:
+    """Decode rows until all have ended, which they must after `most_tokens`.
 
-    Returns the last state and the number of tokens that each row got. The given state is donated.
+    Returns the cache and the number of tokens that each row got. The given cache and state are donated.
     """
     counts = np.zeros(state.tokens.shape[0], np.int64)
-    for near_blocks, reach in block_capacities(cache_length).items():
-        steps = reach - position
-        if steps > 0:
-            state, emitted = _decoded(model, params, state, rows, steps, near_blocks)
-            counts += np.asarray(emitted.counts)
-            position = reach
-            if not state.active.any():
-                break
-    return state, counts
+    for _ in range(0, most_tokens, CALL_STEPS):
+        cache, state, emitted = _decoded(model, params, cache, tables, state, rows)
+        counts += np.asarray(emitted.counts)
+        if not np.asarray(state.active).any():
+            break
+    return cache, counts
 
 
 def row_params(limits: Int[np.ndarray, "R"], seed: int) -> RowParams:
@@ -67,11 +88,10 @@ def row_params(limits: Int[np.ndarray, "R"], seed: int) -> RowParams:
     return RowParams(sampling_params(count), keys, jnp.full((count, 1), -1, jnp.int32), jnp.asarray(limits, jnp.int32))
 
 
-def state_at(cache: Cache, tokens: Int[np.ndarray, "R"], position: int) -> DecodeState:
+def state_at(tokens: Int[np.ndarray, "R"], position: int) -> DecodeState:
     """State of rows that all stand at one position, whose last tokens are not in the cache yet."""
     count = len(tokens)
     return DecodeState(
-        cache,
         jnp.asarray(tokens, jnp.int32),
         jnp.full(count, position, jnp.int32),
         jnp.ones(count, bool),
@@ -100,10 +120,9 @@ def sample_batches(
     for first in range(0, len(prompts), at_once):
         chosen = prompts[first : first + at_once]
         limits = length + answer_tokens[first * generations : first * generations + batch_rows]
-        cache = repeated(prefilled(model, params, chosen, length + most_tokens), generations)
-        state = state_at(cache, np.repeat(chosen[:, -1], generations), length - 1)
-        del cache  # it is donated with the state
-        rows = row_params(limits, seed + first)
-        _, counts = decoded(model, params, state, rows, length - 1, length + most_tokens)
+        cache, tables = prefilled(model, params, chosen, length + most_tokens, generations)
+        state = state_at(np.repeat(chosen[:, -1], generations), length - 1)
+        _, counts = decoded(model, params, cache, tables, state, row_params(limits, seed + first), most_tokens)
+        del cache  # before the next batch has one
         total += int(counts.sum())
     return total

@@ -35,13 +35,15 @@ def head_only(hidden_size: int, vocabulary: int, rows: int, tokens: int) -> jaxf
             "head": jax.random.normal(head_key, (vocabulary, hidden_size)) * hidden_size**-0.5,
         }
 
-    def apply(params: dict, tokens: jax.Array, positions: jax.Array, cache: Any = None, segment_ids: Any = None) -> Any:
+    def apply(
+        params: dict, tokens: Any, positions: Any, cache: Any = None, tables: Any = None, segment_ids: Any = None
+    ) -> Any:
         return params["hidden"], cache
 
     def unembed(params: dict, hidden: jax.Array) -> jax.Array:
         return hidden @ params["head"].T
 
-    return jaxft.Model("head only", init, apply, unembed, lambda rows, length, dtype: {})
+    return jaxft.Model("head only", init, apply, unembed, lambda pages, dtype: {})
 
 
 def all_logits(model: jaxft.Model, params: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

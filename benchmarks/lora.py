@@ -23,7 +23,7 @@ import optax
 
 import jaxft
 from jaxft.core.cache import init_cache
-from jaxft.core.generate import decode
+from jaxft.core.decode import decode
 from jaxft.core.partition import trainable
 from jaxft.core.sharding import device_bytes
 from lockstep import row_params, state_at
@@ -103,13 +103,17 @@ def logits_difference(
 def decoding_seconds(model: jaxft.Model, params: Any, rounds: int) -> dict[str, list[float]]:
     """Seconds of a decoding loop with weights that are merged anew each time, and with adapters beside the kernels."""
     merge = jax.jit(model.decode_layout)
-    sample = jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
-    state = state_at(init_cache(model, ROWS, WIDTH, jnp.float32), np.zeros(ROWS), WIDTH // 2)
-    rows = row_params(np.full(ROWS, WIDTH), seed=3)
+    cache, tables = init_cache(model, ROWS, WIDTH, jnp.float32)
+    state, rows = state_at(np.zeros(ROWS), WIDTH // 2), row_params(np.full(ROWS, WIDTH), seed=3)
+
+    @jax.jit
+    def sample(params: Any, cache: Any) -> Any:
+        return decode(model, params, cache, tables, state, rows, STEPS, is_filtered=False)[2]
+
     return in_turn(
         {
-            "merged": lambda number: jax.block_until_ready(sample(merge(params), state, rows)),
-            "adapters beside kernels": lambda number: jax.block_until_ready(sample(params, state, rows)),
+            "merged": lambda number: jax.block_until_ready(sample(merge(params), cache)),
+            "adapters beside kernels": lambda number: jax.block_until_ready(sample(params, cache)),
         },
         rounds,
     )

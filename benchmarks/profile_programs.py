@@ -23,7 +23,7 @@ import numpy as np
 
 import jaxft
 from jaxft.core.cache import init_cache
-from jaxft.core.generate import decode
+from jaxft.core.decode import decode
 from jaxft.core.update import loss_and_gradients
 from jaxft.models.decoder import decoder
 from lockstep import row_params, state_at
@@ -66,14 +66,19 @@ def main() -> None:
 
 def decoding(model: jaxft.Model) -> Any:
     """Program that samples `STEPS` tokens of every row."""
-    return jax.jit(lambda params, state, rows: decode(model, params, state, rows, STEPS)[1])
+
+    @jax.jit
+    def sample(params: Any, cache: Any, tables: Any, state: Any, rows: Any) -> Any:
+        return decode(model, params, cache, tables, state, rows, STEPS, is_filtered=False)[2]
+
+    return sample
 
 
 def decoding_inputs(model: jaxft.Model, params: dict) -> tuple[Any, ...]:
-    """Inputs of `decoding`: rows in the middle of their caches."""
-    state = state_at(init_cache(model, ROWS, ROOM, jnp.float32), np.zeros(ROWS), ROOM // 2)
-    rows = row_params(np.full(ROWS, ROOM), seed=1)
-    return jax.jit(model.decode_layout)(params), state, rows
+    """Inputs of `decoding`: rows that have half of their room."""
+    cache, tables = init_cache(model, ROWS, ROOM, jnp.float32)
+    state, rows = state_at(np.zeros(ROWS), ROOM // 2), row_params(np.full(ROWS, ROOM), seed=1)
+    return jax.jit(model.decode_layout)(params), cache, tables, state, rows
 
 
 def gradient(model: jaxft.Model) -> Any:

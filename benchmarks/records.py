@@ -109,6 +109,16 @@ class Check(BaseModel):
         return self.value <= self.wanted if self.relation == "at most" else self.value == self.wanted
 
 
+def check_text(check: Check) -> str:
+    """A check in one line.
+
+    >>> check_text(Check(name="flops / needed", value=1.09, relation="at most", wanted=1.12))
+    '  [reached] flops / needed: 1.09, wanted at most 1.12'
+    """
+    mark = "reached" if check.is_met() else "MISSED"
+    return f"  [{mark}] {check.name}: {check.value:.4g}, wanted {check.relation} {check.wanted:.4g}"
+
+
 class Measured(BaseModel):
     """Result of a case: measurements, claims tested, and other numbers with units in their names."""
 

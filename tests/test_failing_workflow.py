@@ -170,7 +170,7 @@ def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
     error = capsys.readouterr().err
     assert error.startswith(
         "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8), "
-        f"prefix_cache_rows (now 8) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
+        f"cache_tokens (now {2**43}) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
         "allocating "
     )
     assert error.count("\n") == 1

@@ -1,107 +1,102 @@
-"""The key-value cache of a decoder, in blocks of doubling size, so that short rows do not pay for long ones.
+"""The key-value cache of a decoder: a pool of pages, and tables that say which pages hold the tokens of a row.
 
-A cache is a tuple of blocks, each made by `Model.init_cache`, that hold consecutive positions. `Model.apply` takes as
-many of the first blocks as are needed. Additional blocks change no bit: no token attends to them, and they add exact
-zeros.
+A page holds the keys and values of 64 consecutive tokens in every layer. Row `r` has its tokens 64 c to 64 c + 63 in
+page `tables[r, c]`; entries behind the last token of a row are never read. Several rows may read the same page, but a
+page is written for one row only. On a mesh each row shard has pages of its own, and tables hold numbers within it.
+Letters: `B` rows, `C` columns of a table, `N` pages.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxft.core.types import Cache, Model, Params
 
-FIRST_BLOCK = 64
-"""Positions in the first block. The second block has as many; then each is as long as all before it."""
-
-FEWEST_BLOCKS = 2
-"""Minimum number of blocks that a program reads, if the cache has as many: XLA compiles the softmax over a single block
-differently from one over several, and the last bits differ."""
+PAGE_TOKENS = 64
+"""Tokens of a page."""
 
 
-def block_lengths(length: int) -> tuple[int, ...]:
-    """Return the number of positions in each block of a cache for `length` tokens per row.
+def pages_for(tokens: int) -> int:
+    """Return the number of pages that hold so many tokens of a row.
 
-    >>> block_lengths(600), block_lengths(50)
-    ((64, 64, 128, 256, 88), (50,))
+    >>> pages_for(0), pages_for(64), pages_for(65)
+    (0, 1, 2)
     """
-    lengths: list[int] = []
-    while (covered := sum(lengths)) < length:
-        lengths.append(min(max(covered, FIRST_BLOCK), length - covered))
-    return tuple(lengths)
+    return -(-tokens // PAGE_TOKENS)
 
 
-def block_capacities(length: int) -> dict[int, int]:
-    """Map each number of blocks that a program may read to the tokens per row that these blocks hold, ascending.
+def own_tables(rows: int, columns: int, row_shards: int = 1) -> Int[np.ndarray, "B C"]:
+    """Return tables in which every row has `columns` pages of its own, numbered within each row shard.
 
-    >>> block_capacities(600), block_capacities(50)
-    ({2: 128, 3: 256, 4: 512, 5: 600}, {1: 50})
+    >>> own_tables(4, 2, row_shards=2).tolist()
+    [[0, 2], [1, 3], [0, 2], [1, 3]]
     """
-    lengths = block_lengths(length)
-    fewest = min(FEWEST_BLOCKS, len(lengths))
-    return {count: sum(lengths[:count]) for count in range(fewest, len(lengths) + 1)}
+    each = rows // row_shards
+    numbers = np.arange(each, dtype=np.int32)[:, None] + np.arange(columns, dtype=np.int32) * each
+    return np.tile(numbers, (row_shards, 1))
 
 
-def num_blocks_for(tokens: int, length: int) -> int:
-    """Return the fewest blocks of a cache for `length` tokens that hold `tokens` tokens per row, or else all blocks.
-
-    >>> num_blocks_for(128, 600), num_blocks_for(129, 600), num_blocks_for(9999, 600)
-    (2, 3, 5)
-    """
-    capacities = block_capacities(length)
-    return next((count for count, capacity in capacities.items() if capacity >= tokens), max(capacities))
-
-
-def init_cache(model: Model, rows: int, length: int, dtype: Any) -> Cache:
-    """Make an empty cache with room for `length` tokens in each of `rows` rows.
+def init_cache(model: Model, rows: int, length: int, dtype: Any) -> tuple[Cache, Int[np.ndarray, "B C"]]:
+    """Make an empty cache with room for `length` tokens in each of `rows` rows, and its tables.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
-    >>> [block.shape for block in init_cache(model, 2, 150, jnp.float32)]  # this model caches the tokens themselves
-    [(2, 64), (2, 64), (2, 22)]
+    >>> cache, tables = init_cache(model, 2, 150, jnp.float32)
+    >>> cache.shape, tables.shape  # this model caches the tokens themselves
+    ((6, 64), (2, 3))
     """
-    return tuple(model.init_cache(rows, size, dtype) for size in block_lengths(length))
+    columns, shards = pages_for(length), row_shards(model)
+    return model.init_cache(rows * columns, dtype), own_tables(rows, columns, shards)
 
 
-def keep_positions(model: Model, cache: Cache, counts: Int[Array, "B"]) -> Cache:
-    """Return the cache with zeros in all but the first `counts` positions of each row.
+def row_shards(model: Model) -> int:
+    """Return the number of shards of the rows: 1 on a single device."""
+    return 1 if model.sharding is None else model.sharding.row_shards
+
+
+def copy_pages(model: Model, cache: Cache, sources: Int[Any, "S P"], targets: Int[Any, "S P"]) -> Cache:
+    """Copy pages of each of `S` row shards to other pages of it; a target beyond the last page is dropped.
+
+    >>> import jaxft
+    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
+    >>> cache = jnp.arange(3)[:, None]  # this model caches the tokens themselves
+    >>> copy_pages(model, cache, jnp.array([[0, 1]]), jnp.array([[2, 9]]))[:, 0].tolist()
+    [0, 1, 0]
+    """
+
+    def copy(cache: Cache, sources: Int[Any, "1 P"], targets: Int[Any, "1 P"]) -> Cache:
+        def copy_leaf(leaf: Array, axis: int) -> Array:
+            before = (slice(None),) * axis
+            return leaf.at[*before, targets[0]].set(leaf.at[*before, sources[0]].get(mode="clip"), mode="drop")
+
+        return jax.tree.map(copy_leaf, cache, axes)
+
+    axes = page_axes(model)
+    if model.sharding is None:
+        return copy(cache, sources, targets)
+    return model.sharding.map_pages(copy, cache, axes, sources, targets)
+
+
+def page_axes(model: Model) -> Any:
+    """Return the page axis of each array of a model's cache, found by its shapes with one and with two pages.
 
     Raises:
-        ValueError: an array of the cache has no position axis.
-
-    >>> import jaxft
-    >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))
-    >>> block = jnp.array([[5, 6, 7], [5, 6, 7]])  # this model caches the tokens themselves
-    >>> [kept.tolist() for kept in keep_positions(model, (block, block), jnp.array([1, 4]))]
-    [[[5, 0, 0], [5, 6, 7]], [[0, 0, 0], [5, 0, 0]]]
+        ValueError: an array of the cache has no page axis.
     """
-    rows = counts.shape[0]
-    one, two = (jax.eval_shape(lambda size=n: model.init_cache(rows, size, jnp.float32)) for n in (1, 2))
-    axes = jax.tree.map(_growing_axis, one, two)
-    kept, first = [], 0
-    for block in cache:
-        kept.append(jax.tree.map(partial(_zero_from, counts - first), block, axes))
-        first += jax.tree.leaves(block)[0].shape[jax.tree.leaves(axes)[0]]
-    return tuple(kept)
-
-
-def _zero_from(counts: Int[Array, "B"], leaf: Array, axis: int) -> Array:
-    """Return the leaf with zeros from entry `counts` of each row on, along `axis`."""
-    is_kept = jnp.arange(leaf.shape[axis]) < counts[:, None]  # [B S]
-    return jnp.where(jnp.expand_dims(is_kept, [i for i in range(1, leaf.ndim) if i != axis]), leaf, 0)
+    one, two = (jax.eval_shape(lambda pages=n: model.init_cache(pages, jnp.float32)) for n in (1, 2))
+    return jax.tree.map(_growing_axis, one, two)
 
 
 def _growing_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
-    """Find the position axis of a cache array, by its shapes at one and at two positions."""
-    for axis in range(1, one.ndim):
-        if (one.shape[axis], two.shape[axis]) == (1, 2):
+    for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+        if sizes == (1, 2):
             return axis
     raise ValueError(
-        f"init_cache makes an array {list(one.shape)} for one position per row and {list(two.shape)} for two; wanted "
-        "arrays with rows on axis 0 and another axis whose length is the number of positions"
+        f"init_cache makes an array {list(one.shape)} for one page and {list(two.shape)} for two; wanted arrays with "
+        "an axis whose length is the number of pages"
     )
 
 

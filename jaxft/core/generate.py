@@ -1,7 +1,7 @@
 """Batched generation: each prompt is prefilled once for all its generations, and rows decode until all have ended.
 
-`_decode_until` is the one loop that samples: under `generate`, and under `decode`, which the engine calls.
-Letters: `P` prompts, `G` generations of each, `R = P G` rows, `L` padded prompt length, `N` new tokens, `S` stop ids.
+Letters: `P` prompts, `G` generations of each, `R = P G` rows and padding, `L` padded prompt length, `N` new tokens,
+`S` stop ids, `D` row shards, `C` columns of a page table, `c` those of a prompt's, `Q` prompts of all shards.
 """
 
 from collections.abc import Sequence
@@ -11,167 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
-from jaxft.core.cache import block_capacities, compute_dtype, init_cache, num_blocks_for
+from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, pages_for, row_shards
 from jaxft.core.checks import check_token_ids, vocabulary_size
-from jaxft.core.sampling import SamplingParams, sample, sampling_params
+from jaxft.core.decode import DecodeState, Emitted, RowParams, decode
+from jaxft.core.sampling import SamplingParams, sampling_params
+from jaxft.core.sharding import platform_of
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
 
 PROMPT_BUCKET = 32
 """Prompts are padded to a multiple of this many tokens, so that batches of similar length share a compiled program."""
 
-
-class DecodeState(NamedTuple):
-    """The state of rows that are being decoded; every leaf has rows on axis 0.
-
-    Attributes:
-        cache: keys and values of the tokens before `tokens`.
-        tokens: the last token of each row, not yet in the cache.
-        positions: the position of that token in its row.
-        active: False once the row has ended.
-    """
-
-    cache: Cache
-    tokens: Int[Array, "R"]
-    positions: Int[Array, "R"]
-    active: Bool[Array, "R"]
-
-
-class RowParams(NamedTuple):
-    """The parameters that a row is sampled with, the same from its first token to its last.
-
-    Attributes:
-        sampling: how tokens are drawn.
-        keys: a PRNG key per row; the key of a token is this folded with the token's position.
-        stop_ids: token ids that end the row, padded with -1.
-        limits: maximum number of tokens of the row, prompt included.
-    """
-
-    sampling: SamplingParams
-    keys: Any
-    stop_ids: Int[Array, "R S"]
-    limits: Int[Array, "R"]
-
-
-class Emitted(NamedTuple):
-    """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real."""
-
-    tokens: Int[Array, "R N"]
-    sampler_logprobs: Float[Array, "R N"]
-    behavior_logprobs: Float[Array, "R N"]
-    counts: Int[Array, "R"]
-
-
-def decode(
-    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int
-) -> tuple[DecodeState, Emitted]:
-    """Sample up to `max_steps` tokens for every active row; stop early when no row is active.
-
-    A row depends on its own tokens, parameters and key only: at equal shapes its tokens and log-probabilities have the
-    same bits whatever the other rows are.
-
-    >>> import jaxft
-    >>> def count(params, tokens, positions):  # gives the next number a probability of almost 1
-    ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
-    >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
-    >>> cache, tokens, positions = _prefill(model, params, jnp.array([[1]]), jnp.array([1]), cache_length=4)
-    >>> state = DecodeState(cache, tokens, positions, active=jnp.array([True]))
-    >>> rows = RowParams(sampling_params(1), jax.random.split(jax.random.key(0), 1), jnp.array([[3]]), jnp.array([4]))
-    >>> state, emitted = decode(model, params, state, rows, max_steps=3)
-    >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
-    [[2 3 0]] [2] [False]
-    """
-    _, state, emitted = _decode_until(
-        model, params, jnp.int32(0), state, rows, nothing_emitted(state.tokens.shape[0], max_steps), max_steps
-    )
-    return state, emitted
-
-
-def decode_blocks(
-    model: Model, params: Params, state: DecodeState, rows: RowParams, max_steps: int, num_blocks: int
-) -> tuple[DecodeState, Emitted]:
-    """Run `decode` on the first `num_blocks` blocks of the cache only; no active row may outgrow them.
-
-    The result is that of `decode`, bit for bit, in the time of a shorter cache.
-
-    >>> import jaxft
-    >>> model, params = jaxft.from_function(lambda p, t, x: p["scale"] * jax.nn.one_hot(t, 6)), {"scale": jnp.ones(())}
-    >>> state = DecodeState(init_cache(model, 1, 300, jnp.float32), *jnp.zeros((2, 1), jnp.int32), jnp.array([True]))
-    >>> keys = jax.random.split(jax.random.key(0), 1)
-    >>> rows = RowParams(sampling_params(1), keys, stop_ids=jnp.array([[-1]]), limits=jnp.array([300]))
-    >>> decode_blocks(model, params, state, rows, max_steps=2, num_blocks=2)[1].counts.tolist()  # 128 of 300 positions
-    [2]
-    """
-    shortened = state._replace(cache=state.cache[:num_blocks])
-    shortened, emitted = decode(model, params, shortened, rows, max_steps)
-    return shortened._replace(cache=(*shortened.cache, *state.cache[num_blocks:])), emitted
-
-
-def nothing_emitted(rows: int, width: int) -> Emitted:
-    """Make an empty `Emitted` with room for `width` tokens per row.
-
-    >>> nothing_emitted(2, 8).tokens.shape
-    (2, 8)
-    """
-    shape = rows, width
-    return Emitted(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(rows, jnp.int32))
-
-
-def _decode_until(
-    model: Model,
-    params: Params,
-    step: Int[Array, ""],
-    state: DecodeState,
-    rows: RowParams,
-    emitted: Emitted,
-    until: Int[Array, ""] | int,
-) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Decode from `step` to `until`, or until no row is active."""
-
-    def is_unfinished(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> Bool[Array, ""]:
-        step, state, _ = carry
-        return (step < until) & state.active.any()
-
-    def advance(carry: tuple[Int[Array, ""], DecodeState, Emitted]) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-        step, state, emitted = carry
-        hidden, cache = model.apply(params, state.tokens[:, None], state.positions[:, None], cache=state.cache)
-        following = state.positions + 1
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
-        drawn = sample(model.unembed(params, hidden[:, 0]), keys, rows.sampling)
-
-        active = state.active
-        ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
-        emitted = Emitted(
-            emitted.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
-            emitted.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
-            emitted.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
-            emitted.counts + active,
-        )
-        state = DecodeState(
-            cache,
-            jnp.where(active, drawn.tokens, state.tokens),
-            jnp.where(active, following, state.positions),
-            active & ~ended,
-        )
-        return step + 1, state, emitted
-
-    return jax.lax.while_loop(is_unfinished, advance, (step, state, emitted))
-
-
-def _prefill(
-    model: Model, params: Params, prompts: Int[Array, "P L"], lengths: Int[Array, "P"], cache_length: int
-) -> tuple[Cache, Int[Array, "P"], Int[Array, "P"]]:
-    """Return the cache of right-padded prompts, their last tokens, and the positions of these.
-
-    The first decoding step takes the last prompt token, and overwrites its keys and values.
-    """
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    cache = init_cache(model, prompts.shape[0], cache_length, compute_dtype(params))
-    num_blocks = num_blocks_for(prompts.shape[1], cache_length)
-    _, written = model.apply(params, prompts, positions, cache=cache[:num_blocks])
-    last = lengths - 1
-    return (*written, *cache[num_blocks:]), jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], last
+DISPATCH_TOKENS = 16
+"""Largest number of tokens that a row decodes before the host looks whether all rows have ended."""
 
 
 def generate(
@@ -226,20 +79,98 @@ def generate(
     padded = np.zeros((len(prompts), -(-int(lengths.max()) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    rows = len(prompts) * num_generations
-    sampling = sampling_params(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    is_filtered = top_k > 0 or top_p < 1 or min_p > 0
     stops = jnp.array([*stop_ids] or [-1], jnp.int32)
 
     params = _relayout(model, params)
-    total = padded.shape[1] + max_new_tokens
-    state, row_params = _start(model, num_generations, total, params, padded, lengths, key, sampling, stops)
-    step, emitted = jnp.int32(0), nothing_emitted(rows, max_new_tokens)
-    for num_blocks, capacity in block_capacities(total).items():
-        if capacity >= lengths.max():
-            # The row with the longest prompt is the first to need the next block.
-            until = jnp.int32(min(capacity - lengths.max() + 1, max_new_tokens))
-            step, state, emitted = _continue(model, num_blocks, params, step, state, row_params, emitted, until)
-    return _join(padded, lengths, num_generations, emitted, stops)
+    num_dispatches = -(-max_new_tokens // DISPATCH_TOKENS)
+    num_steps = -(-max_new_tokens // num_dispatches)
+    places = _places(lengths, num_generations, padded.shape[1], num_dispatches * num_steps, row_shards(model))
+    sampling = sampling_params(len(places.tables), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    cache, state, rows = _start(
+        model, places.num_pages, num_generations, max_new_tokens, params, padded, lengths, key, sampling, stops, places
+    )
+    emitted: list[Emitted] = []
+    are_active = [state.active.any()]
+    for number in range(num_dispatches):
+        # A call is queued before the one before it is waited for, so that the device does not wait for the host.
+        if number > 1 and not are_active[number - 1]:
+            break
+        cache, state, new = _advance(model, num_steps, is_filtered, params, cache, places.tables, state, rows)
+        emitted.append(new)
+        are_active.append(state.active.any())
+    return _join(num_generations, max_new_tokens, padded, lengths, emitted, stops)
+
+
+class Places(NamedTuple):
+    """Pages of prompts and rows. Each row shard has rows, prompts and pages of its own; padding rows are at its end.
+
+    Attributes:
+        num_pages: number of pages in all.
+        prompts: prompt of each row of the prefill.
+        prompt_tables: its pages.
+        tables: pages of each row to decode. The rows of a prompt share its whole pages.
+        sources, targets: pages to copy: the last page of a prompt, which only its first row keeps.
+        row_prompts: prompt of each row to decode, -1 for padding.
+    """
+
+    num_pages: int
+    prompts: Int[np.ndarray, "Q"]
+    prompt_tables: Int[np.ndarray, "Q c"]
+    tables: Int[np.ndarray, "R C"]
+    sources: Int[np.ndarray, "D p"]
+    targets: Int[np.ndarray, "D p"]
+    row_prompts: Int[np.ndarray, "R"]
+
+
+def _places(lengths: Int[np.ndarray, "P"], num_generations: int, width: int, new_tokens: int, shards: int) -> Places:
+    """Lay out the pages of `num_generations` rows for each prompt, padded to `width`, and `new_tokens` tokens more.
+
+    >>> _places(np.array([65, 70]), 2, width=96, new_tokens=32, shards=1).tables.tolist()  # 64 tokens each are shared
+    [[0, 1], [0, 5], [2, 3], [2, 7]]
+    """
+    rows = len(lengths) * num_generations
+    each = -(-rows // shards)
+    row_prompts = np.pad(
+        np.repeat(np.arange(len(lengths)), num_generations), (0, each * shards - rows), constant_values=-1
+    )
+    by_shard = [list(dict.fromkeys(part[part >= 0].tolist())) for part in row_prompts.reshape(shards, each)]
+    most = max(map(len, by_shard))
+    prompt_columns, columns = pages_for(width), pages_for(width + new_tokens)
+    shared = (lengths - 1) // PAGE_TOKENS  # whole pages of the tokens before the last, which the first step takes
+    first = int(shared.min())
+    prompts = np.zeros((shards, most), np.int32)
+    tables = np.zeros((shards, each, columns), np.int32)
+    copies: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
+    for shard, its_prompts in enumerate(by_shard):
+        prompts[shard, : len(its_prompts)] = its_prompts
+        own = most * prompt_columns + np.arange(each * (columns - first)).reshape(each, -1)
+        keepers: set[int] = set()
+        for row, prompt in enumerate(row_prompts[shard * each : (shard + 1) * each].tolist()):
+            if prompt < 0:
+                continue
+            pages = its_prompts.index(prompt) * prompt_columns + np.arange(prompt_columns)
+            tables[shard, row, first:] = own[row]
+            tables[shard, row, : shared[prompt]] = pages[: shared[prompt]]
+            if prompt not in keepers:
+                keepers.add(prompt)
+                tables[shard, row, :prompt_columns] = pages
+            elif (lengths[prompt] - 1) % PAGE_TOKENS:
+                copies[shard].append((int(pages[shared[prompt]]), int(tables[shard, row, shared[prompt]])))
+    num_pages = most * prompt_columns + each * (columns - first)
+    padded = np.full((shards, max(1, *map(len, copies), 0), 2), num_pages, np.int32)
+    for shard, pairs in enumerate(copies):
+        padded[shard, : len(pairs)] = np.reshape(pairs, (-1, 2))
+    prompt_tables = np.arange(most * prompt_columns, dtype=np.int32).reshape(most, prompt_columns)
+    return Places(
+        num_pages * shards,
+        prompts.reshape(-1),
+        np.tile(prompt_tables, (shards, 1)),
+        tables.reshape(shards * each, columns),
+        padded[..., 0],
+        padded[..., 1],
+        row_prompts,
+    )
 
 
 def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
@@ -305,68 +236,112 @@ def _relayout(model: Model, params: Params) -> Params:
     return model.decode_layout(params)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+PREFILL_TOKENS = {"cpu": 64}
+"""Tokens of a prompt that are prefilled at a time, by platform; a multiple of a page."""
+PREFILL_TOKENS_ELSEWHERE = 1024
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _start(
     model: Model,
+    num_pages: int,
     num_generations: int,
-    cache_length: int,
+    max_new_tokens: int,
     params: Params,
     prompts: Int[Any, "P L"],
     lengths: Int[Any, "P"],
     key: Any,
     sampling: SamplingParams,
     stop_ids: Int[Array, "S"],
-) -> tuple[DecodeState, RowParams]:
-    """Prefill each prompt once, and copy it into a row for each of its generations."""
-    cache, tokens, positions = _prefill(model, params, prompts, lengths, cache_length)
+    places: Places,
+) -> tuple[Cache, DecodeState, RowParams]:
+    """Prefill each prompt once, copy the last page of each for its generations, and make the rows ready to decode."""
+    cache = model.init_cache(num_pages, compute_dtype(params))
+    taken = jnp.asarray(prompts)[places.prompts]
+    cache = _prefill(model, params, cache, taken, jnp.asarray(lengths)[places.prompts] - 1, places.prompt_tables)
+    cache = copy_pages(model, cache, places.sources, places.targets)
+
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompt_keys = fold(key, jnp.arange(prompts.shape[0]))
-    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)  # [R]
-    state = DecodeState(cache, tokens, positions, jnp.ones_like(tokens, bool))
-    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_generations, axis=0), state)
+    keys = jax.vmap(fold, in_axes=(0, None))(prompt_keys, jnp.arange(num_generations)).reshape(-1)
+    rows = jnp.minimum(jnp.arange(len(places.tables)), keys.shape[0] - 1)
+    prompt = jnp.maximum(places.row_prompts, 0)
+    last = jnp.asarray(lengths)[prompt] - 1
+    tokens = jnp.take_along_axis(jnp.asarray(prompts)[prompt], last[:, None], axis=1)[:, 0]
     # A row may sample `max_new_tokens` after its own prompt, which may be shorter than the padded ones.
-    limits = state.positions + 1 + cache_length - prompts.shape[1]
-    stops = jnp.broadcast_to(stop_ids, (limits.shape[0], stop_ids.shape[0]))
-    return state, RowParams(sampling, keys, stops, limits)
+    state = DecodeState(tokens, last, jnp.asarray(places.row_prompts) >= 0)
+    stops = jnp.broadcast_to(stop_ids, (rows.shape[0], stop_ids.shape[0]))
+    return cache, state, RowParams(sampling, keys[rows], stops, last + 1 + max_new_tokens)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnames=("state", "emitted"))
-def _continue(
+def _prefill(
     model: Model,
-    num_blocks: int,
     params: Params,
-    step: Int[Array, ""],
+    cache: Cache,
+    tokens: Int[Array, "Q L"],
+    counts: Int[Array, "Q"],
+    tables: Int[Any, "Q c"],
+) -> Cache:
+    """Write the keys and values of the first `counts` tokens of each row to its pages."""
+    most = PREFILL_TOKENS.get(platform_of(model.sharding), PREFILL_TOKENS_ELSEWHERE)
+    width = min(most, 1 << (PAGE_TOKENS * tables.shape[1] - 1).bit_length())  # kernels want a power of two
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % width)))
+
+    def prefill_piece(piece: Int[Array, ""], cache: Cache) -> Cache:
+        positions = piece * width + jnp.arange(width, dtype=jnp.int32)
+        positions = jnp.where(positions < counts[:, None], positions, -1)
+        taken = jax.lax.dynamic_slice_in_dim(tokens, piece * width, width, axis=1)
+        return model.apply(params, taken, positions, cache=cache, tables=tables)[1]
+
+    return jax.lax.fori_loop(0, tokens.shape[1] // width, prefill_piece, cache)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("cache", "state"))
+def _advance(
+    model: Model,
+    num_steps: int,
+    is_filtered: bool,
+    params: Params,
+    cache: Cache,
+    tables: Int[Any, "R C"],
     state: DecodeState,
     rows: RowParams,
-    emitted: Emitted,
-    until: Int[Array, ""],
-) -> tuple[Int[Array, ""], DecodeState, Emitted]:
-    """Decode from `step` to `until` in the first `num_blocks` of the cache."""
-    shortened = state._replace(cache=state.cache[:num_blocks])
-    step, shortened, emitted = _decode_until(model, params, step, shortened, rows, emitted, until)
-    return step, shortened._replace(cache=(*shortened.cache, *state.cache[num_blocks:])), emitted
+) -> tuple[Cache, DecodeState, Emitted]:
+    return decode(model, params, cache, tables, state, rows, num_steps, is_filtered=is_filtered)
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1))
 def _join(
+    num_generations: int,
+    max_new_tokens: int,
     prompts: Int[Any, "P L"],
     lengths: Int[Any, "P"],
-    num_generations: int,
-    emitted: Emitted,
+    calls: list[Emitted],
     stop_ids: Int[Array, "S"],
 ) -> Rollout:
-    """Make the rollout, with each completion directly after its own prompt."""
+    """Make the rollout of all calls, with each completion directly after its own prompt."""
     prompts, lengths = (jnp.repeat(x, num_generations, axis=0) for x in (prompts, lengths))
-    width = prompts.shape[1] + emitted.tokens.shape[1]
-    column = jnp.arange(width)[None, :]  # [1 T]
+    rows = len(lengths)
+
+    def joined(*parts: Array) -> Array:
+        whole = jnp.concatenate(parts, axis=1)[:rows, :max_new_tokens]
+        return jnp.pad(whole, ((0, 0), (0, max_new_tokens - whole.shape[1])))
+
+    emitted = Emitted(
+        joined(*(call.tokens for call in calls)),
+        joined(*(call.sampler_logprobs for call in calls)),
+        joined(*(call.behavior_logprobs for call in calls)),
+        sum((call.counts[:rows] for call in calls), jnp.zeros(rows, jnp.int32)),
+    )
+    column = jnp.arange(prompts.shape[1] + max_new_tokens)[None, :]  # [1 T]
     offset = column - lengths[:, None]  # [R T], position within the completion
     is_completion = (offset >= 0) & (offset < emitted.counts[:, None])
-    source = jnp.clip(offset, 0, emitted.tokens.shape[1] - 1)
+    source = jnp.clip(offset, 0, max_new_tokens - 1)
 
     def shifted(x: Array) -> Array:
         return jnp.where(is_completion, jnp.take_along_axis(x, source, axis=1), 0)
 
-    padded = jnp.pad(prompts, ((0, 0), (0, emitted.tokens.shape[1])))
+    padded = jnp.pad(prompts, ((0, 0), (0, max_new_tokens)))
     last = jnp.take_along_axis(emitted.tokens, emitted.counts[:, None] - 1, axis=1)  # [R 1]
     stopped = (last == stop_ids).any(axis=-1)
     return Rollout(

@@ -128,3 +128,44 @@ def token_mean(
     1.5
     """
     return jnp.sum(jnp.where(completion_mask, x, 0.0)) / jnp.maximum(denominators.tokens, 1.0)
+
+
+def invariant_sum(x: Float[Array, "*N S"], *, in_halves: bool) -> Float[Array, "*N 1"]:
+    """Return the sum over the last axis, with `keepdims`; added in halves, its bits do not depend on the other axes.
+
+    XLA for CPU chooses the order of a reduction by the size of the whole array, so that the last bits of a row depend
+    on the number of rows. Decoding on CPUs, where that number changes, adds halves repeatedly instead, at the same cost
+    or less.
+
+    >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), in_halves=True).tolist()
+    [[15.0]]
+    """
+    if not in_halves:
+        return x.sum(axis=-1, keepdims=True)
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        added = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([added, x[..., 2 * half :]], axis=-1) if size % 2 else added
+    return x
+
+
+def rounded(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return `x`, which the compiler now has to round: it may not contract the operations before and after it.
+
+    XLA for CPU makes one fused operation of a product and a sum, but only where both are in one loop, so that the last
+    bits would depend on the shapes.
+
+    >>> print(rounded(jnp.array([0.5])))
+    [0.5]
+    """
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def rounded_exp(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return `e^x`, `rounded` before and after, so that its bits depend on those of `x` only.
+
+    >>> print(rounded_exp(jnp.array([0.0])))
+    [1.]
+    """
+    return rounded(jnp.exp(rounded(x)))

@@ -1,26 +1,35 @@
 """Sampling of one token per row, with its log-probability under the full and under the filtered distribution.
 
 All parameters are arrays with one entry per row, so that new values compile nothing. Each row has its own key, so
-that its token depends on its own logits, parameters and key only. Letters: `R` rows, `V` vocabulary, `N` biased
-tokens.
+that its token depends on its own logits, parameters and key only. Nothing is sorted, and no loop or branch depends on
+values: sampling asks the host for nothing. Letters: `R` rows, `V` vocabulary, `N` biased tokens, `B` blocks of the
+vocabulary, `K` tokens of one block.
 """
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.logprobs import scaling_temperature
+from jaxft.core.reductions import invariant_sum, rounded, rounded_exp
 
 COLDEST = 1e-6
 """The lowest temperature above 0; divided by a lower one, logits are too large for float32 to distinguish."""
 
 SMALLEST_FRACTION = 1e-30
 """The smallest `top_p`; smaller values round to 0 on the device and keep no token."""
+
+
+BLOCK_TOKENS = 128
+"""Tokens of a block of the vocabulary: the lanes of a TPU's register."""
+
+DIGITS = 3
+"""Binary digits of a threshold that one sweep over the vocabulary finds, except on CPUs, which do best with 1."""
 
 
 class LogitBias(NamedTuple):
@@ -116,38 +125,159 @@ def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
     return jax.lax.fori_loop(0, ids.shape[0], lambda i, k: jax.random.fold_in(k, ids[i]), key)
 
 
-def sample(logits: Float[Array, "R V"], keys: Any, params: SamplingParams) -> Sampled:
+def has_filters(params: SamplingParams) -> Bool[Array, "R"]:
+    """Return True for rows with top-k, top-p, min-p or a logit bias, whose tokens need `sample(..., is_filtered=True)`.
+
+    >>> print(has_filters(sampling_params(1, top_k=5)), has_filters(sampling_params(1, temperature=0.5)))
+    [ True] [False]
+    """
+    filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    return filters if params.logit_bias is None else filters | (params.logit_bias.ids >= 0).any(axis=-1)
+
+
+def sample(
+    logits: Float[Array, "R V"],
+    keys: Any,
+    params: SamplingParams,
+    *,
+    is_filtered: bool = True,
+    in_halves: bool = True,
+) -> Sampled:
     """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
+
+    The cumulative distribution is inverted on two levels, blocks and then tokens of one block, with an independent
+    uniform number for each: short cumulative sums cost less than one over the vocabulary, or a Gumbel variate per
+    token. A greedy row takes the first block that has the largest logit, and the first such token of the block.
+
+    Args:
+        logits: one row for each token to draw.
+        keys: a PRNG key per row.
+        params: sampling parameters per row.
+        is_filtered: False promises that no row `has_filters`, and saves the sweeps over the logits; the bits of such
+            rows are those of True.
+        in_halves: as for `invariant_sum`: True on CPUs, where the bits of a row then do not depend on the number of
+            rows. False is faster elsewhere.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = sample(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
     >>> print(drawn.tokens[0], f"{drawn.sampler_logprobs[0]:.4f} {drawn.behavior_logprobs[0]:.4f}")  # log(0.5); log(1)
     0 -0.6931 0.0000
     """
-    scaled = logits.astype(jnp.float32) / scaling_temperature(params.temperature)[:, None]  # [R V]
-    normaliser = jax.nn.logsumexp(scaled, axis=-1)
-    probs = jnp.exp(scaled - normaliser[:, None])
+    temperature, greedy = scaling_temperature(params.temperature)[:, None], params.temperature == 0
+    scaled = logits.astype(jnp.float32) / temperature  # [R V]
+    full = drawn_from = _block_softmax(scaled, in_halves=in_halves)
+    candidates = scaled
+    if is_filtered:
+        filtering = has_filters(params)[:, None]
+        candidates = jnp.where(filtering, _filtered_logits(scaled, params, in_halves=in_halves), scaled)
+        # Rows that filter nothing take the sums of the other variant, in whatever order the compiler adds here.
+        drawn_from = jax.tree.map(partial(jnp.where, filtering), _block_softmax(candidates, in_halves=in_halves), full)
 
-    greedy = params.temperature == 0
-    biased = jnp.zeros_like(greedy) if params.logit_bias is None else (params.logit_bias.ids >= 0).any(axis=-1)
-    filtered = ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0) | biased) & ~greedy
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
+    block = jnp.where(greedy, first_largest(drawn_from.peaks), _inverse_cdf(drawn_from.masses, uniforms[:, 0]))
+    inside, ids = _tokens_of(candidates if is_filtered else logits, block)  # [R K]
+    if not is_filtered:
+        inside = inside.astype(jnp.float32) / temperature
+    weights = rounded_exp(inside - drawn_from.peak)
+    index = jnp.where(greedy, first_largest(inside), _inverse_cdf(weights, uniforms[:, 1]))
+    tokens = _at(ids, index)
 
-    def filter_rows() -> tuple[Float[Array, "R V"], Float[Array, "R V"]]:
-        shifted = add_bias(scaled, params.logit_bias)
-        weights = jax.nn.softmax(shifted, axis=-1)
-        kept = jnp.where(kept_tokens(weights, params), weights, 0.0)
-        return shifted, jnp.where(filtered[:, None], kept, probs)
+    sampler_logprobs = full.logprobs(_at(logits, tokens).astype(jnp.float32) / temperature[:, 0])
+    behavior_logprobs = drawn_from.logprobs(_at(inside, index))
+    plain = greedy | ~has_filters(params)
+    return Sampled(tokens, sampler_logprobs, jnp.where(plain, sampler_logprobs, behavior_logprobs))
 
-    # Most runs filter nothing, and skip this.
-    shifted, weights = jax.lax.cond((filtered | (greedy & biased)).any(), filter_rows, lambda: (scaled, probs))
-    tokens = jnp.where(greedy, first_largest(shifted), _draw_index(weights, keys)).astype(jnp.int32)
 
-    def at_token(x: Float[Array, "R V"]) -> Float[Array, "R"]:
-        return jnp.take_along_axis(x, tokens[:, None], axis=-1)[:, 0]
+class _BlockSoftmax(NamedTuple):
+    """The largest logit of each block, the sum of `e^(logit - peak)` of each block, and both of the whole row."""
 
-    sampler_logprobs = at_token(scaled) - normaliser
-    behavior_logprobs = jnp.log(at_token(weights)) - jnp.log(weights.sum(axis=-1))
-    return Sampled(tokens, sampler_logprobs, jnp.where(filtered, jnp.minimum(behavior_logprobs, 0.0), sampler_logprobs))
+    peaks: Float[Array, "R B"]
+    masses: Float[Array, "R B"]
+    peak: Float[Array, "R 1"]
+    log_mass: Float[Array, "R 1"]
+
+    def logprobs(self, logits: Float[Array, "R"]) -> Float[Array, "R"]:
+        return logits - self.peak[:, 0] - self.log_mass[:, 0]
+
+
+def _block_softmax(logits: Float[Array, "R V"], *, in_halves: bool) -> _BlockSoftmax:
+    blocks = _in_blocks(logits, -jnp.inf)  # [R B K]
+    # Each block is summed relative to its own largest logit, so that one pass over the logits does both. Without the
+    # barrier, XLA also reduces the logits to rows directly, and reads them once more for each result.
+    if in_halves:
+        peaks = blocks.max(axis=-1)
+        sums = invariant_sum(rounded_exp(blocks - _finite(peaks)[:, :, None]), in_halves=True)[..., 0]
+    else:
+        peaks, sums = jax.lax.reduce((blocks, jnp.ones_like(blocks)), (-jnp.inf, 0.0), _add_softmax, (2,))
+    peaks, sums = jax.lax.optimization_barrier((peaks, sums))
+    peak = peaks.max(axis=-1, keepdims=True)
+    masses = rounded(sums * rounded_exp(_finite(peaks) - peak))
+    return _BlockSoftmax(peaks, masses, peak, rounded(jnp.log(rounded(invariant_sum(masses, in_halves=in_halves)))))
+
+
+def _add_softmax(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the larger of two peaks, and both sums relative to it."""
+    peak = jnp.maximum(a[0], b[0])
+    return peak, a[1] * jnp.exp(a[0] - _finite(peak)) + b[1] * jnp.exp(b[0] - _finite(peak))
+
+
+def _finite(peaks: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return the peaks, with the lowest finite number in place of -inf, relative to which -inf has a weight of 0."""
+    return jnp.maximum(peaks, jnp.finfo(peaks.dtype).min)
+
+
+def _in_blocks(x: Shaped[Array, "R V"], padding: float) -> Shaped[Array, "R B K"]:
+    rows, size = x.shape
+    width = min(size, BLOCK_TOKENS)
+    blocks = -(-size // width)
+    return jnp.pad(x, ((0, 0), (0, blocks * width - size)), constant_values=padding).reshape(rows, blocks, width)
+
+
+def _tokens_of(logits: Float[Array, "R V"], block: Int[Array, "R"]) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
+    """Return the logits of one block of each row and their ids; the last block may begin with other tokens, at -inf."""
+    size = logits.shape[-1]
+    width = min(size, BLOCK_TOKENS)
+    start = jnp.minimum(block * width, size - width)
+    inside = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(logits, start)
+    ids = start[:, None] + jnp.arange(width)
+    return jnp.where(ids >= (block * width)[:, None], inside, -jnp.inf), ids
+
+
+def _at(x: Shaped[Array, "R N"], index: Int[Array, "R"]) -> Shaped[Array, "R"]:
+    return jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
+
+
+def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
+    """Draw an index per row in proportion to its weight, with a number from [0, 1); one of weight 0 is never drawn."""
+    # A parallel prefix sum rounds each entry by a tree of its own, so it may rise by a unit in the last place where the
+    # weight is 0. Such entries are skipped, or a filtered or forbidden token would be drawn once in some 10^7.
+    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+    # uniform <= 1 - 2^-23 keeps the product strictly below the total, so an entry above it exists.
+    target = uniform * cumulative.max(axis=-1)
+    return _first_true(cumulative > target[:, None])
+
+
+def _first_true(x: Bool[Array, "R N"]) -> Int[Array, "R"]:
+    """Return the first index with True, or the last index of all; `jnp.argmax` costs ten times as much on a CPU."""
+    last = x.shape[-1] - 1
+    return jnp.where(x, jnp.arange(last + 1), last).min(axis=-1)
+
+
+def first_largest(x: Float[Array, "R N"]) -> Int[Array, "R"]:
+    """Return the `argmax` over the last axis; of a row with NaN, which has no largest entry, the last index.
+
+    >>> print(first_largest(jnp.array([[1.0, 3.0, 3.0]])))
+    [1]
+    """
+    return _first_true(x == x.max(axis=-1, keepdims=True))
+
+
+def _filtered_logits(scaled: Float[Array, "R V"], params: SamplingParams, *, in_halves: bool) -> Float[Array, "R V"]:
+    """Return the logits with bias, at -inf where top-k, top-p or min-p drop a token of a row that is not greedy."""
+    shifted = add_bias(scaled, params.logit_bias)
+    weights = rounded_exp(shifted - shifted.max(axis=-1, keepdims=True))
+    kept = kept_tokens(weights, params, in_halves=in_halves, digits=1 if in_halves else DIGITS)
+    return jnp.where(kept | (params.temperature == 0)[:, None], shifted, -jnp.inf)
 
 
 def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array, "R V"]:
@@ -163,94 +293,74 @@ def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array
     return logits.at[rows, ids].add(bias.values, mode="drop")
 
 
-def first_largest(x: Float[Array, "R V"]) -> Int[Array, "R"]:
-    """Return the `argmax` over the last axis, by two reductions that cost a tenth of `jnp.argmax` on a CPU.
-
-    >>> print(first_largest(jnp.array([[1.0, 3.0, 3.0]])))
-    [1]
-    """
-    size = x.shape[-1]
-    is_largest = x == x.max(axis=-1, keepdims=True)
-    # A row of NaN has no largest entry; the result is still a valid token.
-    return jnp.minimum(jnp.where(is_largest, jnp.arange(size), size).min(axis=-1), size - 1)
-
-
-def _draw_index(weights: Float[Array, "R V"], keys: Any) -> Int[Array, "R"]:
-    """Draw an index per row in proportion to its weight; an index of weight 0 is never drawn.
-
-    The cumulative distribution is inverted on two levels, blocks and then entries of a block, with an independent
-    uniform number for each: two short cumulative sums cost less than one over the vocabulary, or a Gumbel variate per
-    token.
-    """
-    rows, size = weights.shape
-    width = _block_width(size)
-    blocks = -(-size // width)
-    table = jnp.pad(weights, ((0, 0), (0, blocks * width - size))).reshape(rows, blocks, width)
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
-    block = _inverse_cdf(table.sum(axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(table, block[:, None, None], axis=1)[:, 0]  # [R width]
-    return block * width + _inverse_cdf(inside, uniforms[:, 1])
-
-
-def _block_width(size: int) -> int:
-    """Return about the square root of `size`; preferably a divisor of `size` close to it, which needs no padding."""
-    root = max(1, math.isqrt(size))
-    divisor = next(width for width in range(root, 0, -1) if size % width == 0)
-    return divisor if 4 * divisor >= root else root
-
-
-def _inverse_cdf(weights: Float[Array, "R N"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
-    # A parallel prefix sum rounds each entry by a tree of its own, so it may rise by a unit in the last place where the
-    # weight is 0. Such entries are skipped, or a filtered or forbidden token would be drawn once in some 10^7.
-    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
-    # uniform <= 1 - 2^-23 keeps the product strictly below the total, so an entry above it exists.
-    target = uniform * cumulative.max(axis=-1)
-    return jnp.argmax(cumulative > target[:, None], axis=-1)
-
-
-def kept_tokens(probs: Float[Array, "R V"], params: SamplingParams) -> Bool[Array, "R V"]:
+def kept_tokens(
+    probs: Float[Array, "R V"], params: SamplingParams, *, in_halves: bool = True, digits: int = 1
+) -> Bool[Array, "R V"]:
     """Return True for tokens that top-k, top-p and min-p keep: exact, without sorting; ties keep the lowest ids.
 
-    Bit patterns of non-negative floats are ordered like the floats, so 30 steps of bisection over bit patterns find
-    the exact threshold probability.
+    Args:
+        probs: probabilities of each row, all of them times any factor that leaves them at most 1.
+        params: sampling parameters per row, of which the temperature and the logit bias are ignored.
+        in_halves: as for `invariant_sum`.
+        digits: binary digits of a threshold that each sweep finds, a divisor of 30; the result does not depend on it.
 
     >>> params = sampling_params(1, top_p=0.7)
     >>> print(kept_tokens(jnp.array([[0.2, 0.5, 0.3]]), params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
     [[False  True  True]]
     """
+    most_likely = partial(_most_likely, in_halves=in_halves, digits=digits)
     vocabulary = probs.shape[-1]
-    ones = jnp.ones_like(probs)
     k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocabulary), vocabulary).astype(jnp.float32)
-    kept = _most_likely(probs, ones, k)
+    kept = most_likely(probs, jnp.ones_like(probs), k)
     # Top-p counts the mass that top-k has left.
     mass = jnp.where(kept, probs, 0.0)
-    wanted = params.top_p * mass.sum(axis=-1)
-    kept &= (params.top_p >= 1)[:, None] | _most_likely(mass, mass, wanted)
+    wanted = rounded(params.top_p * invariant_sum(mass, in_halves=in_halves)[:, 0])
+    kept &= (params.top_p >= 1)[:, None] | most_likely(mass, mass, wanted)
     return kept & (probs >= (params.min_p * probs.max(axis=-1))[:, None])
 
 
 def _most_likely(
-    probs: Float[Array, "R V"], weights: Float[Array, "R V"], wanted: Float[Array, "R"]
+    probs: Float[Array, "R V"], weights: Float[Array, "R V"], wanted: Float[Array, "R"], *, in_halves: bool, digits: int
 ) -> Bool[Array, "R V"]:
-    """Return True for the fewest most likely tokens of each row whose weights sum to at least `wanted`."""
-    bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
+    """Return True for the fewest most likely tokens of each row whose weights sum to at least `wanted`.
 
-    def is_enough(threshold: Int[Array, "R"]) -> Bool[Array, "R"]:
-        return jnp.sum(jnp.where(bits >= threshold[:, None], weights, 0.0), axis=-1) >= wanted
+    A search finds the smallest probability that is kept. Tokens of exactly this probability have one weight; the first
+    of them are kept.
+    """
 
-    threshold = _largest_true(is_enough, rows=probs.shape[0])[:, None]
-    above, tied = bits > threshold, bits == threshold
-    missing = wanted - jnp.sum(jnp.where(above, weights, 0.0), axis=-1)
-    each = jnp.max(jnp.where(tied, weights, 0.0), axis=-1)
-    needed = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
-    return above | (tied & (jnp.cumsum(tied, axis=-1) <= needed[:, None]))
+    def mass(kept: Bool[Array, "R V"]) -> Float[Array, "R"]:
+        return invariant_sum(jnp.where(kept, weights, 0.0), in_halves=in_halves)[:, 0]
+
+    threshold = _largest_true(lambda bound: mass(probs >= bound[:, None]) >= wanted, len(probs), digits)[:, None]
+    above, tied = probs > threshold, probs == threshold
+    each = jnp.where(tied, weights, 0.0).max(axis=-1)
+    needed = jnp.ceil((wanted - mass(above)) / jnp.where(each > 0, each, 1.0))
+
+    # The last tied token that is kept lies in the first block that ends with as many ties as are needed.
+    of_blocks = invariant_sum(_in_blocks(tied.astype(jnp.float32), 0.0), in_halves=in_halves)[..., 0]  # [R B]
+    ends = jnp.cumsum(of_blocks, axis=-1)
+    block = _first_true(ends >= needed[:, None])
+    inside, ids = _tokens_of(probs, block)  # [R K]
+    missing = needed - _at(ends - of_blocks, block)
+    last = _at(ids, _first_true(jnp.cumsum(inside == threshold, axis=-1) >= missing[:, None]))
+    return above | (tied & (jnp.arange(probs.shape[-1]) <= last[:, None]))
 
 
-def _largest_true(predicate: Callable[[Int[Array, "R"]], Bool[Array, "R"]], rows: int) -> Int[Array, "R"]:
-    """Bisect, per row, for the largest of 0 .. 2^30 - 1 (bit patterns of [0, 2)) with a monotone predicate; else 0."""
+def _largest_true(
+    predicate: Callable[[Float[Array, "R"]], Bool[Array, "R"]], rows: int, digits: int
+) -> Float[Array, "R"]:
+    """Search, per row, for the largest float of [0, 2) with a monotone predicate; 0 if there is none.
 
-    def halve(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
-        candidate = found | (1 << (29 - i))
-        return jnp.where(predicate(candidate), candidate, found)
+    Bit patterns of non-negative floats are ordered like the floats: the search finds 30 binary digits of the pattern.
+    """
 
-    return jax.lax.fori_loop(0, 30, halve, jnp.zeros(rows, jnp.int32))
+    def sweep(i: Int[Array, ""], found: Int[Array, "R"]) -> Int[Array, "R"]:
+        step = 1 << (30 - digits * (i + 1))
+        candidates = [found + step * multiple for multiple in range(1, 2**digits)]
+        # The predicate is monotone: the number of candidates that pass is the next digit.
+        return found + step * sum(predicate(as_float(each)).astype(jnp.int32) for each in candidates)
+
+    def as_float(bits: Int[Array, "R"]) -> Float[Array, "R"]:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    return as_float(jax.lax.fori_loop(0, 30 // digits, sweep, jnp.zeros(rows, jnp.int32)))

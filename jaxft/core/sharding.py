@@ -173,9 +173,9 @@ class Sharding:
         """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]`: rows and heads are divided."""
         return self.constrain_axes(tree, ROW_AXES, None, "tensor")
 
-    def constrain_cache(self, tree: Any) -> Any:
-        """Constrain keys and values `[rows, heads, ...]`, or logits `[rows, vocabulary]`."""
-        return self.constrain_axes(tree, ROW_AXES, "tensor")
+    def constrain_logits(self, logits: Any) -> Any:
+        """Constrain logits `[rows, vocabulary]`: rows and vocabulary are divided."""
+        return self.constrain_axes(logits, ROW_AXES, "tensor")
 
     def constrain_spread(self, x: Any) -> Any:
         """Shard the first axis over all devices if it divides over them, else over the row axes of the mesh."""
@@ -191,9 +191,36 @@ class Sharding:
             self.check_rows(leaf.shape[0], "rows")
         return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
 
-    def place_cache(self, tree: Any) -> Any:
-        """Copy keys and values `[rows, heads, ...]` to their devices; a tree of shapes gets shardings instead."""
-        return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES, "tensor"), tree))
+    def page_spec(self, axis: int) -> PartitionSpec:
+        """Return the partition of keys or values with pages on this axis, 0 or 1, and heads on the other of the two.
+
+        >>> print(*Sharding(make_mesh(devices=jax.devices()[:1])).page_spec(1))
+        tensor ('data', 'fsdp')
+        """
+        return PartitionSpec(ROW_AXES, "tensor") if axis == 0 else PartitionSpec("tensor", ROW_AXES)
+
+    def page_shardings(self, axes: Any) -> Any:
+        """Return JAX's sharding of each array of a cache, of whose page axes `axes` is the tree."""
+        return jax.tree.map(lambda axis: NamedSharding(self.mesh, self.page_spec(axis)), axes)
+
+    def place_pages(self, cache: Any, axes: Any) -> Any:
+        """Copy a cache to its devices; a tree of shapes gets shardings instead."""
+        return _placed(cache, self.page_shardings(axes))
+
+    def map_pages(self, function: Callable[..., Any], cache: Any, axes: Any, *rows: Any) -> Any:
+        """Return `function(cache, *rows)`, a cache, in which each device has its own pages, heads and rows.
+
+        Args:
+            function: function of a cache and of arrays with rows on axis 0, which knows no mesh.
+            cache: tree of keys and values.
+            axes: tree of their page axes.
+            rows: arrays with rows on axis 0, which divide over the row shards.
+        """
+        specs = jax.tree.map(self.page_spec, axes)
+        of_rows = (PartitionSpec(ROW_AXES),) * len(rows)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=(specs, *of_rows), out_specs=specs, check_vma=False)(
+            cache, *rows
+        )
 
     def map_shards(
         self, function: Callable[..., Any], params: Any, rows: Sequence[Any], *axes: str | tuple[str, ...] | None

@@ -14,9 +14,8 @@ from jaxft.core.sharding import Sharding
 Params = dict[str, Any]
 """Policy weights: a plain nested dict of arrays."""
 
-Cache = tuple[Any, ...]
-"""Keys and values of earlier tokens, in consecutive blocks of positions (`jaxft.core.cache`). Every leaf of a block has
-rows on axis 0, and positions on an axis that the model chooses, like all other axes."""
+Cache = Any
+"""Keys and values of earlier tokens, in pages (`jaxft.core.cache`): a tree of arrays, each with an axis of pages."""
 
 
 def same_params(params: Params) -> Params:
@@ -36,12 +35,14 @@ class Model(NamedTuple):
     Attributes:
         config: the shape and name of the model; hashable.
         init: `key -> params`.
-        apply: `(params, tokens [B T], positions [B T], cache=None, segment_ids=None) -> (hidden [B T D], cache)`.
-            With a cache, the positions of a row are consecutive and index the cache that is written; tokens past its
-            end are dropped. A token sees the positions up to its own.
+        apply: `(params, tokens [B T], positions [B T], cache=None, tables=None, segment_ids=None) -> (hidden [B T D],
+            cache)`. With a cache and the page tables of the rows, tokens are written to their pages, and see the tokens
+            of their row up to their own position. The positions of a row are consecutive and, where there are several,
+            begin at the first place of a page; from the first negative one on, tokens are padding that no token sees
+            and whose results mean nothing.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
             It also takes `head(params)`, gathered on every device, in place of `params`.
-        init_cache: `(rows, length, dtype) -> block` of an empty cache with room for `length` tokens a row.
+        init_cache: `(pages, dtype) -> cache` of so many empty pages.
         decode_layout: `params -> params`, the re-layout under which decoding is fast; run once per policy version.
         sharding: the partition over a mesh of devices; None on a single device.
         lora: rank, scale and targets of adapters, when parameters are `{"base": ..., "adapter": ...}` and only the

@@ -1,11 +1,10 @@
-"""Rotary embeddings, attention over cache blocks, and the cache of keys and values.
+"""Rotary embeddings, and the reference of attention within whole rows.
 
-Letters: `B` rows, `T` tokens, `S` positions of a block, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
+Letters: `B` rows, `T` tokens, `S` tokens attended to, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
 width, `P = h / 2` pairs that a rotation turns.
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.reductions import rounded
 from jaxft.models.config import DecoderConfig, RopeScaling
-from jaxft.models.layers import invariant_sum
 
 
 def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
@@ -39,24 +38,23 @@ def rotate(
     x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
 ) -> Float[Array, "B T N h"]:
     """Rotate each pair (i, i + h/2) of a head's components by its angle."""
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    pairs = x.astype(jnp.promote_types(x.dtype, cos.dtype)).reshape(*x.shape[:-1], 2, -1)  # [B T N 2 P]
+    # A reversal, unlike a concatenation, is fused on GPUs with what comes before and after.
+    turned = jnp.flip(pairs, axis=-2) * jnp.array([[-1.0], [1.0]], pairs.dtype)
+    # Rounded, as XLA for CPU would make one operation of a product and the sum in some programs and not in others.
+    mixed = rounded(pairs * cos[:, :, None, None, :]) + rounded(turned * sin[:, :, None, None, :])
+    return mixed.reshape(x.shape).astype(x.dtype)
 
 
 MASK_VALUE = -1e30
 """Score of a masked key: finite, so that a row whose keys are all masked does not give NaN."""
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, rows first; keys are transposed, which makes decoding's product 8 times faster."""
+class HeadRows(NamedTuple):
+    """Keys and values of whole rows, heads first; keys are transposed, as products want them."""
 
     keys: Float[Array, "B K h S"]
     values: Float[Array, "B K S h"]
-
-
-LayerBlocks = list[LayerCache]
-"""Cache blocks of one layer, in the order of their positions."""
 
 
 def visible_keys(
@@ -98,30 +96,26 @@ def chunk_of(shape: Sequence[int], keys: int, devices: int) -> int:
 
 def attend_in_chunks(
     q: Float[Array, "B T H h"],
-    blocks: Sequence[LayerCache],
+    seen: HeadRows,
     places: Int[Array, "#B T"],
     window: int | None,
     segment_ids: Int[Array, "B T"] | None,
     chunk: int,
-    *,
-    is_trained: bool,
 ) -> Float[Array, "B T H h"]:
     """Return `attend` of `chunk` queries at a time, so that its memory, gradients included, is linear in tokens.
 
     Args:
         q: queries.
-        blocks: keys and values of all positions.
+        seen: keys and values of the same tokens.
         places: position of each query among the keys.
         window: number of positions that a token sees, itself included; None for all before it.
         segment_ids: sequence of each token in packed rows; keys are those of the same tokens.
-        chunk: queries of a row that are computed at once.
-        is_trained: True to sum the gradients of keys and values over chunks in float32, for which they are copied;
-            their own dtype, if bfloat16, rounds each time.
+        chunk: queries of a row that are computed at once. Gradients of keys and values are summed over chunks in
+            float32, as their own dtype, if bfloat16, rounds each time.
     """
     length = q.shape[1]
-    keys = jnp.arange(sum(block.keys.shape[-1] for block in blocks))
-    own = list(blocks)
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), own) if is_trained else own
+    keys = jnp.arange(seen.keys.shape[-1])
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), seen)
 
     def cut(x: Array) -> Array:  # [B T ...] to [T/chunk B chunk ...]
         x = jnp.pad(x, [(0, -length % chunk if i == 1 else 0) for i in range(x.ndim)])
@@ -130,7 +124,7 @@ def attend_in_chunks(
     @jax.checkpoint
     def attend_chunk(part: tuple[Array, Array, Array | None]) -> Array:
         q, places, segments = part
-        narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, own)
+        narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, seen)
         return attend(q, narrow, visible_keys(places, keys, window, segments, segment_ids))
 
     parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids)
@@ -138,82 +132,24 @@ def attend_in_chunks(
     return mixed.reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
 
 
-def attend(
-    q: Float[Array, "B T H h"],
-    blocks: Sequence[LayerCache],
-    visible: Bool[Array, "#B T S"],
-    *,
-    in_halves: bool = False,
-) -> Float[Array, "B T H h"]:
-    """Return softmax attention to all visible positions of all blocks; `in_halves` is that of `invariant_sum`.
+def attend(q: Float[Array, "B T H h"], seen: HeadRows, visible: Bool[Array, "#B T S"]) -> Float[Array, "B T H h"]:
+    """Return softmax attention of each token to the visible ones.
 
-    Query heads of a group share one matrix product instead of repeating their keys and values. Blocks are computed one
-    by one and added up, so that a block in which a row sees nothing changes no bit of its result.
+    Query heads of a group share one matrix product instead of repeating their keys and values.
     """
     rows, length, heads, head_dim = q.shape
-    kv_heads = blocks[0].keys.shape[1]
+    kv_heads = seen.keys.shape[1]
     grouped = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B K G T h]
     flat = grouped.reshape(rows, kv_heads, -1, head_dim)  # [B K GT h]
     wide = jnp.promote_types(flat.dtype, jnp.float32)
-    scores, first = [], 0
-    for block in blocks:
-        seen = visible[..., first : first + block.keys.shape[-1]]  # [B T S] of this block
-        products = jnp.matmul(flat, block.keys, preferred_element_type=wide)  # [B K GT S]
-        # The float32 products are scaled, not the queries, which bfloat16 would round once more.
-        products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
-        scores.append(jnp.where(seen[:, None, None], products, MASK_VALUE))
-        first += block.keys.shape[-1]
-    largest = jax.lax.stop_gradient(reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores]))
-    weights = [jnp.exp(s - largest) for s in scores]
-    mass = reduce(jnp.add, [invariant_sum(w, in_halves=in_halves) for w in weights])  # [B K G T 1]
-    parts = [
-        jnp.matmul(w.reshape(*flat.shape[:-1], -1).astype(q.dtype), block.values, preferred_element_type=wide)
-        for w, block in zip(weights, blocks, strict=True)
-    ]
+    products = jnp.matmul(flat, seen.keys, preferred_element_type=wide)  # [B K GT S]
+    # The float32 products are scaled, not the queries, which bfloat16 would round once more.
+    products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
+    scores = jnp.where(visible[:, None, None], products, MASK_VALUE)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    mass = weights.sum(axis=-1, keepdims=True)  # [B K G T 1]
+    weights = weights.reshape(*flat.shape[:-1], -1).astype(q.dtype)
+    mixed = jnp.matmul(weights, seen.values, preferred_element_type=wide)
     # A product with the inverse: XLA compiles a quotient to either form, and the two round differently.
-    mixed = (reduce(jnp.add, parts).reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
+    mixed = (mixed.reshape(grouped.shape) * (1.0 / mass)).astype(q.dtype)  # [B K G T h]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
-
-
-def write_token(blocks: LayerBlocks, now: LayerCache, positions: Int[Array, "B"]) -> LayerBlocks:
-    """Write the keys and values of one token per row into the blocks, at the row's own position."""
-    rows, written, first = jnp.arange(positions.shape[0]), [], 0
-    for block in blocks:
-        size = block.keys.shape[-1]
-        place = positions - first
-        place = jnp.where(place < 0, size, place)  # positions outside of the block are dropped
-        keys = block.keys.at[rows, :, :, place].set(now.keys[..., 0].astype(block.keys.dtype), mode="drop")
-        values = block.values.at[rows, :, place].set(now.values[:, :, 0].astype(block.values.dtype), mode="drop")
-        written.append(LayerCache(keys, values))
-        first += size
-    return written
-
-
-def write_tokens(cache: LayerCache, now: LayerCache, starts: Int[Array, "B"]) -> LayerCache:
-    """Write the keys and values of consecutive tokens from each row's own start on; tokens past the end are dropped."""
-    size, length = cache.keys.shape[-1], now.keys.shape[-1]
-
-    def put(row: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
-        room = jnp.pad(row, [(0, length if i == axis else 0) for i in range(row.ndim)])
-        moved = jax.lax.dynamic_update_slice_in_dim(room, new.astype(row.dtype), start, axis)
-        return jax.lax.slice_in_dim(moved, 0, size, axis=axis)
-
-    return LayerCache(
-        jax.vmap(partial(put, axis=2))(cache.keys, now.keys, starts),
-        jax.vmap(partial(put, axis=1))(cache.values, now.values, starts),
-    )
-
-
-def join_blocks(blocks: LayerBlocks) -> LayerCache:
-    """Concatenate all blocks to one along positions."""
-    return LayerCache(
-        jnp.concatenate([block.keys for block in blocks], axis=-1),
-        jnp.concatenate([block.values for block in blocks], axis=-2),
-    )
-
-
-def split_blocks(cache: LayerCache, sizes: Sequence[int]) -> LayerBlocks:
-    """Invert `join_blocks`."""
-    ends = np.cumsum(sizes)[:-1]
-    keys, values = jnp.split(cache.keys, ends, axis=-1), jnp.split(cache.values, ends, axis=-2)
-    return [LayerCache(*block) for block in zip(keys, values, strict=True)]

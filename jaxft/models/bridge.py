@@ -2,7 +2,8 @@
 
 Sampling is slow: without keys and values to cache, each new token runs the network over the whole row again. The cache
 of such a model holds the earlier tokens. Scoring and training cost as much as the network itself.
-Letters: `B` rows, `T` tokens, `S` tokens of a row's history, `V` vocabulary.
+Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` pages, `P` tokens of a page, `S` tokens of a row's
+history, `V` vocabulary.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen, nnx
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
+from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.types import Model, Params
 
 Network = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -63,22 +64,26 @@ def from_function(network: Network, init: Callable[[Any], Params] = no_init, nam
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: tuple[Int[Array, "B _"], ...] | None = None,
+        cache: Int[Array, "N P"] | None = None,
+        tables: Int[Any, "B C"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], tuple[Int[Array, "B _"], ...] | None]:
+    ) -> tuple[Float[Array, "B T V"], Int[Array, "N P"] | None]:
         if segment_ids is not None:
             raise ValueError(
                 "segment_ids were given; a bridged network cannot keep packed sequences apart, so give each a row"
             )
-        if cache is None:
+        if cache is None or tables is None:
             return network(params, tokens, positions), None
-        history = jnp.concatenate(cache, axis=1)  # [B S]
-        rows = jnp.arange(history.shape[0])[:, None]
-        history = history.at[rows, positions].set(tokens.astype(history.dtype), mode="drop")
+        columns = jnp.maximum(positions, 0) // PAGE_TOKENS
+        pages = jnp.take_along_axis(jnp.asarray(tables), columns, axis=1, mode="clip")  # [B T]
+        pages = jnp.where(positions >= 0, pages, cache.shape[0])  # padding is dropped
+        cache = cache.at[pages, positions % PAGE_TOKENS].set(tokens.astype(cache.dtype), mode="drop")
+        history = cache.at[tables].get(mode="clip").reshape(len(tables), -1)  # [B S]
         places = jnp.broadcast_to(jnp.arange(history.shape[1], dtype=positions.dtype), history.shape)
+        # Places behind the row's tokens hold what the page held before, which may be no token of this vocabulary.
+        history = jnp.where(places <= positions.max(axis=1, keepdims=True), history, 0)
         logits = network(params, history, places)  # [B S V]
-        ends = np.cumsum([block.shape[1] for block in cache])[:-1]
-        return jnp.take_along_axis(logits, positions[:, :, None], axis=1), tuple(jnp.split(history, ends, axis=1))
+        return jnp.take_along_axis(logits, jnp.maximum(positions, 0)[:, :, None], axis=1), cache
 
     return Model(NetworkConfig(name), init, apply, _as_logits, _empty_history)
 
@@ -87,8 +92,8 @@ def _as_logits(params: Params, hidden: Float[Array, "*N V"]) -> Float[Array, "*N
     return hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
 
 
-def _empty_history(rows: int, places: int, dtype: Any) -> Int[Array, "B S"]:
-    return jnp.zeros((rows, places), jnp.int32)
+def _empty_history(pages: int, dtype: Any) -> Int[Array, "N P"]:
+    return jnp.zeros((pages, PAGE_TOKENS), jnp.int32)
 
 
 def from_nnx(module: nnx.Module) -> tuple[Model, Params]:

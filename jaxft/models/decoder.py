@@ -1,8 +1,8 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
 
 Training stacks the parameters of the layers on a leading axis and scans over them. Decoding takes them layer by layer
-(`decode_layout`), each with its own buffers of keys and values.
-Letters: `B` rows, `T` tokens, `S` positions of the cache (or tokens attended to), `D` hidden, `H` query heads, `K`
+(`decode_layout`), each with its own pages of keys and values (`jaxft.models.paged`).
+Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended to, `D` hidden, `H` query heads, `K`
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
@@ -23,38 +23,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Rules, Sharding, constrain, devices_of, gather_params, path_text, platform_of
-from jaxft.core.types import Cache, Model, Params
-from jaxft.models.attention import (
-    LayerBlocks,
-    LayerCache,
-    attend,
-    attend_in_chunks,
-    chunk_of,
-    join_blocks,
-    rotary,
-    rotate,
-    split_blocks,
-    visible_keys,
-    write_token,
-    write_tokens,
-)
+from jaxft.core.types import Model, Params
+from jaxft.models.attention import HeadRows, attend, attend_in_chunks, chunk_of, rotary, rotate, visible_keys
 from jaxft.models.config import DecoderConfig, Family, LoraSpec
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, saves_kernels
 from jaxft.models.layers import Linear, RMSNorm, look_up, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
+from jaxft.models.paged import LayerPages, PagedRows, init_pages, page_axis, write_and_attend
 
 
 class Context(NamedTuple):
-    """Rotary angles, positions and attention mask of the tokens, the same for every layer."""
+    """Rotary angles of the tokens and what they see, the same for every layer."""
 
     cos: Float[Array, "B T P"]
     sin: Float[Array, "B T P"]
-    positions: Int[Array, "B T"]
-    places: Int[Array, "#B T"]  # position of each token among the keys
-    visible: Bool[Array, "B T S"] | None  # None where the reference computes chunk by chunk
+    visible: Bool[Array, "B T S"] | None  # None where there are pages, or the reference computes chunk by chunk
     segment_ids: Int[Array, "B T"] | None
+    paged: PagedRows | None  # None without a cache
     sharding: Sharding | None
-    in_halves: bool  # for `invariant_sum`: one token a row, on a CPU
+    in_halves: bool  # for `invariant_sum`: sampling on a CPU
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
@@ -92,8 +79,8 @@ class Attention(nnx.Module):
         self.window = config.sliding_window
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
-    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
+        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
+    ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         rows, length, _ = x.shape
         q, k, v = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = q.reshape(rows, length, self.heads, self.head_dim)
@@ -102,39 +89,31 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         q, k, v = by_heads(context.sharding, (q, k, v))
-
-        if cache is None:
-            window = None if self.window is None or self.window >= length else self.window
-            kernel = kernel_for(q, window, context)
-            if kernel != "xla":
-                ids = context.segment_ids
-                mixed = row_attention(q, k, v, kernel=kernel, window=window, segment_ids=ids, sharding=context.sharding)
-                return checkpoint_name(self.o_proj(mixed.reshape(rows, length, -1)), PROJECTED), None
-
-        now = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
-        if cache is None:
-            attended = self.attend(q, [now], context, is_trained=True)
-        elif length == 1:
-            cache = write_token(cache, now, context.positions[:, 0])
-            attended = self.attend(q, cache, context)
+        if pages is None or context.paged is None:
+            attended = self.attend(q, k, v, context)
         else:
-            whole = write_tokens(join_blocks(cache), now, context.positions[:, 0])
-            attended = self.attend(q, [whole], context)
-            cache = split_blocks(whole, [block.values.shape[2] for block in cache])
-        attended = by_heads(context.sharding, attended)
-        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), cache
+            attended, pages = write_and_attend(q, k, v, pages, context.paged, self.window, context.sharding)
+        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), pages
 
     def attend(
-        self, q: Float[Array, "B T H h"], blocks: LayerBlocks, context: Context, *, is_trained: bool = False
+        self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"], context: Context
     ) -> Float[Array, "B T H h"]:
-        """Return the reference's attention, chunk by chunk where the scores of all queries are too large."""
+        """Return attention within whole rows by the kernel that takes them, or by the reference.
+
+        The reference goes chunk by chunk where the scores of all queries are too large.
+        """
+        length, ids, sharding = q.shape[1], context.segment_ids, context.sharding
+        window = None if self.window is None or self.window >= length else self.window
+        kernel = kernel_for(q, window, context)
+        if kernel != "xla":
+            return row_attention(q, k, v, kernel=kernel, window=window, segment_ids=ids, sharding=sharding)
+        seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if context.visible is not None:
-            return attend(q, blocks, context.visible, in_halves=context.in_halves)
-        devices = 1 if context.sharding is None else context.sharding.devices
-        chunk = chunk_of(q.shape, sum(block.keys.shape[-1] for block in blocks), devices)
-        return attend_in_chunks(
-            q, blocks, context.places, self.window, context.segment_ids, chunk, is_trained=is_trained
-        )
+            attended = attend(q, seen, context.visible)
+        else:
+            chunk = chunk_of(q.shape, length, 1 if sharding is None else sharding.devices)
+            attended = attend_in_chunks(q, seen, jnp.arange(length)[None], self.window, ids, chunk)
+        return by_heads(sharding, attended)
 
 
 def kernel_for(q: Float[Array, "B T H h"], window: int | None, context: Context) -> Kernel:
@@ -176,13 +155,13 @@ class Block(nnx.Module):
         self.mlp = FeedForward(config, rngs, is_transposed, lora)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LayerBlocks | None
-    ) -> tuple[Float[Array, "B T D"], LayerBlocks | None]:
+        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
+    ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         normed = by_rows(context.sharding, self.input_layernorm(x, in_halves=context.in_halves))
-        attended, cache = self.self_attn(normed, context, cache)
+        attended, pages = self.self_attn(normed, context, pages)
         x = by_rows(context.sharding, x + attended)
         normed = by_rows(context.sharding, self.post_attention_layernorm(x, in_halves=context.in_halves))
-        return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), cache
+        return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), pages
 
 
 def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
@@ -307,13 +286,15 @@ def _decoder(
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: Cache | None = None,
+        cache: tuple[LayerPages, ...] | None = None,
+        tables: Int[Any, "B C"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
         params = put_beside(narrow(params))
         norm = gather({"final_norm": params["final_norm"]})["final_norm"]
-        x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), cache))  # [B T D]
-        context = make_context(config, by_rows(sharding, positions), cache, segment_ids, sharding)
+        is_sampled = cache is not None
+        x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), is_sampled))  # [B T D]
+        context = make_context(config, by_rows(sharding, positions), tables, segment_ids, sharding)
 
         def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
             return bind_block(gather(layer))(x, context, None)[0], None
@@ -321,15 +302,15 @@ def _decoder(
         if cache is None:
             x = jax.lax.scan(jax.checkpoint(step, policy=SAVEABLE[remat]), x, params["layers"])[0]
         else:
-            updated = []
-            for index, layer in enumerate(bind_layers(params)):
-                x, blocks = layer(x, context, [block[index] for block in cache])
-                updated.append(blocks)
-            cache = by_cache(tuple(zip(*updated, strict=True)))
+            updated: list[Any] = []
+            for layer, pages in zip(bind_layers(params), cache, strict=True):
+                x, written = layer(x, context, pages)
+                updated.append(written)
+            cache = tuple(updated)
         return bind_norm(norm)(x, in_halves=context.in_halves), cache
 
-    def embed(params: Params, tokens: Int[Array, "B T"], cache: Cache | None) -> Float[Array, "B T D"]:
-        if sharding is None or sharding.devices == 1 or cache is not None:
+    def embed(params: Params, tokens: Int[Array, "B T"], is_sampled: bool) -> Float[Array, "B T D"]:
+        if sharding is None or sharding.devices == 1 or is_sampled:
             return look_up(gather(params)["embed"], tokens)
         # The gradients of a token's occurrences are summed on each device before they are exchanged.
         return sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
@@ -350,17 +331,16 @@ def _decoder(
         if sharding is None or "transposed_layers" not in params:
             return logits
         # Few rows: each device computes a slice of the logits, and gets its own rows.
-        return sharding.constrain_spread(sharding.constrain_cache(logits))
+        return sharding.constrain_spread(sharding.constrain_logits(logits))
 
-    def init_cache(rows: int, places: int, dtype: Any) -> tuple[LayerCache, ...]:
-        shape = rows, config.num_kv_heads
-        block = tuple(
-            LayerCache(
-                jnp.zeros((*shape, config.head_dim, places), dtype), jnp.zeros((*shape, places, config.head_dim), dtype)
-            )
-            for _ in range(config.num_layers)
+    def init_cache(pages: int, dtype: Any) -> tuple[LayerPages, ...]:
+        axis, platform = page_axis(sharding), platform_of(sharding)
+        cache = tuple(
+            init_pages(pages, config.num_kv_heads, config.head_dim, dtype, platform) for _ in range(config.num_layers)
         )
-        return by_cache(block)
+        if sharding is None or pages % sharding.row_shards:
+            return cache
+        return jax.lax.with_sharding_constraint(cache, sharding.page_shardings(jax.tree.map(lambda _: axis, cache)))
 
     def decode_layout(params: Params) -> Params:
         # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
@@ -382,9 +362,6 @@ def _decoder(
     def gather(params: Any) -> Any:
         return params if sharding is None else gather_params(sharding, sharding.gathered(), params)
 
-    def by_cache(cache: Any) -> Any:
-        return cache if sharding is None else sharding.constrain_cache(cache)
-
     def with_remat(remat: Remat) -> Model:
         return _decoder(config, remat, compute_dtype, lora, sharding)
 
@@ -399,33 +376,32 @@ def per_layer(layers: Params, num_layers: int) -> list[Params]:
 def make_context(
     config: DecoderConfig,
     positions: Int[Array, "B T"],
-    cache: Cache | None,
+    tables: Int[Any, "B C"] | None,
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
 ) -> Context:
     """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
 
-    Without a cache, tokens are ordered by their column, as positions restart in each packed segment; with a cache, by
-    their positions.
+    Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
+    positions.
 
     Raises:
-        ValueError: segments are given together with a cache.
+        ValueError: segments are given together with pages.
     """
     cos, sin = rotary(config, positions)
-    if cache is None:
-        keys = jnp.arange(positions.shape[1])
-        places = keys[None]
-    elif segment_ids is None:
-        places, keys = positions, jnp.arange(sum(block[0].keys.shape[-1] for block in cache))
-    else:
-        raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
+    if tables is not None:
+        if segment_ids is not None:
+            raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
+        counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+        paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
+        return Context(cos, sin, None, None, paged, sharding, in_halves=platform_of(sharding) == "cpu")
     (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
     visible = None
-    if chunk_of((rows, length, config.num_heads), keys.size, devices) == length:
-        visible = visible_keys(places, keys, config.sliding_window, segment_ids, segment_ids)
-        visible = jnp.broadcast_to(visible, (rows, length, keys.size))
-    in_halves = length == 1 and platform_of(sharding) == "cpu"
-    return Context(cos, sin, positions, places, visible, segment_ids, sharding, in_halves)
+    if chunk_of((rows, length, config.num_heads), length, devices) == length:
+        keys = jnp.arange(length)
+        visible = visible_keys(keys[None], keys, config.sliding_window, segment_ids, segment_ids)
+        visible = jnp.broadcast_to(visible, (rows, length, length))
+    return Context(cos, sin, visible, segment_ids, None, sharding, in_halves=False)
 
 
 DECODER_RULES: Rules = (

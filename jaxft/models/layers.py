@@ -8,26 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxft.core.reductions import invariant_sum
 from jaxft.models.config import LoraSpec
-
-
-def invariant_sum(x: Float[Array, "*N S"], *, in_halves: bool) -> Float[Array, "*N 1"]:
-    """Return the sum over the last axis, with `keepdims`; added in halves, its bits do not depend on the other axes.
-
-    XLA for CPU chooses the order of a reduction by the size of the whole array, so that the last bits of a row depend
-    on the number of rows. Decoding on CPUs, where that number changes, adds halves repeatedly instead, at the same cost
-    or less.
-
-    >>> invariant_sum(jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), in_halves=True).tolist()
-    [[15.0]]
-    """
-    if not in_halves:
-        return x.sum(axis=-1, keepdims=True)
-    while (size := x.shape[-1]) > 1:
-        half = size // 2
-        added = x[..., :half] + x[..., half : 2 * half]
-        x = jnp.concatenate([added, x[..., 2 * half :]], axis=-1) if size % 2 else added
-    return x
 
 
 @jax.custom_vjp

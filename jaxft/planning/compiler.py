@@ -7,7 +7,9 @@ the process that it runs in.
 """
 
 import json
+import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -20,7 +22,8 @@ from pydantic import TypeAdapter
 
 from jaxft.harness.registry import ComponentConfig
 from jaxft.models.config import DecoderConfig
-from jaxft.planning.hlo import read
+from jaxft.planning.decode_step import LargeCopy, Step, decode_step, large_copies
+from jaxft.planning.hlo import CACHED_BYTES, read
 from jaxft.planning.programs import Programs, Run, mesh_of_devices
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.device import first_line, is_out_of_memory
@@ -32,6 +35,9 @@ MAKE = "scripts/make_compilers.sh"
 
 HLO_FILE = "JAXFT_HLO_FILE"
 """Environment variable: a file for the optimised HLO of the compiled program, to look at."""
+
+COPY_SHARE = 0.01
+"""Share of the keys of a layer from which on a copy counts as large."""
 
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -53,6 +59,9 @@ class Compiled(NamedTuple):
         collectives: kind, text of the arrays, devices of a group, times, and bytes of one.
         kernels: names of the kernels called, and how often.
         seconds: how long it took to compile.
+        cpu_seconds: seconds of all cores to trace, lower and compile it, without imports.
+        step: one turn of the loop that decodes; None where it was not asked for, or products are in no loop.
+        copies: copies of at least `COPY_SHARE` of the keys of a layer; empty where they were not asked for.
     """
 
     arguments: int
@@ -64,6 +73,9 @@ class Compiled(NamedTuple):
     collectives: list[tuple[str, str, int, int, int]]
     kernels: dict[str, int]
     seconds: float
+    cpu_seconds: float = 0.0
+    step: Step | None = None
+    copies: tuple[LargeCopy, ...] = ()
 
 
 class CompilerError(Exception):
@@ -80,7 +92,9 @@ def default_interpreter() -> Path:
     return cache_folder / "jaxft" / "compilers" / "bin" / "python"
 
 
-def compile_program(interpreter: Path, run: Run, target: Target, remat: str, program: str) -> Compiled:
+def compile_program(
+    interpreter: Path, run: Run, target: Target, remat: str, program: str, pool_bytes: int = 0
+) -> Compiled:
     """Compile one program in a process of the interpreter.
 
     Args:
@@ -88,7 +102,8 @@ def compile_program(interpreter: Path, run: Run, target: Target, remat: str, pro
         run: the run.
         target: the accelerators.
         remat: checkpoint policy.
-        program: a name of `Programs.by_name`.
+        program: a name of `Programs.by_name` or `Programs.warm_up`.
+        pool_bytes: bytes per device of the keys of one layer, for the figures of a step; 0 leaves these out.
 
     Raises:
         CompilerError: the program needs too much memory, or the compiler failed.
@@ -100,6 +115,7 @@ def compile_program(interpreter: Path, run: Run, target: Target, remat: str, pro
         "target": target.name,
         "remat": remat,
         "program": program,
+        "pool_bytes": pool_bytes,
     }
     done = subprocess.run(
         [str(interpreter), "-m", "jaxft.planning.compiler", "compile"],
@@ -115,7 +131,7 @@ def compile_program(interpreter: Path, run: Run, target: Target, remat: str, pro
     answer = json.loads(lines[-1])
     if "error" in answer:
         raise CompilerError(answer["error"], is_out_of_memory=answer["is_out_of_memory"])
-    return Compiled(**answer)
+    return TypeAdapter(Compiled).validate_python(answer)
 
 
 def plain(config: ComponentConfig) -> dict[str, Any]:
@@ -192,12 +208,13 @@ def lower(request: Mapping[str, Any]) -> Any:
     target = find_target(request["target"])
     mesh = mesh_of_devices(run, topology_devices(target))
     programs = Programs(run, mesh, target, request["remat"])
-    return programs.by_name()[request["program"]]()
+    return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 
-def summarize(compiled: Any, seconds: float) -> Compiled:
+def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target, pool_bytes: int) -> Compiled:
     """Return memory, work and communication of a compiled program, which took so long to compile."""
-    memory, program = compiled.memory_analysis(), read(compiled.as_text())
+    cached_bytes = CACHED_BYTES if target.chip.platform == "gpu" else 0
+    memory, program = compiled.memory_analysis(), read(compiled.as_text(), cached_bytes)
     kernels: dict[str, int] = {}
     for kernel in program.kernels:
         kernels[kernel.name] = kernels.get(kernel.name, 0) + kernel.times
@@ -214,7 +231,16 @@ def summarize(compiled: Any, seconds: float) -> Compiled:
         ],
         kernels=kernels,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        step=decode_step(program, pool_bytes) if pool_bytes else None,
+        copies=tuple(large_copies(program, math.ceil(COPY_SHARE * pool_bytes))) if pool_bytes else (),
     )
+
+
+def cpu_seconds() -> float:
+    """Return the seconds of all cores that this process and the programs that it ran have used so far."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> None:
@@ -225,9 +251,13 @@ def main() -> None:
         return
     request = json.load(sys.stdin)
     try:
+        used = cpu_seconds()
         lowered, started = lower(request), time.perf_counter()
         compiled = lowered.compile()
-        answer = summarize(compiled, time.perf_counter() - started)._asdict()
+        seconds, target = time.perf_counter() - started, find_target(request["target"])
+        summary = summarize(compiled, seconds, cpu_seconds() - used, target, request["pool_bytes"])
+        values = TypeAdapter(Compiled).dump_python(summary, mode="json")
+        answer = dict(zip(Compiled._fields, values, strict=True))
         if file := os.environ.get(HLO_FILE):
             Path(file).write_text(compiled.as_text())
     except Exception as error:  # for the process that asked, whatever it is

@@ -21,7 +21,7 @@ from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, parameter_shapes
 from jaxft.planning.flops import block_weights, head_weights
-from jaxft.rollout.model_runner import PREFILL_POSITIONS, PREFILL_TOKENS_ELSEWHERE, largest_prefill
+from jaxft.rollout.model_runner import PREFILL_TOKENS_ELSEWHERE
 
 Platform = Literal["gpu", "tpu"]
 
@@ -239,31 +239,22 @@ def sampling_bytes(
 ) -> SamplingBytes:
     """Return the bytes of temporaries, on each device, of the programs of `ModelRunner.programs`.
 
-    `prefill` computes the reference's attention over rows of the prefix cache, which it gathers, pads by a chunk and
-    writes: of each layer either keys or values are left to be scattered at the end. On a mesh each device gathers the
-    rows of all devices, as their sharding is not constrained. `decode` keeps the sampler's tables
-    over the vocabulary; on TPUs it also copies a part of the cache into the layout of its products, about a third.
+    `prefill` keeps the activations of a piece of a prompt, and `decode` the logits; on TPUs whose heads are not divided
+    also copies of the kernels of queries, gate and up in the layout of their products.
 
     Args:
         config: the model.
         slots: slots of the whole mesh.
-        length: maximum number of tokens of a slot or a row of the prefix cache.
+        length: maximum number of tokens of a request.
         platform: platform of the devices.
         sharding: sharding of the model; None for one device.
         compute_dtype: dtype of weights, activations and caches.
     """
     itemsize = jnp.dtype(compute_dtype).itemsize
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
-    rows, width = largest_prefill(length, PREFILL_TOKENS_ELSEWHERE, PREFILL_POSITIONS)
-    kv_width = config.num_kv_heads * config.head_dim // tensor
-    padded = rows * (length + width) * kv_width * itemsize
-    of_all = rows * row_shards * 2 * config.num_layers * length * kv_width * itemsize
-    gathered = (config.num_layers + 2) * padded if row_shards == 1 else of_all
-    scores = rows * config.num_heads // tensor * width * length
-    reserved = VMEM_BYTES if platform == "tpu" else 0
-    tables = slots // row_shards * config.vocab_size * (6 * FLOAT32 + 3)  # and three of truth values
-    cache = slots // row_shards * 2 * config.num_layers * length * kv_width * itemsize
-    return SamplingBytes(
-        prefill=gathered + scores * (FLOAT32 + itemsize) + reserved,
-        decode=tables + reserved + (cache // 3 if platform == "tpu" else 0),
-    )
+    width = (2 * config.intermediate_size + 2 * config.num_heads * config.head_dim) // tensor + 4 * config.hidden_size
+    logits, copied = slots // row_shards * config.vocab_size * FLOAT32, 0
+    if platform == "tpu":
+        outputs = config.num_heads * config.head_dim + 2 * config.intermediate_size
+        copied = VMEM_BYTES + (config.num_layers * config.hidden_size * outputs * itemsize if tensor == 1 else 0)
+    return SamplingBytes(prefill=PREFILL_TOKENS_ELSEWHERE * width * itemsize, decode=logits + copied)

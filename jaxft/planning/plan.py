@@ -362,7 +362,8 @@ def advice(made: Plan, run: Run) -> list[str]:
         found.append(f"set {llm}.remat to full, which costs up to a third of an update's time")
     if made.memory["sampling"] > 0.1 * made.limit or not is_update:
         worth = made.memory["sampling"] / 2 / GIB
-        found.append(f"halve {llm}.slots (now {policy.slots}) and prefix_cache_rows, worth {worth:.2f} GiB")
+        now = policy.cache_tokens or policy.slots * policy.max_context_tokens
+        found.append(f"halve {llm}.cache_tokens (now {now}), worth {worth:.2f} GiB; more requests then wait for pages")
     if made.is_smallest or not is_update:
         found.append(f"lower {llm}.max_context_tokens (now {policy.max_context_tokens})")
     if made.target.chips > made.mesh[1] * made.mesh[2]:

@@ -20,7 +20,6 @@ from jaxft.models.decoder import Remat, decoder, parameter_shapes, sharding_for
 from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
 from jaxft.planning.targets import Target
-from jaxft.rollout.engine import default_prefix_cache_rows
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.policy import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
@@ -102,19 +101,22 @@ class Programs:
     def runner(self) -> ModelRunner:
         """The runner of the sampler's programs."""
         policy = self.run.policy
-        rows = policy.prefix_cache_rows
         return ModelRunner(
             self.model,
             seed=0,
             slots=policy.slots,
             length=policy.max_context_tokens,
-            prefix_cache_rows=default_prefix_cache_rows(policy.slots) if rows is None else rows,
+            cache_tokens=policy.cache_tokens,
         )
 
     def by_name(self) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs, by name: `gradient`, `step`, `prefill`, `decode`."""
         training = self.learner.programs(self.params, self.run.policy.max_context_tokens)
         return training | self.runner.programs(Relayout(self.model).shapes(self.params))
+
+    def warm_up(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs which `ModelRunner.warm_up` runs, by name."""
+        return self.runner.warm_up_programs(Relayout(self.model).shapes(self.params))
 
     def held(self) -> dict[str, int]:
         """Return the bytes per device, by purpose, of all arrays that outlive a program.

@@ -27,8 +27,6 @@ class Call:
         finish_reason: `stop` or `length`.
         policy_version: version of the parameters that sampled.
         functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
-        prompt_boundaries: token counts at which the prompts of earlier turns ended within this one, less their last
-            token.
         truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
         response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
         tool_calls: tool calls of the answer.
@@ -52,7 +50,6 @@ class Call:
     finish_reason: str
     policy_version: int
     functions: tuple[str, ...] = ()
-    prompt_boundaries: tuple[int, ...] = ()
     truncated_tokens: int = 0
     response_text: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()

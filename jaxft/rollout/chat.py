@@ -46,8 +46,6 @@ class Prompt(NamedTuple):
     Attributes:
         text: the rendered conversation, with control tokens in messages marked.
         ids: its token ids.
-        prefix_boundaries: token counts at which the prompts of the turns that it continues ended, less their last token
-            (`Request.prefix_boundaries`).
         truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
             that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
         is_retokenized: True if the conversation begins with the messages of an earlier call, but the chat template or
@@ -56,7 +54,6 @@ class Prompt(NamedTuple):
 
     text: str
     ids: tuple[int, ...]
-    prefix_boundaries: tuple[int, ...] = ()
     truncated_tokens: int = 0
     is_retokenized: bool = False
 
@@ -163,10 +160,7 @@ class ChatTemplate:
             if rest is None:
                 break  # the template changes what came before, so earlier calls fare no better
             if max_bytes is None or _num_bytes(rest) <= max_bytes:
-                last = len(call.prompt_ids) - 1
-                prefix_boundaries = (*call.prompt_boundaries, last) if last > 0 else ()
-                ids = call.context_ids + self._encode(rest + prefill)
-                return Prompt(text, ids, prefix_boundaries, call.truncated_tokens)
+                return Prompt(text, call.context_ids + self._encode(rest + prefill), call.truncated_tokens)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = _num_bytes(text)
         if max_tokens is None or max_bytes is None or count <= max_bytes:

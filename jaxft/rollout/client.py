@@ -308,7 +308,6 @@ class ChatClient:
             content=parsed.content,
             prompt_text=prompt.text,
             prompt_ids=prompt.ids,
-            prompt_boundaries=prompt.prefix_boundaries,
             token_ids=tuple(completion.token_ids),
             sampler_logprobs=tuple(completion.sampler_logprobs),
             behavior_logprobs=tuple(completion.behavior_logprobs),
@@ -341,7 +340,6 @@ class ChatClient:
             stop_ids=tuple(dict.fromkeys((*self.policy.template.stop_ids, *request.stop_token_ids))),
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=StopFinder(text_of, request.stops) if request.stops else None,
-            prefix_boundaries=prompt.prefix_boundaries,
             top_logprobs=request.top_logprobs,
         )
 
@@ -358,7 +356,6 @@ class ChatClient:
             return prompt
         room = limit // 2 if max_tokens is None else min(max(max_tokens, 1), limit // 2)
         first = len(prompt.ids) - (limit - room)
-        # It begins elsewhere, so the prefix boundaries of earlier turns no longer apply.
         return Prompt(prompt.text, prompt.ids[first:], truncated_tokens=prompt.truncated_tokens + first)
 
     def _drop(self, episode: Episode | None) -> None:

@@ -48,7 +48,7 @@ class Policy:
         seed: int = 0,
         slots: int = 64,
         max_context_tokens: int = 512,
-        prefix_cache_rows: int | None = None,
+        cache_tokens: int | None = None,
         base: str | None = None,
     ) -> None:
         """Start the device thread and an engine.
@@ -61,11 +61,11 @@ class Policy:
             seed: seed of the run; all noise is drawn from it.
             slots: number of requests that decode together.
             max_context_tokens: maximum number of tokens of a prompt with its answer.
-            prefix_cache_rows: number of prompts whose keys and values are cached; see `Engine`.
+            cache_tokens: number of tokens whose keys and values fit in the cache; see `Engine`.
             base: folder or hub id that the base of adapters was loaded from; None if there is none.
 
         Raises:
-            ValueError: `slots`, `max_context_tokens` or `prefix_cache_rows` is too small.
+            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small.
         """
         if slots < 1 or max_context_tokens < 2:
             raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
@@ -90,7 +90,7 @@ class Policy:
             slots=slots,
             max_context_tokens=max_context_tokens,
             shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
-            prefix_cache_rows=prefix_cache_rows,
+            cache_tokens=cache_tokens,
         )
 
     async def update(

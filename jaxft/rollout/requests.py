@@ -32,8 +32,6 @@ class Request:
         stop_ids: token ids that end the completion, which includes the sampled one.
         logit_bias: pairs of a token id and the value added to its logit, after the temperature; -inf forbids it.
         find_stop: returns how many of the sampled ids complete a stop string, or None.
-        prefix_boundaries: token counts, ascending, at which the prefill of the prompt is split. A conversation is split
-            where the prompts of its earlier turns ended, so that the prefix cache holds those.
         top_logprobs: number of most likely tokens to return for each sampled token.
     """
 
@@ -47,7 +45,6 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int]], int | None] | None = None
-    prefix_boundaries: tuple[int, ...] = ()
     top_logprobs: int = 0
 
 
@@ -100,13 +97,6 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
                 f"logit_bias adds {value} to token {token}; wanted -inf, or a number that float32 holds, up to "
                 f"{LARGEST_FLOAT32:.1e}"
             )
-    if list(request.prefix_boundaries) != sorted(set(request.prefix_boundaries)) or not all(
-        _is_integer(boundary) and 0 < boundary < length for boundary in request.prefix_boundaries
-    ):
-        raise RequestError(
-            f"prefix_boundaries are {request.prefix_boundaries}; wanted ascending numbers of tokens, from 1 to "
-            f"{length - 1}"
-        )
     if not _is_integer(request.top_logprobs) or not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"top_logprobs is {request.top_logprobs}; wanted an integer from 0 to {MAX_TOP_LOGPROBS}")
     try:

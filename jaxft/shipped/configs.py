@@ -107,11 +107,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         default=512, ge=2, description="Tokens of the longest conversation, answers included."
     )
     slots: int = Field(default=64, ge=1, description="Requests that are decoded at the same time.")
-    prefix_cache_rows: int | None = Field(
+    cache_tokens: int | None = Field(
         default=None,
-        ge=8,
-        description="Prompts kept for other generations and next turns, each in the memory of max_context_tokens "
-        "tokens; null: as many as slots, and at least 8.",
+        ge=1,
+        description="Tokens whose keys and values fit in the cache: those of all requests that are decoded, and of "
+        "prompts kept for other generations and next turns. With fewer, requests wait for pages of 64 tokens; null: "
+        "slots x max_context_tokens.",
     )
     long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
         default="fail",

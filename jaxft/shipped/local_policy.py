@@ -53,7 +53,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         seed=seed,
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,
-        prefix_cache_rows=config.prefix_cache_rows,
+        cache_tokens=config.cache_tokens,
         base=None if config.path is None else base_name(config.path),
     )
     policy.compiles.show = builder.console.compiling

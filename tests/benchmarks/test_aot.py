@@ -5,6 +5,7 @@ import json
 import pytest
 
 import aot
+import aot_engine
 from aot import CASES, Case, CaseResult, Results, case_text, lengths_text, main, measure, measure_lengths
 from jaxft.planning.compiler import Compiled, CompilerError
 
@@ -73,5 +74,9 @@ def test_results_in_the_repository_are_complete_and_reach_every_bar(platform):
     results = Results.model_validate(json.loads((aot.RESULTS / f"aot_{platform}.json").read_text()))
     assert results.is_complete
     assert [case.title for case in results.cases] == [case.title for case in CASES if case.platform == platform]
-    checks = [*results.checks, *(check for case in results.cases for check in case.checks)]
+    checks = results.update_checks()
+    if results.engine is not None:
+        titles = [case.title for case in aot_engine.CASES if case.platform == platform]
+        assert results.engine.is_complete and [step.title for step in results.engine.steps] == titles
+        checks += results.engine.all_checks()
     assert [check.name for check in checks if not check.is_met()] == []

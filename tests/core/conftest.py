@@ -20,13 +20,13 @@ def make_bigram() -> Model:
             "head": jax.random.normal(jax.random.fold_in(key, 1), (3, 5)),
         }
 
-    def apply(params, tokens, positions, cache=None, segment_ids=None):
+    def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         return params["embedding"][tokens], cache
 
     def unembed(params, hidden):
         return hidden @ params["head"]
 
-    def init_cache(rows, length, dtype):
+    def init_cache(pages, dtype):
         return {}
 
     return Model("bigram", init, apply, unembed, init_cache)

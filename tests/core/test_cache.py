@@ -1,80 +1,118 @@
-"""A cache in blocks: blocks after those of a row's own tokens change no bit of it, however many are read."""
+"""The cache: pages, tables that say which pages a row has, and copies of pages."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
-from jaxft.core.cache import block_capacities, block_lengths, compute_dtype, init_cache, keep_positions, num_blocks_for
-from jaxft.core.generate import DecodeState, RowParams, decode_blocks, generate
-from jaxft.core.logprobs import token_logprobs
-from jaxft.core.sampling import sampling_params
-
-LENGTH = 300  # blocks of 64, 64, 128 and 44 positions
+from jaxft.core.cache import compute_dtype, copy_pages, init_cache, own_tables, page_axes, pages_for, row_shards
+from jaxft.core.sharding import AXES, Sharding
+from jaxft.models.paged import LayerPages, init_pages
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 1000, 1024, 5000])
-def test_blocks_cover_the_length_and_double(length):
-    lengths = block_lengths(length)
-    assert sum(lengths) == length == max(block_capacities(length).values())
-    assert all(later <= max(64, sum(lengths[:place])) for place, later in enumerate(lengths))
-    for tokens in (1, 128, 129, length, length + 1):
-        count = num_blocks_for(tokens, length)
-        assert count == len(lengths) or sum(lengths[:count]) >= tokens
-        assert count == min(2, len(lengths)) or sum(lengths[: count - 1]) < tokens
+@pytest.mark.parametrize(
+    ("tokens", "pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (4096, 64)]
+)
+def test_tokens_fill_pages_of_64(tokens, pages):
+    assert pages_for(tokens) == pages
+
+
+@pytest.mark.parametrize(("rows", "columns", "shards"), [(1, 1, 1), (5, 3, 1), (6, 2, 3), (8, 4, 8)])
+def test_rows_of_a_shard_share_no_page_and_leave_none_unused(rows, columns, shards):
+    tables = own_tables(rows, columns, shards)
+    assert (tables.shape, tables.dtype) == ((rows, columns), np.int32)
+    for of_shard in tables.reshape(shards, -1):
+        assert sorted(of_shard) == list(range(rows // shards * columns))
+
+
+def test_a_cache_has_room_for_the_rows_of_its_tables(tiny):
+    model, params = tiny
+    cache, tables = init_cache(model, 3, 130, compute_dtype(params))
+    assert tables.shape == (3, 3) and len(cache) == model.config.num_layers
+    for pages in cache:
+        assert isinstance(pages, LayerPages) and pages.keys.dtype == jnp.float32
+        assert pages.keys.shape == (9, model.config.num_kv_heads, model.config.head_dim, 64)
+        assert pages.values.shape == (9, model.config.num_kv_heads, 64, model.config.head_dim)
+
+
+def test_the_dtype_of_a_cache_is_the_widest_of_the_parameters():
+    narrow = {"a": jnp.ones(1, jnp.bfloat16)}
+    assert compute_dtype(narrow) == jnp.bfloat16
+    assert compute_dtype(narrow | {"b": {"c": jnp.ones(1)}}) == jnp.float32
+
+
+# --- The axis of the pages.
+
+
+def test_page_axes_are_found_by_their_size(bigram, tiny):
+    model = bigram._replace(
+        init_cache=lambda pages, dtype: {
+            "first": jnp.zeros((pages, 64)),
+            "second": init_pages(pages, 2, 16, dtype, "gpu"),
+            "last": jnp.zeros((1, 1, pages)),
+        }
+    )
+    assert page_axes(model) == {"first": 0, "second": LayerPages(1, 1), "last": 2}
+    assert page_axes(tiny[0]) == (LayerPages(0, 0),) * tiny[0].config.num_layers  # the layout on CPUs
+    assert page_axes(bigram) == {}
 
 
 @pytest.mark.parametrize(
     ("init", "shapes"),
     [
-        (lambda rows, size, dtype: {"kept": jnp.zeros((rows, size)), "length": jnp.zeros(rows)}, r"\[3\].*\[3\]"),
-        (lambda rows, size, dtype: jnp.zeros((rows, -(-size // 16) * 16, 4)), r"\[3, 16, 4\].*\[3, 16, 4\]"),
-        (lambda rows, size, dtype: jnp.zeros((rows, 2 * size)), r"\[3, 2\].*\[3, 4\]"),
+        (lambda pages, dtype: {"kept": jnp.zeros((pages, 64)), "length": jnp.zeros(3)}, r"\[3\].*\[3\]"),
+        (lambda pages, dtype: jnp.zeros((-(-pages // 2) * 2, 64)), r"\[2, 64\].*\[2, 64\]"),
+        (lambda pages, dtype: jnp.zeros((2 * pages, 4)), r"\[2, 4\].*\[4, 4\]"),
+        (lambda pages, dtype: jnp.zeros(()), r"\[\].*\[\]"),
     ],
-    ids=["counter", "rounded up", "twice"],
+    ids=["counter", "rounded up", "twice", "scalar"],
 )
-def test_a_cache_with_an_array_that_has_no_axis_of_positions_is_refused(bigram, init, shapes):
-    model = bigram._replace(init_cache=init)
+def test_an_array_without_an_axis_of_pages_is_refused_by_its_shapes(bigram, init, shapes):
     with pytest.raises(ValueError, match=rf"init_cache .*{shapes}"):
-        keep_positions(model, init_cache(model, 3, 20, jnp.float32), jnp.array([1, 2, 3]))
+        page_axes(bigram._replace(init_cache=init))
 
 
-def state_at(tiny, positions):
-    """Rows with random tokens before their positions, and different garbage after them."""
-    model, params = tiny
-    rows = len(positions)
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (rows, LENGTH)), jnp.int32)
-    places = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-    cache = init_cache(model, rows, LENGTH, compute_dtype(params))
-    _, cache = jax.jit(model.apply)(params, tokens, places, cache=cache)
-    positions = jnp.asarray(positions, jnp.int32)
-    return DecodeState(cache, tokens[:, 0], positions, jnp.ones(rows, bool))
+# --- Copies.
 
 
-decode_jitted = jax.jit(decode_blocks, static_argnums=(0, 4, 5))
+@pytest.fixture(scope="module")
+def both_axes(bigram):
+    """A model whose cache has pages on axis 0 and on axis 1."""
+    return bigram._replace(init_cache=lambda pages, dtype: (jnp.zeros((pages, 2)), jnp.zeros((3, pages, 2))))
 
 
-@pytest.mark.parametrize(("position", "fewest"), [(20, 2), (119, 2), (125, 3), (250, 4)])
-@pytest.mark.slow
-def test_blocks_behind_a_row_change_no_bit(tiny, position, fewest):
-    model, params = tiny
-    rows = RowParams(
-        sampling_params(3), jax.random.split(jax.random.key(3), 3), jnp.full((3, 1), -1), jnp.full(3, LENGTH)
-    )
-    state = state_at(tiny, [position, position - 3, 1])
-    results = [decode_jitted(model, params, state, rows, 9, blocks)[1] for blocks in range(fewest, 5)]
-    assert results[0].counts.tolist() == [9] * 3
-    for other in results[1:]:
-        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+jitted_copy = jax.jit(copy_pages, static_argnums=0)
 
 
-@pytest.mark.slow
-def test_a_row_grows_across_blocks_and_agrees_with_the_trainer(tiny):
-    model, params = tiny
-    prompts = [[7 * place % 48 for place in range(count)] for count in (119, 31, 122)]
-    rollout = generate(model, params, prompts, jax.random.key(1), max_new_tokens=150)
-    assert rollout.lengths.tolist() == [269, 181, 272]
-    scored = token_logprobs(model, params, rollout.tokens)
-    difference = jnp.abs(scored.logprobs - rollout.sampler_logprobs)[rollout.completion_mask]
-    assert float(difference.max()) <= 1e-5
+@pytest.mark.parametrize("copy", [copy_pages, jitted_copy], ids=["plain", "jit"])
+def test_pages_are_copied_along_their_axis_and_others_stay(both_axes, copy):
+    cache = jnp.arange(10.0).reshape(5, 2), jnp.arange(30.0).reshape(3, 5, 2)
+    first, second = copy(both_axes, cache, np.array([[4, 4, 0]]), np.array([[1, 2, 5]]))  # 5 is beyond the last page
+    kept = np.array([0, 4, 4, 3, 4])
+    np.testing.assert_array_equal(first, cache[0][kept])
+    np.testing.assert_array_equal(second, cache[1][:, kept])
+
+
+def test_pages_may_change_places(both_axes):
+    """All sources are read before a target is written."""
+    cache = jnp.arange(10.0).reshape(5, 2), jnp.arange(30.0).reshape(3, 5, 2)
+    first, _ = jitted_copy(both_axes, cache, np.array([[0, 1]]), np.array([[1, 0]]))
+    np.testing.assert_array_equal(first[:, 0], [2, 0, 4, 6, 8])
+
+
+def test_a_copied_page_holds_every_bit(tiny):
+    """Also those of NaN, which a page that was never written may hold."""
+    model = tiny[0]
+    cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan).at[1].set(0.1), model.init_cache(3, jnp.float32))
+    copied = jitted_copy(model, cache, np.array([[1, 2]]), np.array([[0, 1]]))
+    for leaf in jax.tree.leaves(copied):
+        assert (leaf[0] == jnp.float32(0.1)).all() and jnp.isnan(leaf[1:]).all()
+
+
+def test_on_a_mesh_each_shard_of_the_rows_has_pages_of_its_own(bigram):
+    assert row_shards(bigram) == 1
+    model = bigram._replace(sharding=Sharding(AbstractMesh((2, 2, 2), AXES)))  # rows are divided over two of the axes
+    assert row_shards(model) == 4
+    _, tables = init_cache(model, 8, 65, jnp.float32)
+    np.testing.assert_array_equal(tables, own_tables(8, 2, 4))

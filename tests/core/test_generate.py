@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.generate import DecodeState, RowParams, decode, generate, prompt_ids
-from jaxft.core.sampling import sampling_params
-from jaxft.core.types import FinishReason, Model
+from jaxft.core.generate import generate, prompt_ids
+from jaxft.core.logprobs import token_logprobs
+from jaxft.core.types import FinishReason
+from jaxft.models.bridge import from_function
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7]]
 NEW = 6
@@ -120,12 +121,10 @@ def test_other_prompts_in_the_same_shape_change_no_bit(tiny, rollout):
     assert_same_bits(jax.tree.map(lambda x: x[2:4], changed), jax.tree.map(lambda x: x[2:4], rollout))
 
 
-def test_more_prompts_and_generations_leave_the_others_as_they_were(tiny, rollout):
+def test_more_prompts_and_generations_change_no_bit_of_the_others(tiny, rollout):
     more = run(tiny, prompts=[*PROMPTS, [4, 4]], num_generations=3)
     kept = np.array([0, 1, 3, 4, 6, 7])
-    np.testing.assert_array_equal(more.tokens[kept], rollout.tokens)
-    # Programs of other shapes differ by rounding.
-    np.testing.assert_allclose(more.sampler_logprobs[kept], rollout.sampler_logprobs, rtol=0, atol=1e-5)
+    assert_same_bits(jax.tree.map(lambda x: np.asarray(x)[kept], more), rollout)
 
 
 def test_keys_of_the_older_kind_draw_the_same(tiny, rollout):
@@ -173,42 +172,101 @@ def test_filters_show_in_the_behavior_logprobs(tiny, rollout):
     np.testing.assert_array_equal(one_choice.tokens[0::2], one_choice.tokens[1::2])
 
 
-# --- The loop itself, with a model that counts how often it is called.
+# --- Pages and calls, of networks that say how they are run.
 
 
-def make_counter() -> Model:
-    """A model that predicts token `positions + 1` with certainty; its cache is the number of calls so far."""
-
-    def apply(params, tokens, positions, cache=None, segment_ids=None):
-        return jax.nn.one_hot(positions + 1, 20) * 1e3, cache + 1
-
-    return Model("counter", lambda key: {}, apply, lambda params, hidden: hidden, lambda rows, length, dtype: None)
+def sure_of_the_next(params, tokens, positions):
+    """Predict the token after each with certainty, the first again after the last."""
+    return params["scale"] * jax.nn.one_hot((tokens + 1) % 48, 48)
 
 
-@pytest.mark.parametrize(
-    ("stops", "limits", "calls", "counts"),
-    [
-        ([-1, -1], [99, 99], 8, [8, 8]),
-        ([3, 3], [99, 99], 3, [3, 2]),  # rows start at positions 0 and 1
-        ([3, -1], [99, 6], 4, [3, 4]),
-        ([1, 2], [99, 99], 1, [1, 1]),
-    ],
-)
-def test_decoding_ends_with_the_last_row(stops, limits, calls, counts):
-    state = DecodeState(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32), jnp.array([0, 1]), jnp.ones(2, bool))
-    keys = jax.random.split(jax.random.key(0), 2)
-    rows = RowParams(sampling_params(2), keys, jnp.array(stops)[:, None], jnp.array(limits))
-    state, emitted = jitted_decode(COUNTER, {}, state, rows, 8)
-    np.testing.assert_array_equal(state.cache, [calls, calls])
-    np.testing.assert_array_equal(emitted.counts, counts)
-    for row, count in enumerate(counts):
-        np.testing.assert_array_equal(emitted.tokens[row, :count], row + 1 + np.arange(count))
-        assert not emitted.tokens[row, count:].any()
-        assert state.positions[row] == row + count
+SURE = {"scale": jnp.array(1e3)}
 
 
-COUNTER = make_counter()
-jitted_decode = jax.jit(decode, static_argnums=(0, 4))
+@pytest.mark.parametrize(("stop", "calls"), [(9, 2), (25, 3), (47, 4), (-1, 10)])
+def test_at_most_one_more_call_is_made_after_the_last_row_has_ended(stop, calls):
+    """A call samples 16 tokens of each row, and rows begin after 4 and 7."""
+    steps = []
+
+    def network(params, tokens, positions):
+        jax.debug.callback(lambda: steps.append(None))
+        return sure_of_the_next(params, tokens, positions)
+
+    prompts = [[4], [7]]
+    rollout = generate(from_function(network), SURE, prompts, KEY, max_new_tokens=160, stop_ids=(stop,))
+    jax.block_until_ready(rollout)
+    jax.effects_barrier()
+    counts = [160, 160] if stop < 0 else [stop - 4, stop - 7]
+    np.testing.assert_array_equal(rollout.completion_mask.sum(axis=1), counts)
+    assert len(steps) == 1 + 16 * calls  # the prompts are one piece
+
+
+def test_generations_share_the_pages_of_their_prompt(tiny):
+    """A prompt of 130 tokens has two whole pages. The other tokens of each row are in one page of its own."""
+    model, params = tiny
+    sizes = []
+
+    def init_cache(pages, dtype):
+        sizes.append(pages)
+        return model.init_cache(pages, dtype)
+
+    prompts = [[7 * place % 48 for place in range(length)] for length in (130, 140)]
+    rollout = generate(model._replace(init_cache=init_cache), params, prompts, KEY, num_generations=8, max_new_tokens=9)
+    assert max(sizes) == 2 * 3 + 16
+    assert len({tuple(row[130:139].tolist()) for row in rollout.tokens[:8]}) == 8
+    assert_agrees_with_the_trainer(model, params, rollout)
+
+
+def test_each_prompt_is_prefilled_once():
+    """Each call of the network shows how many rows it has."""
+    rows = []
+
+    def network(params, tokens, positions):
+        jax.debug.callback(rows.append, len(tokens))
+        return sure_of_the_next(params, tokens, positions)
+
+    jax.block_until_ready(
+        generate(from_function(network), SURE, [[1] * 70, [2]], KEY, num_generations=5, max_new_tokens=3)
+    )
+    jax.effects_barrier()
+    assert sorted(map(int, rows)) == [2, 2, 10, 10, 10]  # pieces of 64 tokens, then steps
+
+
+def assert_agrees_with_the_trainer(model, params, rollout):
+    scored = token_logprobs(model, params, rollout.tokens)
+    difference = jnp.abs(scored.logprobs - rollout.sampler_logprobs)[rollout.completion_mask]
+    assert difference.size and float(difference.max()) <= 1e-5
+
+
+LONG = [65, 64, 63, 129, 1, 128]
+"""Lengths of prompts around the ends of pages."""
+
+
+@pytest.fixture(scope="module")
+def long_rollout(tiny):
+    return jax.tree.map(np.asarray, run_long(tiny, LONG))
+
+
+def run_long(tiny, lengths):
+    prompts = [[(5 * place + length) % 48 for place in range(length)] for length in lengths]
+    return generate(*tiny, prompts, KEY, num_generations=2, max_new_tokens=40)
+
+
+def test_rows_cross_pages_wherever_their_prompts_end(tiny, long_rollout):
+    assert long_rollout.lengths.tolist() == [length + 40 for length in LONG for _ in range(2)]
+    assert not np.array_equal(long_rollout.tokens[0, 65:105], long_rollout.tokens[1, 65:105])
+    assert_agrees_with_the_trainer(*tiny, jax.tree.map(jnp.asarray, long_rollout))
+
+
+def test_longer_and_shorter_prompts_beside_it_change_no_bit_of_a_row(tiny, long_rollout):
+    """Also where these prompts share fewer pages: the keys of a row are those of its place in the batch."""
+    changed = run_long(tiny, [65, 2, 63, 140, 150, 128])
+    for prompt in (0, 2, 5):
+        for row in (2 * prompt, 2 * prompt + 1):
+            length = LONG[prompt] + 40
+            for name in ("tokens", "completion_mask", "sampler_logprobs", "behavior_logprobs"):
+                found, expected = getattr(changed, name)[row], getattr(long_rollout, name)[row]
+                np.testing.assert_array_equal(found[:length], expected[:length])
 
 
 @pytest.mark.parametrize(

@@ -250,14 +250,14 @@ def test_scoring_outside_of_jit_makes_no_arrays_of_the_size_of_the_model():
     """Sums of gradients are float32 and as large as the model; a forward pass has no use for them."""
     wide = []
 
-    def apply(params, tokens, positions, cache=None, segment_ids=None):
+    def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         return params["embedding"][tokens], cache
 
     def unembed(params, hidden):
         wide.extend(x.shape for x in jax.live_arrays() if x.shape in {(71, 13), (13, 71)} and x.dtype == jnp.float32)
         return hidden @ params["head"]
 
-    model = Model("wide", lambda key: {}, apply, unembed, lambda rows, length, dtype: {})
+    model = Model("wide", lambda key: {}, apply, unembed, lambda pages, dtype: {})
     params = {"embedding": jnp.ones((71, 13), jnp.bfloat16), "head": jnp.ones((13, 71), jnp.bfloat16)}
     for chunk_tokens in (None, 3):
         token_logprobs(model, params, jnp.zeros((2, 4), jnp.int32), chunk_tokens=chunk_tokens)

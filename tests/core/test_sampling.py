@@ -13,18 +13,18 @@ from scipy.stats import chisquare
 from jaxft.core.sampling import (
     LogitBias,
     SamplingParams,
-    _draw_index,
     _inverse_cdf,
     check_sampling,
     fold_ids,
+    has_filters,
     kept_tokens,
     sample,
     sampling_params,
 )
 
 DRAWS = 20_000
-jitted_sample = jax.jit(sample)
-jitted_kept = jax.jit(kept_tokens)
+jitted_sample = jax.jit(sample, static_argnames=("is_filtered", "in_halves"))
+jitted_kept = jax.jit(kept_tokens, static_argnames=("digits", "in_halves"))
 
 
 def row_params(temperature, top_k, top_p, min_p):
@@ -43,12 +43,15 @@ def assert_frequencies(drawn, probs):
         assert chisquare(counts[possible], expected).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("size", [1, 7, 16])
-def test_draw_index_draws_in_proportion(size):
+@pytest.mark.parametrize(("size", "is_filtered"), [(1, False), (33, True), (300, False)])
+def test_tokens_of_all_blocks_are_drawn_in_proportion(size, is_filtered):
     weights = np.random.default_rng(size).exponential(size=size)
     weights[1::4] = 0.0
-    rows = jnp.broadcast_to(jnp.array(weights, jnp.float32), (DRAWS, size))
-    assert_frequencies(jax.jit(_draw_index)(rows, jax.random.split(jax.random.key(size), DRAWS)), weights)
+    with np.errstate(divide="ignore"):
+        logits = np.broadcast_to(np.log(weights).astype(np.float32), (DRAWS, size))
+    keys = jax.random.split(jax.random.key(size), DRAWS)
+    drawn = jitted_sample(logits, keys, sampling_params(DRAWS), is_filtered=is_filtered)
+    assert_frequencies(drawn.tokens, weights)
 
 
 def test_no_entry_of_weight_zero_is_ever_drawn():
@@ -106,6 +109,30 @@ def test_greedy_takes_the_lowest_id_on_ties():
     np.testing.assert_array_equal(drawn.behavior_logprobs, drawn.sampler_logprobs)
 
 
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_a_row_with_nan_gets_a_token_of_the_vocabulary_and_nan(is_filtered):
+    rng = np.random.default_rng(0)
+    for size in (5, 300):
+        logits = rng.normal(size=(6, size)).astype(np.float32)
+        logits[:4, rng.integers(size, size=4)] = np.nan
+        logits[4] = np.nan
+        params = sampling_params(6)._replace(temperature=jnp.array([1.0, 0.0] * 3))
+        if is_filtered:
+            params = params._replace(top_k=jnp.array([3, 3, 0, 0, 3, 3]), top_p=jnp.full(6, 0.5))
+        drawn = jitted_sample(logits, jax.random.split(jax.random.key(0), 6), params, is_filtered=is_filtered)
+        assert np.all((np.asarray(drawn.tokens) >= 0) & (np.asarray(drawn.tokens) < size))
+        for logprobs in (drawn.sampler_logprobs, drawn.behavior_logprobs):
+            np.testing.assert_array_equal(np.isnan(logprobs), np.arange(6) < 5)
+
+
+def test_greedy_takes_the_first_of_ties_in_several_blocks():
+    logits = np.zeros((3, 300), np.float32)
+    for row, (first, second) in enumerate([(130, 290), (0, 299), (297, 298)]):
+        logits[row, [first, second]] = 2.0
+    drawn = jitted_sample(logits, jax.random.split(jax.random.key(0), 3), sampling_params(3, temperature=0.0))
+    np.testing.assert_array_equal(drawn.tokens, [130, 0, 297])
+
+
 # --- Which tokens are kept.
 
 
@@ -161,6 +188,26 @@ def test_kept_sets_by_hand(probs, filters, kept):
     np.testing.assert_array_equal(got[0], np.array(kept, bool))
 
 
+def test_ties_in_several_blocks_keep_the_lowest_ids():
+    counts = np.random.default_rng(0).integers(0, 5, size=(40, 300))
+    probs = (counts / 4).astype(np.float32)
+    top_k = np.arange(40) * 8
+    params = row_params(np.ones(40), top_k, np.ones(40), np.zeros(40))
+    kept = np.asarray(jitted_kept(probs, params))
+    for row in range(40):
+        np.testing.assert_array_equal(kept[row], kept_by_sorting(probs[row], top_k[row], 1.0, 0.0))
+
+
+@pytest.mark.parametrize(("digits", "in_halves"), [(3, True), (1, False), (3, False)])
+def test_kept_sets_do_not_depend_on_the_digits_of_a_sweep(digits, in_halves):
+    rng = np.random.default_rng(1)
+    probs = (rng.integers(0, 64, size=(32, 300)) / 64).astype(np.float32)  # their sums are exact in any order
+    probs[::2] *= probs[::2]
+    params = row_params(np.ones(32), np.arange(32) % 5 * 9, 1 - np.arange(32) % 3 * 0.25, np.arange(32) % 2 * 0.125)
+    expected = jitted_kept(probs, params)
+    np.testing.assert_array_equal(jitted_kept(probs, params, digits=digits, in_halves=in_halves), expected)
+
+
 # --- What a row must not depend on.
 
 MIXED = row_params([1.0, 0.7, 0.0, 1.3, 1.0, 2.0], [0, 3, 0, 0, 0, 5], [1, 1, 1, 0.5, 1, 0.9], [0, 0, 0, 0, 0.2, 0.1])
@@ -189,6 +236,58 @@ def test_a_row_does_not_know_its_neighbours():
     order = np.array([4, 2, 0, 5, 1, 3])
     permuted = jitted_sample(logits[order], keys[order], jax.tree.map(lambda x: x[order], MIXED))
     assert_same_bits(permuted, jax.tree.map(lambda x: x[order], together))
+
+
+ALL_KINDS = row_params(
+    np.tile([1.0, 0.7, 0.0, 1.3, 1.0, 0.7, 1.0, 0.0], 8),
+    np.tile([0, 0, 0, 0, 3, 0, 7, 0], 8),
+    np.tile([1, 1, 1, 1, 1, 0.8, 0.5, 1], 8),
+    np.tile([0, 0, 0, 0, 0, 0.05, 0, 0], 8),
+)._replace(
+    logit_bias=LogitBias(
+        np.tile([[-1], [-1], [-1], [3], [-1], [-1], [1], [4]], (8, 1)), np.full((64, 1), 1.5, np.float32)
+    )
+)
+
+
+@partial(jax.jit, static_argnames="is_filtered")
+def sample_from_hidden(hidden, head, keys, params, is_filtered):
+    logits = hidden @ head.T
+    return logits, sample(logits, keys, params, is_filtered=is_filtered)
+
+
+@pytest.mark.parametrize(
+    "size", [5, 262, 390, *(pytest.param(n, marks=pytest.mark.slow) for n in (48, 256, 512, 1000, 4096, 32000))]
+)
+def test_bits_depend_neither_on_the_number_of_rows_nor_on_the_variant(size):
+    rng = np.random.default_rng(size)
+    # The sums of these products are exact in any order, so that the logits are equal to begin with.
+    hidden, head = (rng.integers(-64, 64, shape).astype(np.float32) / 128 for shape in ((64, 32), (size, 32)))
+    keys = jax.random.split(jax.random.key(size), 64)
+    unfiltered = sampling_params(64)._replace(temperature=ALL_KINDS.temperature)
+    logits, plain = sample_from_hidden(hidden, head, keys, unfiltered, is_filtered=False)
+    _, mixed = sample_from_hidden(hidden, head, keys, ALL_KINDS, is_filtered=True)
+    assert_same_bits(mixed, plain, np.asarray(~jax.jit(has_filters)(ALL_KINDS)))
+    for is_filtered, params, expected in ((False, unfiltered, plain), (True, ALL_KINDS, mixed)):
+        for rows in (1, 8, 16):
+            for start in range(0, 64, max(rows, 7)):
+                at = np.arange(start, start + rows) % 64
+                part = jax.tree.map(lambda x, at=at: x[at], params)
+                found, drawn = sample_from_hidden(hidden[at], head, keys[at], part, is_filtered)
+                np.testing.assert_array_equal(found, logits[at])
+                assert_same_bits(drawn, jax.tree.map(lambda x, at=at: x[at], expected))
+
+
+@pytest.mark.parametrize(("is_filtered", "in_halves"), [(False, True), (True, True), (False, False), (True, False)])
+def test_no_branch_and_no_loop_depends_on_values(is_filtered, in_halves):
+    """On GPUs such a branch or loop asks the host at every step."""
+    logits, keys = jnp.zeros((6, 300)), jax.random.split(jax.random.key(0), 6)
+    lowered = jitted_sample.lower(logits, keys, MIXED, is_filtered=is_filtered, in_halves=in_halves)
+    assert "stablehlo.case" not in lowered.as_text() and "stablehlo.if" not in lowered.as_text()
+    compiled = lowered.compile().as_text()
+    assert " conditional(" not in compiled
+    loops = [line for line in compiled.splitlines() if " while(" in line]
+    assert all("known_trip_count" in line for line in loops)
 
 
 def test_nothing_is_sorted_and_new_values_do_not_compile_again():

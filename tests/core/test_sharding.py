@@ -99,10 +99,15 @@ def test_a_batch_that_does_not_divide():
     with pytest.raises(ValueError, match=r"6 rows of a microbatch do not divide over the 4 "):
         update.microbatches(batch)
     assert len(jaxft.make_update(model, jaxft.grpo_loss, optax.sgd(1.0), microbatch_rows=4).microbatches(batch)) == 2
+
+
+def test_slots_and_pages_of_row_shards():
+    model = decoder(replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4), sharding=sharding(2, 2, 2))
     with pytest.raises(ValueError, match=r"6 slots do not divide over the 4 "):
-        ModelRunner(model, seed=0, slots=6, length=64, prefix_cache_rows=8)
-    with pytest.raises(ValueError, match=r"9 prefix_cache_rows do not divide over the 4 "):
-        ModelRunner(model, seed=0, slots=8, length=64, prefix_cache_rows=9)
+        ModelRunner(model, seed=0, slots=6, length=64)
+    with pytest.raises(ValueError, match=r"cache_tokens is 192: 0 pages .* 4 row shards; wanted at least 256"):
+        ModelRunner(model, seed=0, slots=8, length=64, cache_tokens=192)
+    assert ModelRunner(model, seed=0, slots=8, length=64, cache_tokens=600).num_pages == 2  # of each of the 4
 
 
 def test_bytes_of_each_device():

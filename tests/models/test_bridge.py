@@ -122,15 +122,38 @@ def test_the_network_sees_the_module_it_came_from():
     assert not module(tokens, positions).any()
 
 
-def test_the_history_is_the_cache():
+def test_the_cache_holds_the_tokens():
+    """Two rows: two tokens at the start of the first, one on the second page of the other, between garbage."""
     model, params = function_model()
-    cache = tuple(model.init_cache(2, places, jnp.bfloat16) for places in (4, 2))
-    assert [(block.shape, block.dtype) for block in cache] == [((2, 4), jnp.int32), ((2, 2), jnp.int32)]
-    tokens = jnp.array([[4, 5], [6, 7]])
-    positions = jnp.array([[0, 1], [3, 4]])
-    hidden, cache = model.apply(params, tokens, positions, cache=cache)
-    assert [block.tolist() for block in cache] == [[[4, 5, 0, 0], [0, 0, 0, 6]], [[0, 0], [7, 0]]]
-    np.testing.assert_allclose(hidden, bigram(params, tokens, positions), rtol=0, atol=1e-6)
+    cache, tables = model.init_cache(5, jnp.bfloat16), np.array([[3, 99], [1, 2]])
+    assert (cache.shape, cache.dtype) == ((5, 64), jnp.int32)
+    garbage = cache - 7
+    tokens, positions = jnp.array([[4, 5, 9], [6, 9, 9]]), jnp.array([[0, 1, -1], [40, -1, -1]])
+    hidden, cache = model.apply(params, tokens, positions, cache=garbage, tables=tables)
+    np.testing.assert_array_equal(cache, garbage.at[3, :2].set(jnp.array([4, 5])).at[1, 40].set(6))
+    expected = bigram(params, tokens, positions)
+    np.testing.assert_allclose(hidden[positions >= 0], expected[positions >= 0], rtol=0, atol=1e-6)
+    # An idle row writes nothing.
+    _, again = model.apply(params, tokens[:, :1], jnp.array([[2], [-1]]), cache=cache, tables=tables)
+    np.testing.assert_array_equal(again, cache.at[3, 2].set(4))
+
+
+def test_a_network_sees_zeros_behind_the_last_token_of_a_row():
+    """Whatever the pages held; several tokens are as good as one at a time."""
+    seen = []
+
+    def network(params, tokens, positions):
+        seen.append((tokens, positions))
+        return jax.nn.one_hot(tokens, VOCAB)
+
+    model = from_function(network)
+    tables = np.array([[2, 0]])
+    tokens, positions = jnp.arange(1, 9)[None], jnp.arange(8)[None]
+    _, cache = model.apply({}, tokens, positions, cache=jnp.full((3, 64), 77), tables=tables)
+    _, cache = model.apply({}, tokens[:, :1], jnp.array([[8]]), cache=cache, tables=tables)
+    for (history, places), held in zip(seen, ([*range(1, 9)], [*range(1, 9), 1]), strict=True):
+        assert history[0].tolist() == held + [0] * (128 - len(held))
+        assert places[0].tolist() == list(range(128))
 
 
 def test_logits_of_a_narrow_network_are_widened():

@@ -1,4 +1,4 @@
-"""The decoder: neither padding, order, packing nor the cache changes the distribution of a token."""
+"""The decoder: neither padding, order, packing nor pages change the distribution of a token."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -10,13 +10,14 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+from jaxft.core.cache import init_cache
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.objectives import grpo_loss
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
-from jaxft.models.attention import LayerCache, attend
+from jaxft.models.attention import HeadRows, attend
 from jaxft.models.config import PRESETS, model_preset
 from jaxft.models.decoder import RULES, decoder, make_context, parameters_table, rules_table, sharding_for
 from jaxft.models.load import init_model
@@ -103,8 +104,9 @@ def test_packed_segments_are_separate_rows():
 def test_segments_with_a_cache_are_refused():
     model, params = peaked()
     tokens = random_tokens(1, 4)
+    cache, tables = init_cache(model, 1, 4, jnp.float32)
     with pytest.raises(ValueError, match="packed rows can be scored but not decoded"):
-        model.apply(params, tokens, tokens, cache=(model.init_cache(1, 4, jnp.float32),), segment_ids=tokens)
+        model.apply(params, tokens, tokens, cache=cache, tables=tables, segment_ids=tokens)
 
 
 def assert_sampler_agrees(model, params, temperature):
@@ -151,10 +153,34 @@ def test_window_hides_what_is_further_back():
     positions = jnp.array([[0, 1, 2, 3]])
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
     np.testing.assert_array_equal(make_context(config, positions, None, None).visible[0], expected)
-    # The last two tokens, with a cache for six.
-    cache = (decoder(config).init_cache(1, 6, jnp.float32),)
-    visible = make_context(config, positions[:, 2:], cache, None).visible[0]
-    np.testing.assert_array_equal(visible, np.pad(expected[2:], ((0, 0), (0, 2))))
+
+
+def test_with_pages_negative_positions_are_padding():
+    positions = jnp.array([[64, 65, 66, -1], [0, 1, -1, -1], [-1, -1, -1, -1]])
+    context = make_context(SMALL, positions, np.zeros((3, 2), np.int32), None)
+    assert context.visible is None
+    assert (context.paged.starts.tolist(), context.paged.counts.tolist()) == ([64, 0, 0], [3, 2, 0])
+
+
+@partial(jax.jit, static_argnums=0)
+def through_pages(model, params, tokens, positions, cache, tables):
+    return model.apply(model.decode_layout(params), tokens, positions, cache=cache, tables=tables)
+
+
+@pytest.mark.parametrize("window", [None, 5], ids="window {}".format)
+def test_what_padding_holds_changes_no_bit_of_the_tokens(window):
+    """Neither in what is returned for them nor in what a later token reads."""
+    model, params = with_window(window)
+    counts, tokens = jnp.array([[24], [7], [1], [0]]), random_tokens(4, 24)
+    positions = jnp.where(jnp.arange(24) < counts, jnp.arange(24), -1)
+    found = []
+    for padding in (0, 9):
+        cache, tables = init_cache(model, 4, 64, jnp.float32)
+        given = jnp.where(positions >= 0, tokens, padding)
+        hidden, cache = through_pages(model, params, given, positions, cache, tables)
+        found.append((hidden[positions >= 0], through_pages(model, params, tokens[:, :1], counts, cache, tables)[0]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert all(np.isfinite(leaf).all() for leaf in found[0])
 
 
 def test_a_token_reaches_as_far_as_the_windows_of_the_layers_add_up():
@@ -241,8 +267,8 @@ def test_scores_in_bfloat16_are_scaled_in_float32():
     draw = lambda i, *shape: jax.random.randint(jax.random.key(i), shape, -8, 9).astype(jnp.float32)  # noqa: E731
     q, keys, values = draw(0, 1, 8, 1, 32) * 1.25, draw(1, 1, 1, 32, 8), jnp.eye(8, 32)[None, None]
     visible = jnp.ones((1, 8, 8), bool)
-    wide = attend(q, [LayerCache(keys, values)], visible)
-    narrow = attend(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, [LayerCache(keys, values)])), visible)
+    wide = attend(q, HeadRows(keys, values), visible)
+    narrow = attend(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, HeadRows(keys, values))), visible)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0.01, atol=1e-6)
 
 

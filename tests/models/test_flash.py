@@ -16,7 +16,7 @@ import jaxft.models.attention as attention_module
 import jaxft.models.decoder as decoder_module
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, devices_of
-from jaxft.models.attention import LayerCache, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.models.attention import HeadRows, attend, attend_in_chunks, chunk_of, visible_keys
 from jaxft.models.config import PRESETS
 from jaxft.models.decoder import decoder, sharding_for
 from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels
@@ -108,13 +108,13 @@ def reference(window, segment_ids, q, k, v):
     places = jnp.arange(q.shape[1])
     visible = visible_keys(places[None], places, window, segment_ids, segment_ids)
     visible = jnp.broadcast_to(visible, (len(q), *visible.shape[1:]))
-    return attend(q, [LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))], visible)
+    return attend(q, HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), visible)
 
 
 def in_chunks(window, segment_ids, q, k, v):
     places = jnp.arange(q.shape[1])[None]
-    block = LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
-    return attend_in_chunks(q, [block], places, window, segment_ids, chunk=48, is_trained=True)
+    seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+    return attend_in_chunks(q, seen, places, window, segment_ids, chunk=48)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -163,11 +163,11 @@ def test_memory_of_the_reference_in_chunks_is_linear_in_tokens():
     def temporary_bytes(length):
         arrays = draws(length=length)
         chunk = 2**18 // (2 * 4 * length)
-        attention = partial(attend_in_chunks, window=None, chunk=chunk, is_trained=True)
+        attention = partial(attend_in_chunks, window=None, chunk=chunk)
 
         def gradients(q, k, v, gradient):
-            places, block = jnp.arange(length)[None], lambda k, v: LayerCache(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
-            call = lambda q, k, v: attention(q, [block(k, v)], places, segment_ids=None)  # noqa: E731
+            places, seen = jnp.arange(length)[None], lambda k, v: HeadRows(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+            call = lambda q, k, v: attention(q, seen(k, v), places, segment_ids=None)  # noqa: E731
             return jax.vjp(call, q, k, v)[1](gradient)
 
         return jax.jit(gradients).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
@@ -275,21 +275,19 @@ def test_the_forward_kernel_is_not_repeated_where_its_result_is_saved():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_long_rows_are_computed_in_chunks(window, monkeypatch):
-    """In scores of packed rows, and in a prefill."""
     config, (tokens, positions) = replace(SMALL, sliding_window=window), packed_rows()
     params = jax.jit(decoder(config).init)(jax.random.key(0))
 
     def hidden():
         monkeypatch.setattr(decoder_module, "_decoder", NOT_CACHED)  # its functions may be traced with another limit
         model = decoder(config)
-        cache, places = (model.init_cache(2, 192, jnp.float32),), jnp.arange(150) + jnp.array([[0], [9]])
         packed = jax.jit(lambda params: model.apply(params, tokens, positions, segment_ids=SEGMENTS)[0])
-        prefilled = jax.jit(lambda params: model.apply(params, tokens, places, cache)[0])
-        return packed(params), prefilled(params)
+        whole = jax.jit(lambda params: model.apply(params, tokens, jnp.broadcast_to(jnp.arange(150), tokens.shape))[0])
+        return packed(params), whole(params)
 
     expected = hidden()
-    monkeypatch.setattr(attention_module, "MOST_SCORES", 2 * 4 * 192 * 64)
-    assert chunk_of((2, 150, 4), 192, devices=1) == 50
+    monkeypatch.setattr(attention_module, "MOST_SCORES", 2 * 4 * 150 * 64)
+    assert chunk_of((2, 150, 4), 150, devices=1) == 50
     for found, exact in zip(hidden(), expected, strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from jaxft.cli import main
+from jaxft.core.cache import init_cache
 from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
 from jaxft.models.bridge import from_function
@@ -39,16 +40,16 @@ def full_logits(model, params, tokens):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def cached_logits(model, params, tokens, prefilled):
-    """Logits with a cache of two blocks: the first tokens at once, then token by token."""
+    """Logits through pages: the first tokens at once, then token by token."""
     rows, length = tokens.shape
     params = model.decode_layout(params)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    cache = tuple(model.init_cache(rows, places, jnp.float32) for places in (11, length - 11))
-    hidden, cache = model.apply(params, tokens[:, :prefilled], positions[:, :prefilled], cache=cache)
+    cache, tables = init_cache(model, rows, length, jnp.float32)
+    hidden, cache = model.apply(params, tokens[:, :prefilled], positions[:, :prefilled], cache=cache, tables=tables)
 
     def step(cache, place):
         token, position = (jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1) for x in (tokens, positions))
-        hidden, cache = model.apply(params, token, position, cache=cache)
+        hidden, cache = model.apply(params, token, position, cache=cache, tables=tables)
         return cache, hidden[:, 0]
 
     _, rest = jax.lax.scan(step, cache, jnp.arange(prefilled, length))

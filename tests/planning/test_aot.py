@@ -239,7 +239,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 def crossing(program: Program, layers: int) -> dict[str, dict[str, float]]:
     """Return the MB of each kind of collective, of a layer and outside of layers; those below 0.1 are left out.
 
-    >>> crossing(Program(0, (), (), (), (), (), (), (), {}, ()), 4)
+    >>> crossing(Program((), (), (), (), (), (), (), (), {}, ()), 4)
     {'a layer': {}, 'the rest': {}}
     """
     found: dict[str, Counter[str]] = {"a layer": Counter(), "the rest": Counter()}

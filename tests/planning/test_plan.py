@@ -95,7 +95,7 @@ def test_a_plan_without_compilers_is_estimated(planned, capsys):
     # 596,049,920 float32 parameters over 8 chips; both moments of AdamW, and its count; sums of gradients.
     assert "   0.278 GiB  parameters\n" in shown and "   0.556 GiB  optimizer\n" in shown
     assert "   0.278 GiB  gradients\n" in shown
-    assert "   3.500 GiB  sampling\n" in shown  # 2 (caches) 64 2048 tokens of 112 KiB over 8 chips
+    assert "   1.750 GiB  sampling\n" in shown  # 64 x 2,048 tokens of 112 KiB over 8 chips
     assert "(estimated)" in shown and "(auto)" in shown
 
 
@@ -229,15 +229,18 @@ def test_advice_begins_with_what_costs_least():
     given = advice(small, RUN_OF_V5E)
     assert "1.00 GiB" in given[0] and "update" in given[0]
     assert "microbatch_tokens to 65536, worth up to 2.00 GiB" in given[1]
-    assert "slots (now 64)" in given[2] and "fsdp" not in " ".join(given)  # 8 of 8 already
+    assert "cache_tokens (now 32768)" in given[2] and "fsdp" not in " ".join(given)  # 8 of 8 already
     gpu = advice(small._replace(target=find_target("h100x8")), RUN_OF_V5E)
     assert "XLA_CLIENT_MEM_FRACTION=0.95" in gpu[1]
     smallest = " ".join(advice(small._replace(is_smallest=True), RUN_OF_V5E))
     assert "microbatch_tokens" not in smallest and "max_context_tokens (now 512)" in smallest
     assert "remat to full" in " ".join(advice(small._replace(remat="dots"), RUN_OF_V5E))
     rollout = advice(small._replace(memory=small.memory | {"sampling temporaries": 20 * 2**30}), RUN_OF_V5E)
-    assert "rollout" in rollout[0] and "slots" in rollout[1] and "remat" not in " ".join(rollout)
+    assert "rollout" in rollout[0] and "cache_tokens" in rollout[1] and "remat" not in " ".join(rollout)
 
+
+LARGE = "llms.policy.cache_tokens=262144"
+"""A setting with which `dots` does not fit."""
 
 STUB = """#!{python}
 import json, sys
@@ -258,9 +261,14 @@ else:
 @pytest.mark.parametrize(
     ("sizes", "settings", "code", "wanted"),
     [
-        ({"gradient": 2**33}, [], 0, ["projections (auto)", "8.000 GiB  update\n", "compiled with jax 9.9"]),
-        ({("gradient", "projections"): "RESOURCE_EXHAUSTED", "gradient": 2**32}, [], 0, ["attention (auto)"]),
-        ({("gradient", "projections"): 2**34, "gradient": 2**32}, [], 0, ["attention (auto)", "4.000 GiB  update\n"]),
+        ({"gradient": 2**33}, [LARGE], 0, ["projections (auto)", "8.000 GiB  update\n", "compiled with jax 9.9"]),
+        ({("gradient", "projections"): "RESOURCE_EXHAUSTED", "gradient": 2**32}, [LARGE], 0, ["attention (auto)"]),
+        (
+            {("gradient", "projections"): 2**34, "gradient": 2**32},
+            [LARGE],
+            0,
+            ["attention (auto)", "4.000 GiB  update"],
+        ),
         ({"gradient": "RESOURCE_EXHAUSTED"}, [], 1, ["full (auto)", "gradient ", "update (estimated)", "does not fit"]),
         ({"prefill": "RESOURCE_EXHAUSTED"}, [], 1, ["does not fit", "prefill"]),
         ({"gradient": 2**33}, ["llms.policy.remat=dots"], 0, ["remat        dots\n"]),

@@ -87,7 +87,6 @@ def answered(template, messages, token_ids, *, content=None, earlier=()):
         content=template.answer_text(token_ids) if content is None else content,
         prompt_text=prompt.text,
         prompt_ids=prompt.ids,
-        prompt_boundaries=prompt.prefix_boundaries,
         token_ids=tuple(token_ids),
         sampler_logprobs=logprobs,
         behavior_logprobs=logprobs,
@@ -97,19 +96,9 @@ def answered(template, messages, token_ids, *, content=None, earlier=()):
     )
 
 
-def test_a_conversation_is_cut_where_the_prompts_of_its_turns_ended(template):
-    messages, calls = [], []
-    for turn in range(3):
-        messages = [*messages, user(f"{turn}?")]
-        prompt = template.prompt(messages, calls)
-        assert prompt.prefix_boundaries == tuple(len(call.prompt_ids) - 1 for call in calls)
-        calls.append(answered(template, messages, [*template.tokenizer.encode("yes"), END], earlier=calls))
-        messages.append(assistant("yes"))
-
-
 def next_prompt(template, call, question="next"):
     messages = [*call.messages, assistant(call.content), user(question)]
-    return template.prompt(messages, [call])._replace(prefix_boundaries=()), template.prompt(messages)
+    return template.prompt(messages, [call]), template.prompt(messages)
 
 
 def test_a_first_prompt_is_the_template_filled_in(template, tokenizer):

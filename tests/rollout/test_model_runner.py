@@ -1,6 +1,5 @@
-"""Sub-batches: long requests decode apart from short ones, the last few without empty slots, to the same bits."""
+"""The runner: which programs decode which slots, and that pages, rows and programs change no bit."""
 
-import asyncio
 from dataclasses import replace
 
 import jax
@@ -11,113 +10,221 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxft
-from jaxft.models.config import model_preset
-from jaxft.rollout.model_runner import ModelRunner, SubBatch, split_batch
+from jaxft.core.logprobs import token_logprobs
+from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, Piece, Row, split_batch
 from jaxft.rollout.requests import Request
 
-SLOTS, CONTEXT = 16, 160
-CAPACITIES = {2: 128, 3: 256, 4: 512}
+SLOTS, CONTEXT, PAGES = 16, 192, 40
+MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
+
+
+# --- Programs of a dispatch.
 
 
 @given(
-    num_blocks=st.dictionaries(st.integers(0, 63), st.sampled_from(list(CAPACITIES)), min_size=1),
-    rows=st.sampled_from([None, 8]),
-    allowed=st.sets(st.sampled_from(list(CAPACITIES))),
+    columns=st.dictionaries(st.integers(0, 63), st.integers(1, 64), min_size=1),
+    few_rows=st.sampled_from([None, 8]),
 )
-def test_every_slot_is_decoded_once_and_with_blocks_enough(num_blocks, rows, allowed):
-    batches = split_batch(num_blocks, CAPACITIES, 64, rows, allowed)
-    assert sorted(slot for batch in batches for slot in batch.slots) == sorted(num_blocks)
-    for batch in batches:
-        assert batch.num_blocks == max(num_blocks[slot] for slot in batch.slots)
-        assert not batch.is_compact or (len(batch.slots) <= 8 and batch.num_blocks in allowed)
-    assert sum(not batch.is_compact for batch in batches) <= 1
-    assert rows is not None or len(batches) == 1
+def test_every_slot_is_decoded_once(columns, few_rows):
+    programs = split_batch(columns, 64, few_rows)
+    assert sorted(slot for slots, _ in programs for slot in slots) == sorted(columns)
+    assert all(len(slots) <= 8 for slots, is_few in programs if is_few)
+    assert sum(not is_few for _, is_few in programs) <= 1
+    assert few_rows is not None or len(programs) == 1
+    lengths = [columns[slot] for slots, _ in programs for slot in slots]
+    assert lengths == sorted(lengths, reverse=True)  # the long ones apart from the short ones
 
 
-def test_a_long_request_does_not_slow_down_the_others():
-    num_blocks = dict.fromkeys(range(64), 2) | {5: 4}
-    long, others = split_batch(num_blocks, CAPACITIES, 64, 8, CAPACITIES)
-    assert 5 in long.slots and (long.num_blocks, long.is_compact) == (4, True)
-    assert others == SubBatch(
-        tuple(slot for slot in range(64) if slot not in long.slots), num_blocks=2, is_compact=False
-    )
+def test_a_long_request_does_not_make_all_rows_as_long():
+    (long, is_few), *others = split_batch(dict.fromkeys(range(64), 2) | {5: 64}, 64, 8)
+    assert long[0] == 5 and is_few
+    assert [(len(slots), is_few) for slots, is_few in others] == [(56, False)]
 
 
 def test_alike_requests_are_decoded_together():
-    assert split_batch(dict.fromkeys(range(64), 4), CAPACITIES, 64, 8, CAPACITIES) == [
-        SubBatch(tuple(range(64)), num_blocks=4, is_compact=False)
-    ]
+    assert split_batch(dict.fromkeys(range(64), 4), 64, 8) == [(tuple(range(64)), False)]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_few_requests_are_decoded_without_the_other_slots(count):
+    assert split_batch(dict.fromkeys(range(count), 3), 64, 8) == [(tuple(range(count)), True)]
+
+
+# --- Sizes.
 
 
 @pytest.fixture(scope="module")
-def served():
-    """Requests of all lengths, served twice by an engine that tries sub-batches in between, and by a warmed-up one."""
-    config = replace(model_preset("qwen3-50k"), vocab_size=512)
-    model, params = jaxft.init_model(config, jax.random.key(0))
-    rng = np.random.default_rng(0)
-    requests = [
-        Request(
-            tuple(rng.integers(0, 512, prompt_tokens).tolist()),
-            key_ids=(0, 0, 0, 0, 0, number),
-            max_tokens=max_tokens,
-            top_p=0.9 if number % 3 == 0 else 1.0,
-            min_p=0.01 if number % 5 == 0 else 0.0,
-        )
-        for number, (prompt_tokens, max_tokens) in enumerate([(9, 5), (110, 45), (20, 130)] + [(30, 7)] * 15)
-    ]
-
-    async def serve(is_warm, times):
-        policy = jaxft.Policy(
-            model, params, jaxft.load_tokenizer(), stop_ids=(), slots=SLOTS, max_context_tokens=CONTEXT
-        )
-        served = []
-        try:
-            if is_warm:
-                await policy.engine.warm_up()
-            runner = policy.engine._runner
-            decode, advance = runner._decode, runner.advance
-            for _ in range(times):
-                batches = []
-
-                def recorded(params, num_tokens, batches=batches):
-                    """Notes the sub-batches of `advance` only, as trials decode, too."""
-                    runner._decode = lambda params, some: batches.extend(some) or decode(params, some)
-                    decoded = advance(params, num_tokens)
-                    runner._decode = decode
-                    return decoded
-
-                runner.advance = recorded
-                served.append((await asyncio.gather(*map(policy.engine.submit, requests)), batches, runner.tried))
-                policy.engine.clear_prefix_cache()
-        finally:
-            policy.close()
-        return served
-
-    first, second = asyncio.run(serve(is_warm=False, times=2))
-    return first, second, *asyncio.run(serve(is_warm=True, times=1))
+def model_and_params():
+    return jaxft.init_model("qwen3-50k", jax.random.key(1, impl="threefry2x32"))
 
 
-@pytest.mark.slow
-def test_sub_batches_are_used_once_they_have_been_tried(served):
-    first, second, warm = ({(batch.num_blocks, batch.is_compact) for batch in batches} for _, batches, _ in served)
-    assert first == {(2, False), (3, False)}
-    assert second >= {(3, True), (2, False)} and warm >= {(3, True), (2, False)}
-    assert served[2][2] == {2: True, 3: True}
+@pytest.mark.parametrize(("cache_tokens", "pages"), [(None, 16 * 3), (192, 3), (1000, 16)])
+def test_pages_hold_the_tokens_of_the_cache(model_and_params, cache_tokens, pages):
+    model, _ = model_and_params
+    runner = ModelRunner(model, seed=0, slots=SLOTS, length=CONTEXT, cache_tokens=cache_tokens)
+    assert runner.num_pages == pages
+    layers, heads, size = 2, 2, 16
+    assert runner.cache_bytes(jnp.float32) == 2 * 4 * layers * heads * size * 64 * pages
 
 
-@pytest.mark.slow
-def test_sub_batches_change_no_bit(served):
-    (plain, _, _), *others = served
-    assert len(plain) == 18 and max(len(completion.token_ids) for completion in plain) == 130
-    for completions, _, _ in others:
-        assert completions == plain
+def test_pages_that_hold_no_request_are_refused(model_and_params):
+    said = r"cache_tokens is 128: 2 pages of 64 tokens .* at least 192, which hold a request of 150 tokens"
+    with pytest.raises(ValueError, match=said):
+        ModelRunner(model_and_params[0], seed=0, slots=SLOTS, length=150, cache_tokens=128)
 
 
-def test_sub_batches_are_not_used_where_they_change_a_bit():
-    def network(params, tokens, positions):
-        return jax.nn.one_hot(tokens, 16) * (params["w"] + 1e-6 * tokens.shape[0])
+def test_sixteen_slots_have_programs_of_few_rows(model_and_params):
+    model, params = model_and_params
+    names = {"prefill_64", "copy", "admit", "decode_2", "decode_8", "decode_filtered_2", "decode_filtered_8"}
+    few = {name.replace("decode", "decode_few") for name in names if name.startswith("decode")}
+    small, large = (ModelRunner(model, seed=0, slots=slots, length=CONTEXT) for slots in (15, 16))
+    assert small.warm_up_programs(params).keys() == names
+    assert large.warm_up_programs(params).keys() == names | few
+    assert large.programs(params).keys() == {"prefill", "decode", "decode_filtered"}
 
-    model = jaxft.from_function(network)
-    runner = ModelRunner(model, seed=0, slots=SLOTS, length=32, prefix_cache_rows=8)
-    runner.warm_up({"w": jnp.ones(())})
-    assert runner.tried == {1: False}
+
+# --- Bits.
+
+
+class Served:
+    """Runs requests on a runner in pages and slots that the test chooses."""
+
+    def __init__(self, model, params):
+        self.runner = ModelRunner(model, seed=0, slots=SLOTS, length=CONTEXT, cache_tokens=64 * PAGES)
+        self.params = params
+
+    def prefill(self, prompts, pages, starts=None):
+        """Prefill a page of each prompt at a time, together, from its start on."""
+        reached = list(starts or [0] * len(prompts))
+        while any(start < len(prompt) - 1 for start, prompt in zip(reached, prompts, strict=True)):
+            pieces = []
+            for index, (prompt, numbers) in enumerate(zip(prompts, pages, strict=True)):
+                tokens = prompt[reached[index] : min(reached[index] + 64, len(prompt) - 1)]
+                if tokens:
+                    pieces.append(Piece(0, reached[index], tokens, numbers))
+                    reached[index] += len(tokens)
+            for start in range(0, len(pieces), self.runner.piece_rows(64)):
+                self.runner.prefill(self.params, pieces[start : start + self.runner.piece_rows(64)], 64)
+
+    def decode(self, rows, num_steps, **options):
+        """Decode rows, each with its slot, pages and request; return tokens and log-probabilities of each."""
+        self.runner.admit(self.params, [(slot, request) for slot, _, request in rows])
+        states = [Row(slot, pages, len(request.prompt_ids)) for slot, pages, request in rows]
+        options = {"is_filtered": False} | options
+        decoded = self.runner.read(self.runner.advance(self.params, states, num_steps, **options))
+        return [
+            (decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), bool(decoded.active[slot]))
+            for slot, _, _ in rows
+        ]
+
+
+@pytest.fixture(scope="module")
+def served(model_and_params):
+    return Served(*model_and_params)
+
+
+def requested(number, prompt_tokens, **changes):
+    prompt = tuple(np.random.default_rng(number).integers(6, 262, prompt_tokens).tolist())
+    return replace(Request(prompt, (0, 0, 0, 0, 0, number), max_tokens=100), **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(served):
+    """Rows of 5 to 180 tokens, each decoded alone in the same slot and pages."""
+    found = []
+    for number in range(SLOTS):
+        request = requested(number, 5 + 35 * (number % 6))
+        served.prefill([request.prompt_ids], [[0, 1, 2]])
+        found.append((request, served.decode([(0, [0, 1, 2], request)], 8)[0]))
+    return found
+
+
+def test_a_row_gives_the_log_probabilities_of_the_trainer(served, alone):
+    rows = np.zeros((SLOTS, CONTEXT), np.int32)
+    for row, (request, (tokens, *_)) in zip(rows, alone, strict=True):
+        row[: len(request.prompt_ids) + 8] = *request.prompt_ids, *tokens
+    scored = token_logprobs(served.runner._model, served.params, jnp.asarray(rows))
+    for values, (request, (_, logprobs, is_active)) in zip(np.asarray(scored.logprobs), alone, strict=True):
+        start = len(request.prompt_ids)
+        assert np.abs(values[start : start + 8] - logprobs).max() <= MAX_DIFFERENCE and is_active
+
+
+@pytest.mark.parametrize("count", [5, SLOTS])
+def test_slots_pages_and_the_other_rows_change_no_bit(served, alone, count):
+    """All slots are decoded by one program of all rows, five by one of few rows."""
+    rng = np.random.default_rng(count)
+    chosen, slots = rng.permutation(SLOTS)[:count], rng.permutation(SLOTS)[:count]
+    numbers = iter(rng.permutation(PAGES).tolist())
+    requests = [alone[index][0] for index in chosen]
+    pages = [[next(numbers) for _ in range(-(-(len(request.prompt_ids) + 8) // 64))] for request in requests]
+    served.prefill([request.prompt_ids for request in requests], pages)
+    found = served.decode(list(zip(slots.tolist(), pages, requests, strict=True)), 8)
+    assert found == [alone[index][1] for index in chosen]
+
+
+def test_two_steps_at_a_time_and_the_program_with_filters_change_no_bit(served, alone):
+    request, (tokens, logprobs, _) = alone[4]
+    served.prefill([request.prompt_ids], [[7, 3, 5]])
+    first, second = served.decode([(9, [7, 3, 5], request)], 2)[0], []
+    for step in range(1, 4):
+        row = Row(9, [7, 3, 5], len(request.prompt_ids) + 2 * step)
+        decoded = served.runner.read(served.runner.advance(served.params, [row], 2, is_filtered=True))
+        second += zip(decoded.tokens[9].tolist(), decoded.sampler_logprobs[9].tolist(), strict=True)
+    assert first[0] + [token for token, _ in second] == tokens
+    assert first[1] + [value for _, value in second] == logprobs
+
+
+def test_slots_that_are_not_chosen_stay_as_they_are(served, alone):
+    rows = [(slot, [2 * slot, 2 * slot + 1], alone[6 * slot][0]) for slot in range(2)]  # 5 tokens each
+    served.prefill([request.prompt_ids for *_, request in rows], [pages for _, pages, _ in rows])
+    served.runner.admit(served.params, [(slot, request) for slot, _, request in rows])
+    found = {}
+    for slot, pages, _ in reversed(rows):
+        dispatch = served.runner.advance(served.params, [Row(slot, pages, 5)], 8, is_filtered=False)
+        decoded = served.runner.read(dispatch)
+        assert decoded.counts.tolist() == [8 * (slot == each) for each in range(SLOTS)]
+        found[slot] = decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), True
+    assert [found[slot] for slot in range(2)] == [alone[0][1], alone[6][1]]
+
+
+def test_a_row_goes_on_from_shared_and_copied_pages(served, alone):
+    """More copies at once than a program makes; each row has the page of its last tokens for itself."""
+    request, expected = alone[3]  # 110 tokens: a whole page, and one that the answer goes on in
+    count = ADMISSION_ROWS + 2
+    served.prefill([request.prompt_ids], [[30, 31]])
+    served.runner.copy(served.params, [PageCopy(0, 31, page) for page in range(count)])
+    found = served.decode([(slot, [30, slot], request) for slot in range(count)], 8)
+    assert found == [expected] * count
+    # The source was not written: it serves a prompt that goes on after it.
+    assert served.decode([(15, [30, 31], request)], 8) == [expected]
+
+
+def test_a_prompt_goes_on_after_its_cached_pages(served, alone):
+    request, expected = alone[5]  # 180 tokens
+    served.prefill([request.prompt_ids[:65]], [[11]])  # all but the last token
+    served.prefill([request.prompt_ids], [[11, 20, 21]], starts=[64])
+    assert served.decode([(2, [11, 20, 21], request)], 8) == [expected]
+
+
+def test_rows_end_at_stop_ids_and_limits(served, alone):
+    request, (tokens, logprobs, _) = alone[0]
+    stop, budget = tokens.index(tokens[4]) + 1, 3
+    rows = [(4, [0], replace(request, stop_ids=(tokens[4],))), (1, [1], replace(request, max_tokens=budget))]
+    served.prefill([request.prompt_ids] * 2, [[0], [1]])
+    for (found, values, is_active), length in zip(served.decode(rows, 8), (stop, budget), strict=True):
+        assert (found[:length], values[:length], is_active) == (tokens[:length], logprobs[:length], False)
+        assert not any(found[length:])
+
+
+def test_requests_keep_to_their_own_parameters_in_a_wave_of_many(served, alone):
+    """More requests at once than a program admits, with key ids of two lengths."""
+    rows = []
+    for slot, (request, _) in enumerate(alone):
+        pages = list(range(2 * slot, 2 * slot + 2))
+        changes = {"prompt_ids": request.prompt_ids[:20], "temperature": float(slot % 2)}
+        rows.append((slot, pages, replace(request, **changes, key_ids=(0,) * (2 + slot % 3) + (slot,))))
+    served.prefill([request.prompt_ids for *_, request in rows], [pages for _, pages, _ in rows])
+    together = served.decode(rows, 8)
+    for slot, pages, request in rows:
+        served.prefill([request.prompt_ids], [pages])
+        assert served.decode([(slot, pages, request)], 8) == [together[slot]]

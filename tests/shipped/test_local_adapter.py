@@ -227,7 +227,7 @@ def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection)
 
 
 def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy, make_collection, tmp_path):
-    def breaks(params, tokens, positions, cache=None, segment_ids=None):
+    def breaks(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         raise MemoryError("too large")
 
     lost = make_adapter(make_policy(model=policy.model._replace(apply=breaks)))
@@ -411,8 +411,8 @@ def test_a_job_can_be_cancelled_before_and_while_it_runs(make_policy, make_colle
 def hungry(policy):
     """A model that wants more memory than any address space has: the allocation really fails."""
 
-    def apply(params, tokens, positions, cache=None, segment_ids=None):
-        hidden, cache = policy.model.apply(params, tokens, positions, cache, segment_ids)
+    def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
+        hidden, cache = policy.model.apply(params, tokens, positions, cache, tables, segment_ids)
         return hidden + jnp.cumsum(jnp.ones((2**16, 2**30)), axis=0)[tokens, :1], cache
 
     return policy.model._replace(apply=apply)
@@ -422,7 +422,7 @@ def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy
     adapter = make_small_adapter(make_policy(model=hungry(policy)), **FOREIGN)
     (status,) = train(adapter, make_collection("large"))
     assert status.status is TrainingStatusEnum.FAILED
-    sizes = "slots (now 8)", "prefix_cache_rows (now 8)", "max_context_tokens (now 96)"
+    sizes = "slots (now 8)", "cache_tokens (now 1024)", "max_context_tokens (now 96)"
     for lower in ("trainer_adapters.<name>.microbatch_tokens (now 64)", "llms.policy.", *sizes):
         assert lower in status.message
     assert "Out of memory allocating" in status.message
@@ -432,7 +432,7 @@ def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy
 def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
     with pytest.raises(
         DeviceMemoryError,
-        match=rf"llms\.<name>\.slots \(now 8\), prefix_cache_rows \(now 8\) or max_context_tokens \(now {2**40}\)",
+        match=rf"llms\.<name>\.slots \(now 8\), cache_tokens \(now {2**43}\) or max_context_tokens \(now {2**40}\)",
     ):
         asyncio.run(make_small_adapter(make_policy(max_context_tokens=2**40)).is_healthy())
 
@@ -441,7 +441,7 @@ def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
 def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_collection, error):
     """A model may call `sys.exit`: the job is over, the process is not."""
 
-    def apply(params, tokens, positions, cache=None, segment_ids=None):
+    def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         raise error
 
     adapter = make_small_adapter(make_policy(model=policy.model._replace(apply=apply)), **FOREIGN)

@@ -1,0 +1,127 @@
+"""The one loop that samples: a fixed number of decoding steps for all rows of a batch.
+
+`generate` and the engine call it. How many steps there are, and whether any row filters, is static, so that the device
+decides nothing within a call and asks the host nothing.
+Letters: `R` rows, `C` columns of a page table, `N` steps, `S` stop ids.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.sampling import SamplingParams, sample
+from jaxft.core.sharding import platform_of
+from jaxft.core.types import Cache, Model, Params
+
+
+class DecodeState(NamedTuple):
+    """The state of rows that are being decoded.
+
+    Attributes:
+        tokens: the last token of each row, not yet in the cache.
+        positions: the position of that token in its row.
+        active: False once the row has ended.
+    """
+
+    tokens: Int[Array, "R"]
+    positions: Int[Array, "R"]
+    active: Bool[Array, "R"]
+
+
+class RowParams(NamedTuple):
+    """The parameters that a row is sampled with, the same from its first token to its last.
+
+    Attributes:
+        sampling: how tokens are drawn.
+        keys: a PRNG key per row; the key of a token is this folded with the token's position.
+        stop_ids: token ids that end the row, padded with -1.
+        limits: maximum number of tokens of the row, prompt included.
+    """
+
+    sampling: SamplingParams
+    keys: Any
+    stop_ids: Int[Array, "R S"]
+    limits: Int[Array, "R"]
+
+
+class Emitted(NamedTuple):
+    """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real."""
+
+    tokens: Int[Array, "R N"]
+    sampler_logprobs: Float[Array, "R N"]
+    behavior_logprobs: Float[Array, "R N"]
+    counts: Int[Array, "R"]
+
+
+def decode(
+    model: Model,
+    params: Params,
+    cache: Cache,
+    tables: Int[Any, "R C"],
+    state: DecodeState,
+    rows: RowParams,
+    num_steps: int,
+    *,
+    is_filtered: bool = True,
+) -> tuple[Cache, DecodeState, Emitted]:
+    """Sample `num_steps` tokens for every active row, fewer where a row ends before.
+
+    A row depends on its own tokens, parameters and key only. On a CPU its tokens and log-probabilities have the same
+    bits whatever the other rows and the page numbers are, as long as there are others: products with a single row are
+    added in another order.
+
+    Args:
+        model: the model.
+        params: weights to decode with.
+        cache: pages that hold the tokens of each row before its last.
+        tables: pages of each row, enough for `num_steps` more tokens.
+        state: where each row stands.
+        rows: sampling parameters.
+        num_steps: number of steps.
+        is_filtered: False if no row has top-k, top-p, min-p or a logit bias, to spend no time on them; the results are
+            the same.
+
+    >>> import jaxft
+    >>> from jaxft.core.cache import init_cache
+    >>> from jaxft.core.sampling import sampling_params
+    >>> def count(params, tokens, positions):  # gives the next number a probability of almost 1
+    ...     return params["scale"] * jax.nn.one_hot(tokens + 1, 6)
+    >>> model, params = jaxft.from_function(count), {"scale": jnp.array(50.0)}
+    >>> cache, tables = init_cache(model, 1, 4, jnp.float32)
+    >>> state = DecodeState(jnp.array([1]), jnp.array([0]), jnp.array([True]))
+    >>> rows = RowParams(sampling_params(1), jax.random.split(jax.random.key(0), 1), jnp.array([[3]]), jnp.array([4]))
+    >>> cache, state, emitted = decode(model, params, cache, tables, state, rows, num_steps=3)
+    >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
+    [[2 3 0]] [2] [False]
+    """
+    in_halves = platform_of(model.sharding) == "cpu"
+    shape = state.tokens.shape[0], num_steps
+    emitted = Emitted(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32))
+
+    def advance(step: Int[Array, ""], carry: tuple[Cache, DecodeState, Emitted]) -> tuple[Cache, DecodeState, Emitted]:
+        cache, state, emitted = carry
+        active = state.active
+        positions = jnp.where(active, state.positions, -1)  # nothing is written or read for a row that has ended
+        hidden, cache = model.apply(params, state.tokens[:, None], positions[:, None], cache=cache, tables=tables)
+        following = state.positions + 1
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
+        logits = model.unembed(params, hidden[:, 0])
+        drawn = sample(logits, keys, rows.sampling, is_filtered=is_filtered, in_halves=in_halves)
+
+        ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
+        emitted = Emitted(
+            emitted.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
+            emitted.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
+            emitted.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
+            emitted.counts + active,
+        )
+        state = DecodeState(
+            jnp.where(active, drawn.tokens, state.tokens),
+            jnp.where(active, following, state.positions),
+            active & ~ended,
+        )
+        return cache, state, emitted
+
+    return jax.lax.fori_loop(0, num_steps, advance, (cache, state, emitted))

@@ -1,0 +1,343 @@
+"""Attention over pages: as a plain softmax in numpy, and nothing but the tokens of a row changes its bits."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.cache import init_cache, own_tables
+from jaxft.core.logprobs import token_logprobs
+from jaxft.models.config import PRESETS
+from jaxft.models.decoder import decoder
+from jaxft.models.paged import (
+    LayerPages,
+    PagedRows,
+    attend_reference,
+    choose_paged_kernel,
+    init_pages,
+    write_and_attend,
+    write_token,
+    write_tokens,
+)
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+COLUMNS = 4
+GARBAGE = 10**6
+"""A page number behind the last page of a row, of a page that does not exist."""
+
+both_layouts = pytest.mark.parametrize("axis", [0, 1], ids=["pages first", "heads first"])
+attend = jax.jit(attend_reference, static_argnums=(3, 4))
+write_one = jax.jit(write_token, static_argnums=4)
+write_many = jax.jit(write_tokens, static_argnums=4)
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def keys_and_values(lengths):
+    """Keys and values `[n K h]` of each row; those of a row depend on its number alone."""
+    return [draw(100 + row, 2, length, KV_HEADS, WIDTH) for row, length in enumerate(lengths)]
+
+
+def shuffled_tables(lengths, seed=0, columns=COLUMNS):
+    """Tables whose pages lie anywhere among more than there are rows for."""
+    tables = np.random.default_rng(seed).permutation(len(lengths) * columns + 3)[: len(lengths) * columns]
+    tables = tables.reshape(len(lengths), columns).astype(np.int32)
+    for row, length in enumerate(lengths):
+        tables[row, -(-length // 64) :] = GARBAGE
+    return tables
+
+
+def filled_pages(rows, tables, axis, unused=np.nan):
+    """Pages that hold the keys and values of each row, written without jax; everything else is `unused`."""
+    pages = len(tables) * COLUMNS + 3
+    keys, values = (np.full((pages, KV_HEADS, 64, WIDTH), unused, np.float32) for _ in range(2))
+    for (row_keys, row_values), table in zip(rows, tables, strict=True):
+        for place in range(len(row_keys)):
+            keys[table[place // 64], :, place % 64] = row_keys[place]
+            values[table[place // 64], :, place % 64] = row_values[place]
+    return in_layout(keys, values, axis)
+
+
+def in_layout(keys, values, axis):
+    """Pages `[N K P h]` as `LayerPages` has them."""
+    if axis == 0:
+        return LayerPages(jnp.asarray(keys.swapaxes(2, 3)), jnp.asarray(values))
+    return LayerPages(jnp.asarray(keys.swapaxes(0, 1)), jnp.asarray(values.swapaxes(0, 1)))
+
+
+def plain_softmax(q, keys, values, position, window):
+    """Attention of one token `[H h]` to the tokens of its row up to its position, in float64."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    keys, values = (np.repeat(x[first : position + 1].astype(np.float64), HEADS // KV_HEADS, 1) for x in (keys, values))
+    scores = np.einsum("hd,shd->hs", q.astype(np.float64), keys) * WIDTH**-0.5
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("hs,shd->hd", weights / weights.sum(axis=-1, keepdims=True), values)
+
+
+def ragged(lengths, tokens):
+    """Rows whose last tokens, `tokens` or fewer from the first place of a page on, are those of a call."""
+    lengths = np.array(lengths)
+    starts = lengths - 1 if tokens == 1 else np.maximum(lengths - 1, 0) // 64 * 64
+    return jnp.asarray(np.maximum(starts, 0), jnp.int32), jnp.asarray(lengths - np.maximum(starts, 0), jnp.int32)
+
+
+RAGGED = [200, 1, 0, 64, 65, 128, 256]
+"""Tokens of each row; the third is idle, and the last fills its table."""
+
+
+@both_layouts
+@pytest.mark.parametrize("window", [None, 1, 40, 100], ids="window {}".format)
+@pytest.mark.parametrize("tokens", [1, 64], ids=["one token", "a page"])
+def test_attention_is_a_plain_softmax_over_the_tokens_of_the_row(axis, window, tokens):
+    """Unused pages, and places behind a row's last token, hold NaN."""
+    rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
+    q = draw(1, len(RAGGED), tokens, HEADS, WIDTH)
+    starts, counts = ragged(RAGGED, tokens)
+    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), window, axis)
+    assert mixed.dtype == jnp.float32 and np.isfinite(mixed).all()
+    compared = 0
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        for token in range(count):
+            expected = plain_softmax(q[row, token], *rows[row], start + token, window)
+            np.testing.assert_allclose(mixed[row, token], expected, rtol=0, atol=2e-6)
+            compared += 1
+    assert compared == sum(counts.tolist()) and compared >= len(RAGGED) - 1
+    np.testing.assert_array_equal(mixed[2], 0)  # of the idle row
+
+
+@both_layouts
+def test_a_call_may_begin_after_earlier_pages_and_span_several(axis):
+    """Two pages of tokens after one or none, some rows with fewer."""
+    lengths, starts = [192, 150, 128, 65, 64], np.array([64, 64, 0, 64, 64], np.int32)
+    rows, tables = keys_and_values(lengths), shuffled_tables(lengths)
+    counts = np.array(lengths, np.int32) - starts  # none in the last row
+    q = draw(1, len(lengths), 128, HEADS, WIDTH)
+    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), None, axis)
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for token in {0, 1, 63, 64, count - 1} & set(range(count)):
+            expected = plain_softmax(q[row, token], *rows[row], start + token, None)
+            np.testing.assert_allclose(mixed[row, token], expected, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(mixed[4], 0)
+
+
+@both_layouts
+def test_bfloat16_is_rounded_after_sums_in_float32(axis):
+    rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
+    q = draw(1, len(RAGGED), 1, HEADS, WIDTH)
+    pages = filled_pages(rows, tables, axis)
+    q, pages = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (q, pages))
+    q64, rows = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64), (q, rows))
+    mixed = attend(q, pages, PagedRows(tables, *ragged(RAGGED, 1)), None, axis)
+    assert mixed.dtype == jnp.bfloat16
+    for row in (0, 1, 3, 4, 5, 6):
+        expected = plain_softmax(q64[row, 0], *rows[row], RAGGED[row] - 1, None)
+        # Weights and result have 8 bits each.
+        np.testing.assert_allclose(np.asarray(mixed[row, 0], np.float64), expected, rtol=0.01, atol=0.01)
+
+
+# --- What changes no bit of a row.
+
+
+@both_layouts
+@pytest.mark.parametrize(("window", "tokens"), [(None, 1), (100, 1), (None, 64)])
+def test_a_row_has_the_same_bits_alone_and_among_others(axis, window, tokens):
+    rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
+    pages, q = filled_pages(rows, tables, axis), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
+    starts, counts = ragged(RAGGED, tokens)
+    together = attend(q, pages, PagedRows(tables, starts, counts), window, axis)
+    for row in range(len(RAGGED)):
+        few = slice(row, row + 1)
+        alone = attend(q[few], pages, PagedRows(tables[few], starts[few], counts[few]), window, axis)
+        np.testing.assert_array_equal(alone, together[few])
+
+
+@both_layouts
+@pytest.mark.parametrize("tokens", [1, 64], ids=["one token", "a page"])
+def test_page_numbers_unused_places_and_the_width_of_tables_change_no_bit(axis, tokens):
+    rows, q = keys_and_values(RAGGED), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
+    starts, counts = ragged(RAGGED, tokens)
+    tables = own_tables(len(RAGGED), COLUMNS)
+    expected = attend(q, filled_pages(rows, tables, axis, unused=0), PagedRows(tables, starts, counts), None, axis)
+    is_real = np.arange(tokens) < np.asarray(counts)[:, None]
+    for seed, unused, more in ((1, np.nan, 0), (2, np.inf, 0), (3, 7.0, 5)):
+        tables = shuffled_tables(RAGGED, seed)
+        wider = np.pad(tables, ((0, 0), (0, more)), constant_values=GARBAGE)
+        found = attend(q, filled_pages(rows, tables, axis, unused), PagedRows(wider, starts, counts), None, axis)
+        np.testing.assert_array_equal(found[is_real], expected[is_real])
+
+
+def test_the_lanes_that_pad_heads_change_no_bit():
+    """Pages on TPUs have 128 lanes; those behind the width of a head are never read."""
+    rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
+    pages, q = filled_pages(rows, tables, axis=1), draw(1, len(RAGGED), 1, HEADS, WIDTH)
+    empty = init_pages(len(RAGGED) * COLUMNS + 3, KV_HEADS, WIDTH, jnp.float32, "tpu")
+    padded = jax.tree.map(lambda page, lanes: jnp.full_like(lanes, jnp.nan).at[..., :WIDTH].set(page), pages, empty)
+    of_call = PagedRows(tables, *ragged(RAGGED, 1))
+    np.testing.assert_array_equal(attend(q, padded, of_call, None, 1), attend(q, pages, of_call, None, 1))
+
+
+@both_layouts
+def test_rows_may_read_the_same_pages(axis):
+    rows = keys_and_values([130])
+    tables = shuffled_tables([130])
+    pages, q = filled_pages(rows, tables, axis), draw(1, 1, 1, HEADS, WIDTH)
+    starts, counts = np.array([63, 127, 129, 129], np.int32), np.ones(4, np.int32)
+    shared = PagedRows(np.repeat(tables, 4, axis=0), starts, counts)
+    mixed = attend(np.repeat(q, 4, axis=0), pages, shared, None, axis)
+    np.testing.assert_array_equal(mixed[2], mixed[3])
+    for row in range(3):
+        expected = plain_softmax(q[0, 0], *rows[0], int(starts[row]), None)
+        np.testing.assert_allclose(mixed[row, 0], expected, rtol=0, atol=2e-6)
+
+
+# --- Writing.
+
+
+@both_layouts
+def test_a_token_is_written_to_its_place_and_nowhere_else(axis):
+    rows = keys_and_values(RAGGED)
+    tables = shuffled_tables(RAGGED)
+    tables[2] = tables[0]  # what the idle row wrote would stand in the pages of another
+    starts, counts = ragged(RAGGED, 1)
+    without_last = [(keys[:-1], values[:-1]) for keys, values in rows]
+    k, v = (np.stack([row[i][-1:] if row[i].size else draw(9, 1, KV_HEADS, WIDTH) for row in rows]) for i in (0, 1))
+    written = write_one(
+        filled_pages(without_last, tables, axis, unused=7.0), k, v, PagedRows(tables, starts, counts), axis
+    )
+    jax.tree.map(np.testing.assert_array_equal, written, filled_pages(rows, tables, axis, unused=7.0))
+
+
+@both_layouts
+def test_tokens_are_written_page_by_page_and_pages_without_one_stay(axis):
+    lengths, starts = [192, 150, 128, 65, 64, 0], np.array([64, 64, 0, 64, 64, 0], np.int32)
+    counts = np.array(lengths, np.int32) - starts
+    rows, tables = keys_and_values(lengths), shuffled_tables(lengths)
+    before = [(keys[:start], values[:start]) for (keys, values), start in zip(rows, starts, strict=True)]
+    k, v = draw(8, 2, len(lengths), 128, KV_HEADS, WIDTH)  # also of padding
+    for row, (keys, values) in enumerate(rows):
+        k[row, : counts[row]], v[row, : counts[row]] = keys[starts[row] :], values[starts[row] :]
+    written = write_many(filled_pages(before, tables, axis, unused=7.0), k, v, PagedRows(tables, starts, counts), axis)
+    expected = filled_pages(rows, tables, axis, unused=7.0)
+    for found, wanted in zip(written, expected, strict=True):
+        found, wanted = (np.moveaxis(np.asarray(x), axis, 0) for x in (found, wanted))
+        touched = [(1, 2), (3, 1)]  # rows whose last page is not full, and its column
+        kept = np.setdiff1d(np.arange(len(found)), [tables[place] for place in touched])
+        np.testing.assert_array_equal(found[kept], wanted[kept])
+        assert np.isfinite(found).all()
+    # Of the touched ones every place up to the last token.
+    mixed = attend(draw(1, 6, 1, HEADS, WIDTH), written, PagedRows(tables, *ragged(lengths, 1)), None, axis)
+    again = attend(draw(1, 6, 1, HEADS, WIDTH), expected, PagedRows(tables, *ragged(lengths, 1)), None, axis)
+    np.testing.assert_array_equal(mixed, again)
+
+
+@both_layouts
+@pytest.mark.parametrize("window", [None, 50], ids="window {}".format)
+def test_several_tokens_at_once_are_the_same_as_token_by_token(axis, window):
+    counts = np.array([100, 0, 64, 1], np.int32)
+    q, k, v = draw(1, 4, 100, HEADS, WIDTH), *draw(2, 2, 4, 100, KV_HEADS, WIDTH)
+    tables, starts = shuffled_tables([100] * 4), np.zeros(4, np.int32)
+    empty = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan), init_pages(19, KV_HEADS, WIDTH, jnp.float32, ("cpu", "gpu")[axis])
+    )
+    pages = write_many(empty, k, v, PagedRows(tables, starts, counts), axis)
+    at_once = attend(q, pages, PagedRows(tables, starts, counts), window, axis)
+
+    @jax.jit
+    def step(pages, token):
+        rows = PagedRows(tables, starts + token, (token < counts).astype(jnp.int32))
+        here = [jax.lax.dynamic_slice_in_dim(x, token, 1, axis=1) for x in (q, k, v)]
+        pages = write_token(pages, *here[1:], rows, axis)
+        return pages, attend_reference(here[0], pages, rows, window, axis)[:, 0]
+
+    pages, one_by_one = jax.lax.scan(step, empty, jnp.arange(100))
+    is_real = np.arange(100) < counts[:, None]
+    np.testing.assert_allclose(one_by_one.swapaxes(0, 1)[is_real], at_once[is_real], rtol=0, atol=1e-6)
+
+
+def test_the_layer_writes_and_attends_in_the_layout_of_the_device():
+    counts, tables, starts = np.array([70, 128], np.int32), shuffled_tables([71, 129]), np.zeros(2, np.int32)
+    q, k, v = draw(1, 2, 128, HEADS, WIDTH), *draw(2, 2, 2, 128, KV_HEADS, WIDTH)
+    rows = PagedRows(tables, starts, counts)
+    empty = init_pages(11, KV_HEADS, WIDTH, jnp.float32, "cpu")
+    mixed, pages = jax.jit(write_and_attend, static_argnums=(5, 6))(q, k, v, empty, rows, None, None)
+    row = PagedRows(tables, counts, np.ones(2, np.int32))  # one token more in each
+    more, _ = jax.jit(write_and_attend, static_argnums=(5, 6))(q[:, :1], k[:, :1], v[:, :1], pages, row, None, None)
+    for i, count in enumerate(counts):
+        found = np.concatenate([mixed[i, :count], more[i]])
+        queries, keys, values = (np.concatenate([x[i, :count], x[i, :1]]) for x in (q, k, v))
+        for token in (0, 63, 64, count - 1, count):
+            expected = plain_softmax(queries[token], keys, values, token, None)
+            np.testing.assert_allclose(found[token], expected, rtol=0, atol=2e-6)
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """The attributes of a device that tell its abilities; only GPUs have a `compute_capability`."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+H100, T4 = Device("gpu", "NVIDIA H100", "9.0"), Device("gpu", "Tesla T4", "7.5")
+MI300, V5E = Device("gpu", "AMD Instinct MI300X", "gfx942"), Device("tpu", "TPU v5 lite")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "devices", "kernel"),
+    [
+        (jnp.bfloat16, [H100, H100], "triton"),
+        (jnp.float32, [H100], "triton"),
+        (jnp.float64, [H100], "reference"),
+        (jnp.bfloat16, [H100, T4], "reference"),
+        (jnp.bfloat16, [MI300], "reference"),
+        (jnp.bfloat16, [V5E], "mosaic"),
+        (jnp.float32, [V5E], "mosaic"),
+        (jnp.float16, [V5E], "reference"),
+        (jnp.bfloat16, jax.devices("cpu"), "reference"),
+    ],
+)
+def test_a_kernel_is_chosen_where_all_devices_can_run_it(dtype, devices, kernel):
+    assert choose_paged_kernel(dtype, devices) == kernel
+
+
+# --- A decoder.
+
+LENGTHS = [130, 129, 65, 64, 1]
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def logits_through_pages(model, params, tokens, width):
+    """Logits of rows of `LENGTHS` tokens: the first 128 are prefilled `width` at a time, the others token by token."""
+    params, lengths = model.decode_layout(params), jnp.array(LENGTHS)[:, None]
+    cache, tables = init_cache(model, len(LENGTHS), tokens.shape[1], jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    positions = jnp.where(positions < lengths, positions, -1)
+    calls = [slice(first, first + width) for first in range(0, 128, width)] + [slice(128, 129), slice(129, 130)]
+    pieces = []
+    for call in calls:
+        hidden, cache = model.apply(params, tokens[:, call], positions[:, call], cache=cache, tables=tables)
+        pieces.append(hidden)
+    return model.unembed(params, jnp.concatenate(pieces, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("width", "window"),
+    [(64, None), pytest.param(64, 70, marks=pytest.mark.slow), pytest.param(128, None, marks=pytest.mark.slow)],
+)
+def test_a_decoder_gives_the_same_logits_through_pages(width, window):
+    model = decoder(replace(PRESETS["qwen3-50k"], vocab_size=48, sliding_window=window))
+    params = jax.jit(model.init)(jax.random.key(0))
+    params["embed"] *= 8  # logits with a standard deviation of about 1
+    tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), 130), 0, 48)
+    logits = logits_through_pages(model, params, tokens, width)
+    assert 0.5 < float(logits.std()) < 3
+    scored = token_logprobs(model, params, tokens).logprobs[:, 1:]
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    is_real = np.arange(1, 130) < np.array(LENGTHS)[:, None]
+    np.testing.assert_allclose(logprobs[is_real], scored[is_real], rtol=0, atol=1e-5)

@@ -1,0 +1,152 @@
+"""Attention to a paged cache: both kernels, interpreted, give the values of attention computed in numpy's float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps
+
+KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="window") for name, f in
+           {"gpu": attend_gpu, "tpu": attend_tpu}.items()}  # fmt: skip
+PAGE, COLUMNS, PAGES = 64, 4, 18
+EPSILON = {"bfloat16": 2**-8, "float32": 2**-20}
+"""Relative error of a product: weights and results are rounded to bfloat16; float32 rounds sums of 256 terms."""
+
+
+def draw(length, groups, dtype, kv_heads=2, head_dim=64, seed=0):
+    """Arguments of a kernel: rows of ragged lengths, the third one idle, on shuffled pages.
+
+    All that no row holds is NaN, and columns after a row's last page name a page that is NaN.
+    """
+    draws = np.random.default_rng(seed)
+    starts = np.array([100, 0, 70, 255 - length], np.int32)
+    counts = np.array([max(1, length - 3), length, 0, length], np.int32)
+    keys, values = (np.full((kv_heads, PAGES, PAGE, head_dim), np.nan, np.float32) for _ in range(2))
+    tables = np.zeros((4, COLUMNS), np.int32)
+    numbers = iter(draws.permutation(np.arange(1, PAGES)))
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        end = start + count if count else 0
+        for column in range(-(-end // PAGE)):
+            tables[row, column] = next(numbers)
+            real = min(PAGE, end - column * PAGE)
+            for pool in (keys, values):
+                pool[:, tables[row, column], :real] = draws.normal(size=(kv_heads, real, head_dim))
+    q = draws.normal(size=(4, length, kv_heads * groups, head_dim))
+    return [jnp.asarray(x, dtype) for x in (q, keys, values)] + [jnp.asarray(x) for x in (tables, starts, counts)]
+
+
+def attend_in_float64(q, keys, values, tables, starts, counts, window):
+    """Attention query by query; NaN for queries that a row does not have."""
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
+    heads, kv_heads, head_dim = q.shape[2], keys.shape[0], q.shape[3]
+    mixed = np.full(q.shape, np.nan)
+    for row, head in np.ndindex(q.shape[0], heads):
+        k, v = (x[head // (heads // kv_heads), tables[row]].reshape(-1, head_dim) for x in (keys, values))
+        for t in range(int(counts[row])):
+            end = int(starts[row]) + t + 1
+            seen = slice(0 if window is None else max(0, end - window), end)
+            scores = k[seen] @ q[row, t, head] * head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            mixed[row, t, head] = weights @ v[seen] / weights.sum()
+    return mixed
+
+
+CASES = [
+    # queries, key/value heads, heads of a group, window, dtype, head width; the TPU kernel loads 4 pages a step of 2
+    # heads, and 2 of 8
+    (1, 2, 2, None, "bfloat16", 64),
+    (1, 8, 1, None, "float32", 128),
+    (1, 8, 4, 70, "float32", 64),
+    (16, 8, 2, None, "float32", 64),
+    (16, 2, 4, 20, "bfloat16", 128),
+    (16, 8, 1, 70, "float32", 64),
+]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("length", "kv_heads", "groups", "window", "dtype", "head_dim"), CASES)
+def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, groups, window, dtype, head_dim):
+    arguments = draw(length, groups, dtype, kv_heads, head_dim)
+    mixed = np.asarray(KERNELS[name](*arguments, window=window), np.float32)
+    wanted = attend_in_float64(*arguments, window)
+    is_real = ~np.isnan(wanted)
+    np.testing.assert_allclose(mixed[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON[dtype])
+    assert np.isfinite(mixed).all()  # queries that pad a row too
+    assert not mixed[2].any()  # the idle row
+
+
+def test_the_gpu_kernel_takes_any_width_and_group():
+    arguments = draw(2, 3, "float32", kv_heads=1, head_dim=96)
+    mixed, wanted = KERNELS["gpu"](*arguments, window=None), attend_in_float64(*arguments, None)
+    is_real = ~np.isnan(wanted)
+    np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_pool_may_be_wider_than_heads(name):
+    q, keys, values, *rows = draw(1, 2, "float32")
+    wide = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, 64)]) for x in (keys, values)]
+    mixed, wanted = KERNELS[name](q, *wide, *rows, window=None), attend_in_float64(q, keys, values, *rows, None)
+    is_real = ~np.isnan(wanted)
+    np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_blocks_of_queries_do_not_differ_from_single_ones(name):
+    """512 rows of a tile are two blocks on TPUs and four on GPUs; the second row has queries in the first only."""
+    arguments = draw(128, 4, "float32", kv_heads=1)
+    q, *pool, starts, counts = arguments
+    counts = counts.at[1].set(5)
+    mixed, wanted = KERNELS[name](q, *pool, starts, counts, window=70), attend_in_float64(*arguments, 70)
+    is_real = (np.arange(128) < np.asarray(counts)[:, None]) & ~np.isnan(wanted[:, :, 0, 0])
+    np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("length", [1, 16])
+def test_a_row_has_the_same_bits_alone_and_among_others(name, length):
+    q, keys, values, *rows = draw(length, 2, "float32", kv_heads=8)
+    together = KERNELS[name](q, keys, values, *rows, window=None)
+    for row in range(4):
+        alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), window=None)
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_may_all_be_idle(name):
+    q, keys, values, tables, starts, counts = draw(1, 2, "bfloat16")
+    assert not KERNELS[name](q, keys, values, tables, starts, 0 * counts, window=None).any()
+
+
+def test_steps_load_each_page_that_is_seen_once():
+    *_, tables, starts, counts = draw(16, 1, "float32")
+    for window, step_pages in [(None, 1), (None, 3), (40, 2)]:
+        plan = jax.jit(plan_steps, static_argnums=range(3, 8))  # compiled once, not operation by operation
+        steps, number = plan(tables, starts, counts, 16, 8, step_pages, PAGE, window)
+        loaded = []
+        pages = np.asarray(steps.pages).reshape(-1, step_pages)
+        for place in range(step_pages):
+            column = pages[: int(number), place]
+            changes = np.append(True, column[1:] != column[:-1])
+            loaded += column[changes].tolist()
+            if loaded[-changes.sum()] == 0:  # no row's page: one is loaded where the first step has none in this place
+                del loaded[-changes.sum()]
+        seen = []
+        for row, offset in np.ndindex(4, 2):
+            start, first, count = int(starts[row]), offset * 8, int(counts[row])
+            if count > first:
+                low = 0 if window is None else max(0, start + first - window + 1)
+                seen += tables[row, low // PAGE : (start + min(count, first + 8) - 1) // PAGE + 1].tolist()
+        assert sorted(set(loaded)) == sorted(set(seen))
+        assert len(loaded) <= len(seen)  # the second block of a row finds pages of the first in place
+
+
+def test_arguments_that_no_kernel_takes_are_refused():
+    q, *rest = draw(2, 2, "float32")
+    with pytest.raises(ValueError, match="3 queries"):
+        attend_gpu(jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)]), *rest)
+    with pytest.raises(ValueError, match="3 query heads"):
+        attend_tpu(q[:, :, :3], *rest)
