@@ -242,7 +242,7 @@ def test_without_filters_no_threshold_is_looked_for(is_filtered):
 
 
 def test_ended_rows_leave_the_bytes_of_their_pages(tiny):
-    """Of the rows that decode, only places behind their last token are written."""
+    """Decoding writes only the places behind the last token of each active row."""
     batch = Batch(tiny, ALL)
     batch.state = batch.state._replace(active=jnp.array([True, False, True, False, True, False]))
     before = jax.device_get(batch.cache)

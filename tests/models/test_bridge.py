@@ -139,7 +139,7 @@ def test_the_cache_holds_the_tokens():
 
 
 def test_a_network_sees_zeros_behind_the_last_token_of_a_row():
-    """Whatever the pages held; several tokens are as good as one at a time."""
+    """The contents of reused pages change no logits, and several tokens at once give those of one at a time."""
     seen = []
 
     def network(params, tokens, positions):
