@@ -411,7 +411,8 @@ def attention_ratio(programs: Programs, platform: str, beside: float) -> float:
         beside: bytes that the kernels of a layer read and write beside the pages.
     """
     lengths, token = row_lengths(), 2 * pool_bytes(programs) / held_tokens(programs.run)
-    return (loaded_tokens(lengths, block_tokens(platform)) * token + beside) / (sum(lengths) * token)
+    moved = loaded_tokens(lengths, block_tokens(platform)) + len(lengths)  # each row writes a token
+    return (moved * token + beside) / (sum(lengths) * token)
 
 
 # All programs, and all memory.

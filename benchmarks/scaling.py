@@ -243,8 +243,8 @@ def restored(mesh: Any, state: Any) -> float:
 
 
 def config() -> jaxft.DecoderConfig:
-    """A small model whose heads and vocabulary divide over the meshes."""
-    return replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=264)
+    """A small model whose heads divide over the meshes, and whose vocabulary does so in whole blocks of sampling."""
+    return replace(jaxft.model_preset("qwen3-50k"), num_kv_heads=4, vocab_size=512)
 
 
 if __name__ == "__main__":

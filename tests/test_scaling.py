@@ -50,7 +50,8 @@ def test_every_kind_of_mesh(tmp_path):
     for numbers in found.values():
         judge(numbers, *CLOSE)
         assert numbers["restored on another mesh"] == numbers["bits of files, written and read"] == 0
-        assert {"  rows of generate that diverge", "  rows of the engine that diverge"} <= numbers.keys()
+        for name in ("generate", "the engine"):
+            assert numbers[f"  rows of {name} that diverge"] <= 0.1
     alone = found["1x1x1"]
     assert alone.pop("shares of trajectories") < 1e-6  # from a number by hand, and not from that of one device
     assert not any(alone.values()), "of one device a mesh changes no bit"

@@ -5,14 +5,16 @@ decides nothing within a call and asks the host nothing.
 Letters: `R` rows, `C` columns of a page table, `N` steps, `S` stop ids.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.sampling import SamplingParams, sample
-from jaxft.core.sharding import platform_of
+from jaxft.core.sampling import Sampled, SamplingParams, sample
+from jaxft.core.sharding import ROW_AXES, Sharding, platform_of
 from jaxft.core.types import Cache, Model, Params
 
 
@@ -96,7 +98,6 @@ def decode(
     >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
     [[2 3 0]] [2] [False]
     """
-    in_halves = platform_of(model.sharding) == "cpu"
     shape = state.tokens.shape[0], num_steps
     emitted = Emitted(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32))
 
@@ -108,7 +109,7 @@ def decode(
         following = state.positions + 1
         keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
         logits = model.unembed(params, hidden[:, 0])
-        drawn = sample(logits, keys, rows.sampling, is_filtered=is_filtered, in_halves=in_halves)
+        drawn = _sample(model.sharding, is_filtered, logits, keys, rows.sampling)
 
         ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
         emitted = Emitted(
@@ -125,3 +126,25 @@ def decode(
         return cache, state, emitted
 
     return jax.lax.fori_loop(0, num_steps, advance, (cache, state, emitted))
+
+
+def _sample(
+    sharding: Sharding | None, is_filtered: bool, logits: Float[Array, "R V"], keys: Any, params: SamplingParams
+) -> Sampled:
+    """Return `sample`; on a mesh devices divide the vocabulary, or the rows if these filter or it does not divide."""
+    draw = partial(sample, is_filtered=is_filtered, in_halves=platform_of(sharding) == "cpu")
+    if sharding is None:
+        return draw(logits, keys, params)
+    shards = sharding.mesh.shape["tensor"]
+    if shards == 1 or logits.shape[1] % shards:
+        return draw(sharding.constrain_spread(logits), keys, params)
+    if is_filtered:
+        return draw(sharding.constrain_spread(logits), keys, params, shards=shards)
+    of_rows = PartitionSpec(ROW_AXES)
+    return jax.shard_map(
+        partial(draw, axis="tensor"),
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(ROW_AXES, "tensor"), of_rows, of_rows),
+        out_specs=of_rows,
+        check_vma=False,
+    )(logits, keys, params)

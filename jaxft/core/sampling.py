@@ -142,6 +142,8 @@ def sample(
     *,
     is_filtered: bool = True,
     in_halves: bool = True,
+    shards: int = 1,
+    axis: str | None = None,
 ) -> Sampled:
     """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
 
@@ -157,6 +159,10 @@ def sample(
             rows are those of True.
         in_halves: as for `invariant_sum`: True on CPUs, where the bits of a row then do not depend on the number of
             rows. False is faster elsewhere.
+        shards: number of equal parts of the vocabulary, each of which begins with a block of its own. With other blocks
+            the same key draws another token; parts that are multiples of 128 tokens have those of the whole.
+        axis: mesh axis that has these parts, inside `jax.shard_map`, where `logits` are the part of the device; results
+            are the same on all. Only without filters.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = sample(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
@@ -165,24 +171,29 @@ def sample(
     """
     temperature, greedy = scaling_temperature(params.temperature)[:, None], params.temperature == 0
     scaled = logits.astype(jnp.float32) / temperature  # [R V]
-    full = drawn_from = _block_softmax(scaled, in_halves=in_halves)
+    block_softmax = partial(_block_softmax, in_halves=in_halves, shards=1 if axis else shards, axis=axis)
+    full = drawn_from = block_softmax(scaled)
     candidates = scaled
     if is_filtered:
         filtering = has_filters(params)[:, None]
         candidates = jnp.where(filtering, _filtered_logits(scaled, params, in_halves=in_halves), scaled)
         # Rows that filter nothing take the sums of the other variant, in whatever order the compiler adds here.
-        drawn_from = jax.tree.map(partial(jnp.where, filtering), _block_softmax(candidates, in_halves=in_halves), full)
+        drawn_from = jax.tree.map(partial(jnp.where, filtering), block_softmax(candidates), full)
 
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
     block = jnp.where(greedy, first_largest(drawn_from.peaks), _inverse_cdf(drawn_from.masses, uniforms[:, 0]))
-    inside, ids = _tokens_of(candidates if is_filtered else logits, block)  # [R K]
-    if not is_filtered:
-        inside = inside.astype(jnp.float32) / temperature
+    if axis is None:
+        drawable, ids = _tokens_of(candidates if is_filtered else logits, block, shards)  # [R K]
+    else:
+        drawable, ids = _tokens_of_axis(logits, block, axis)
+    inside = drawable if is_filtered else drawable.astype(jnp.float32) / temperature
     weights = rounded_exp(inside - drawn_from.peak)
     index = jnp.where(greedy, first_largest(inside), _inverse_cdf(weights, uniforms[:, 1]))
     tokens = _at(ids, index)
 
-    sampler_logprobs = full.logprobs(_at(logits, tokens).astype(jnp.float32) / temperature[:, 0])
+    # Divided once more, as XLA for CPU may round the quotients of a block in another way.
+    logit = _at(logits, tokens) if is_filtered else _at(drawable, index)
+    sampler_logprobs = full.logprobs(logit.astype(jnp.float32) / temperature[:, 0])
     behavior_logprobs = drawn_from.logprobs(_at(inside, index))
     plain = greedy | ~has_filters(params)
     return Sampled(tokens, sampler_logprobs, jnp.where(plain, sampler_logprobs, behavior_logprobs))
@@ -200,8 +211,8 @@ class _BlockSoftmax(NamedTuple):
         return logits - self.peak[:, 0] - self.log_mass[:, 0]
 
 
-def _block_softmax(logits: Float[Array, "R V"], *, in_halves: bool) -> _BlockSoftmax:
-    blocks = _in_blocks(logits, -jnp.inf)  # [R B K]
+def _block_softmax(logits: Float[Array, "R V"], *, in_halves: bool, shards: int, axis: str | None) -> _BlockSoftmax:
+    blocks = _in_blocks(logits, -jnp.inf, shards)  # [R B K]
     # Each block is summed relative to its own largest logit, so that one pass over the logits does both. Without the
     # barrier, XLA also reduces the logits to rows directly, and reads them once more for each result.
     if in_halves:
@@ -210,6 +221,8 @@ def _block_softmax(logits: Float[Array, "R V"], *, in_halves: bool) -> _BlockSof
     else:
         peaks, sums = jax.lax.reduce((blocks, jnp.ones_like(blocks)), (-jnp.inf, 0.0), _add_softmax, (2,))
     peaks, sums = jax.lax.optimization_barrier((peaks, sums))
+    if axis is not None:
+        peaks, sums = jax.lax.all_gather(jnp.stack([peaks, sums]), axis, axis=2, tiled=True)
     peak = peaks.max(axis=-1, keepdims=True)
     masses = rounded(sums * rounded_exp(_finite(peaks) - peak))
     return _BlockSoftmax(peaks, masses, peak, rounded(jnp.log(rounded(invariant_sum(masses, in_halves=in_halves)))))
@@ -226,21 +239,35 @@ def _finite(peaks: Float[Array, "*N"]) -> Float[Array, "*N"]:
     return jnp.maximum(peaks, jnp.finfo(peaks.dtype).min)
 
 
-def _in_blocks(x: Shaped[Array, "R V"], padding: float) -> Shaped[Array, "R B K"]:
-    rows, size = x.shape
+def _in_blocks(x: Shaped[Array, "R V"], padding: float, shards: int = 1) -> Shaped[Array, "R B K"]:
+    x = x.reshape(len(x), shards, -1)
+    width = min(x.shape[2], BLOCK_TOKENS)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % width)), constant_values=padding)
+    return x.reshape(len(x), -1, width)
+
+
+def _tokens_of(
+    logits: Float[Array, "R V"], block: Int[Array, "R"], shards: int = 1
+) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
+    """Return the logits of one block of each row and their ids; a shorter block begins with other tokens, at -inf."""
+    size = logits.shape[-1] // shards
     width = min(size, BLOCK_TOKENS)
-    blocks = -(-size // width)
-    return jnp.pad(x, ((0, 0), (0, blocks * width - size)), constant_values=padding).reshape(rows, blocks, width)
+    shard, own = jnp.divmod(block, -(-size // width))
+    first, start = own * width, jnp.minimum(own * width, size - width)
+    ids = start[:, None] + jnp.arange(width)  # within the shard
+    inside = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(logits, shard * size + start)
+    return jnp.where(ids >= first[:, None], inside, -jnp.inf), (shard * size)[:, None] + ids
 
 
-def _tokens_of(logits: Float[Array, "R V"], block: Int[Array, "R"]) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
-    """Return the logits of one block of each row and their ids; the last block may begin with other tokens, at -inf."""
+def _tokens_of_axis(
+    logits: Float[Array, "R V"], block: Int[Array, "R"], axis: str
+) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
+    """Return `_tokens_of` where each device of a mesh axis has a shard of the vocabulary."""
     size = logits.shape[-1]
-    width = min(size, BLOCK_TOKENS)
-    start = jnp.minimum(block * width, size - width)
-    inside = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(logits, start)
-    ids = start[:, None] + jnp.arange(width)
-    return jnp.where(ids >= (block * width)[:, None], inside, -jnp.inf), ids
+    shard, own = jnp.divmod(block, -(-size // min(size, BLOCK_TOKENS)))
+    inside, ids = _tokens_of(logits, own)
+    inside = jnp.where((shard == jax.lax.axis_index(axis))[:, None], inside, 0)
+    return jax.lax.psum(inside, axis), (shard * size)[:, None] + ids
 
 
 def _at(x: Shaped[Array, "R N"], index: Int[Array, "R"]) -> Shaped[Array, "R"]:

@@ -1,14 +1,14 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
 
-Training stacks the parameters of the layers on a leading axis and scans over them. Decoding takes them layer by layer
-(`decode_layout`), each with its own pages of keys and values (`jaxft.models.paged`).
+Training stacks the parameters of the layers on a leading axis and scans over them. Decoding takes them layer by layer,
+joined (`jaxft.models.decode_layout`), each with its own pages of keys and values (`jaxft.models.paged`).
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended to, `D` hidden, `H` query heads, `K`
 key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,9 +26,10 @@ from jaxft.core.sharding import ROW_AXES, Rules, Sharding, constrain, devices_of
 from jaxft.core.types import Model, Params
 from jaxft.models.attention import HeadRows, attend, attend_in_chunks, chunk_of, rotary, rotate, visible_keys
 from jaxft.models.config import DecoderConfig, Family, LoraSpec
+from jaxft.models.decode_layout import GATE_UP, QKV, decoding_layer, head_shards, split_outputs
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, saves_kernels
 from jaxft.models.layers import Linear, RMSNorm, look_up, project_to_vocabulary
-from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
+from jaxft.models.lora import LORA_NAMES, adapter_of, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, PagedRows, init_pages, page_axis, write_and_attend
 
 
@@ -54,46 +55,66 @@ def by_heads(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain_heads(tree)
 
 
-def adapter_of(lora: LoraSpec | None, path: str) -> LoraSpec | None:
-    """Return the spec if the projection at this path has an adapter, else None."""
-    return lora if lora is not None and lora.is_target(path) else None
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: LoraSpec | None) -> None:
-        hidden = config.hidden_size
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-        def linear(name: str, inputs: int, outputs: int, use_bias: bool) -> Linear:
-            return Linear(inputs, outputs, use_bias, rngs, is_transposed, adapter_of(lora, f"self_attn/{name}"))
+        def linear(names: Sequence[str], inputs: int, outputs: int, use_bias: bool) -> Linear:
+            adapter = adapter_of(lora, [f"self_attn/{name}" for name in names])
+            return Linear(inputs, outputs, use_bias, rngs, is_joined, adapter)
 
-        self.q_proj = linear("q_proj", hidden, width, config.qkv_bias)
-        self.k_proj = linear("k_proj", hidden, kv_width, config.qkv_bias)
-        self.v_proj = linear("v_proj", hidden, kv_width, config.qkv_bias)
-        self.o_proj = linear("o_proj", width, hidden, config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        if is_joined:
+            self.qkv_proj = linear(QKV, hidden, width + 2 * kv_width, config.qkv_bias)
+            heads = config.num_heads + config.num_kv_heads
+            self.qk_norm = RMSNorm((heads, config.head_dim), eps) if config.qk_norm else None
+        else:
+            self.q_proj = linear(["q_proj"], hidden, width, config.qkv_bias)
+            self.k_proj = linear(["k_proj"], hidden, kv_width, config.qkv_bias)
+            self.v_proj = linear(["v_proj"], hidden, kv_width, config.qkv_bias)
+            self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
+            self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
+        self.o_proj = linear(["o_proj"], width, hidden, config.output_bias)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.window = config.sliding_window
+        self.window, self.is_joined = config.sliding_window, is_joined
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
     ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         rows, length, _ = x.shape
-        q, k, v = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q = q.reshape(rows, length, self.heads, self.head_dim)
-        k, v = (x.reshape(rows, length, self.kv_heads, self.head_dim) for x in (k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
-        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
-        q, k, v = by_heads(context.sharding, (q, k, v))
+        heads = self.joined_heads(x, context) if self.is_joined else self.separate_heads(x, context)
+        q, k, v = by_heads(context.sharding, heads)
         if pages is None or context.paged is None:
             attended = self.attend(q, k, v, context)
         else:
             attended, pages = write_and_attend(q, k, v, pages, context.paged, self.window, context.sharding)
         return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), pages
+
+    def separate_heads(self, x: Float[Array, "B T D"], context: Context) -> tuple[Array, Array, Array]:
+        """Return queries `[B T H h]`, keys and values `[B T K h]`."""
+        projected = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
+        return rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin), v
+
+    def joined_heads(self, x: Float[Array, "B T D"], context: Context) -> tuple[Array, Array, Array]:
+        """Return what `separate_heads` does, from one product.
+
+        Queries and keys are normed and rotated as one array, which saves launches on GPUs.
+        """
+        shards = head_shards(context.sharding, self.kv_heads)
+        y = by_heads(context.sharding, self.qkv_proj(x)).reshape(*x.shape[:2], shards, -1, self.head_dim)
+        queries, keys = self.heads // shards, self.kv_heads // shards
+        qk, v = y[..., : queries + keys, :], y[..., queries + keys :, :]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk, in_halves=context.in_halves)
+        qk = rotate(qk.reshape(*x.shape[:2], -1, self.head_dim), context.cos, context.sin).reshape(qk.shape)
+        q, k = qk[..., :queries, :], qk[..., queries:, :]
+        q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in (q, k, v))
+        return q, k, v
 
     def attend(
         self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"], context: Context
@@ -128,18 +149,27 @@ def kernel_for(q: Float[Array, "B T H h"], window: int | None, context: Context)
 class FeedForward(nnx.Module):
     """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool, lora: LoraSpec | None) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
         hidden, width = config.hidden_size, config.intermediate_size
 
-        def linear(name: str, inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, config.mlp_bias, rngs, is_transposed, adapter_of(lora, f"mlp/{name}"))
+        def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
+            adapter = adapter_of(lora, [f"mlp/{name}" for name in names])
+            return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
 
-        self.gate_proj = linear("gate_proj", hidden, width)
-        self.up_proj = linear("up_proj", hidden, width)
-        self.down_proj = linear("down_proj", width, hidden)
+        if is_joined:
+            self.gate_up_proj = linear(GATE_UP, hidden, 2 * width)
+        else:
+            self.gate_proj = linear(["gate_proj"], hidden, width)
+            self.up_proj = linear(["up_proj"], hidden, width)
+        self.down_proj = linear(["down_proj"], width, hidden)
+        self.width, self.is_joined = width, is_joined
 
     def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
-        gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
+        if self.is_joined:
+            both = by_heads(sharding, self.gate_up_proj(x))
+            gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
+        else:
+            gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
         return self.down_proj(by_heads(sharding, jax.nn.silu(gate) * up))
 
 
@@ -147,12 +177,12 @@ class Block(nnx.Module):
     """Attention and feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, is_transposed: bool = False, lora: LoraSpec | None = None
+        self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
     ) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, rngs, is_transposed, lora)
+        self.self_attn = Attention(config, rngs, is_joined, lora)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config, rngs, is_transposed, lora)
+        self.mlp = FeedForward(config, rngs, is_joined, lora)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
@@ -255,7 +285,7 @@ def decoder(
 
     Parameters are `{"embed": [V D], "layers": {...}, "final_norm": {...}}`, and `lm_head [V D]` unless it is tied to
     the embedding; each array of `layers` has the layer on axis 0. `decode_layout` replaces `layers` by
-    `transposed_layers`, a list with a dict per layer, whose kernels are transposed.
+    `decoding_layers`, a list with a dict per layer (`jaxft.models.decode_layout`).
     With `lora`, parameters are `{"base": ..., "adapter": ...}` as `jaxft.models.lora` says.
 
     Args:
@@ -276,8 +306,8 @@ def _decoder(
 ) -> Model:
     bind_norm = binder(lambda rngs: RMSNorm(config.hidden_size, config.rms_norm_eps))
     bind_block = binder(lambda rngs: Block(config, rngs, lora=lora))
-    bind_transposed = binder(lambda rngs: Block(config, rngs, is_transposed=True))
-    bind_adapted = binder(lambda rngs: Block(config, rngs, is_transposed=True, lora=lora))
+    bind_joined = binder(lambda rngs: Block(config, rngs, is_joined=True))
+    bind_adapted = binder(lambda rngs: Block(config, rngs, is_joined=True, lora=lora))
 
     def init(key: Any) -> Params:
         return constrain(sharding, init_params(config, key, lora))
@@ -290,7 +320,8 @@ def _decoder(
         tables: Int[Any, "B C"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
-        params = put_beside(narrow(params))
+        is_laid_out = cache is None or "decoding_layers" in params
+        params = put_beside(narrow(params)) if is_laid_out else decode_layout(params)
         norm = gather({"final_norm": params["final_norm"]})["final_norm"]
         is_sampled = cache is not None
         x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), is_sampled))  # [B T D]
@@ -316,10 +347,8 @@ def _decoder(
         return sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
 
     def bind_layers(params: Params) -> list[Block]:
-        if "transposed_layers" not in params:
-            return list(map(bind_block, gather(per_layer(params["layers"], config.num_layers))))
-        layers = params["transposed_layers"]
-        return list(map(bind_adapted if has_adapters(layers[0]) else bind_transposed, layers))
+        layers = params["decoding_layers"]
+        return list(map(bind_adapted if has_adapters(layers[0]) else bind_joined, layers))
 
     def head(params: Params) -> Params:
         name = "embed" if config.tie_word_embeddings else "lm_head"
@@ -328,10 +357,9 @@ def _decoder(
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         (kernel,) = (head(params) if sharding is None or len(params) == 1 else gather(head(params))).values()
         logits = project_to_vocabulary(hidden, kernel)
-        if sharding is None or "transposed_layers" not in params:
+        if sharding is None or "decoding_layers" not in params:
             return logits
-        # Few rows: each device computes a slice of the logits, and gets its own rows.
-        return sharding.constrain_spread(sharding.constrain_logits(logits))
+        return sharding.constrain_logits(logits)  # few rows: each device computes a slice of the logits
 
     def init_cache(pages: int, dtype: Any) -> tuple[LayerPages, ...]:
         axis, platform = page_axis(sharding), platform_of(sharding)
@@ -345,12 +373,10 @@ def _decoder(
     def decode_layout(params: Params) -> Params:
         # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
         params = narrow(params) if lora is None else merge_or_put_beside(lora, params)
-        transposed = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf.T if path_text(path).endswith("/kernel") else leaf,
-            per_layer(params["layers"], config.num_layers),
-        )
+        heads = config.num_heads, config.num_kv_heads
+        layers = [decoding_layer(each, heads, sharding) for each in per_layer(params["layers"], config.num_layers)]
         others = {name: leaf for name, leaf in params.items() if name != "layers"}
-        return narrow(gather({**others, "transposed_layers": transposed}))
+        return narrow(gather({**others, "decoding_layers": layers}))
 
     def narrow(params: Params) -> Params:
         if compute_dtype is None:
@@ -407,10 +433,11 @@ def make_context(
 DECODER_RULES: Rules = (
     ("embed", ("tensor", "fsdp")),  # [V D]
     ("lm_head", ("tensor", "fsdp")),  # [V D]
-    ("transposed_layers/*/[qkv]_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
-    ("transposed_layers/*/gate_proj/kernel", ("tensor", "fsdp")),
-    ("transposed_layers/*/up_proj/kernel", ("tensor", "fsdp")),
-    ("transposed_layers/*/kernel", ("fsdp", "tensor")),
+    ("decoding_layers/*/qkv_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
+    ("decoding_layers/*/gate_up_proj/kernel", ("tensor", "fsdp")),
+    ("decoding_layers/*/kernel", ("fsdp", "tensor")),
+    ("qkv_proj/bias", ("tensor",)),
+    ("gate_up_proj/bias", ("tensor",)),
     ("[qkv]_proj/kernel", ("fsdp", "tensor")),  # [in out], stacked or of one layer
     ("gate_proj/kernel", ("fsdp", "tensor")),
     ("up_proj/kernel", ("fsdp", "tensor")),

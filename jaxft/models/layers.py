@@ -131,10 +131,10 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale`, computed in float32 or wider."""
+    """`x / rms(x) * scale` over the last axis, computed in float32 or wider; the scale may be one for each head."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones(size))
+    def __init__(self, shape: int | tuple[int, ...], eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones(shape))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T *N D"], *, in_halves: bool) -> Float[Array, "B T *N D"]:

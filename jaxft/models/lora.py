@@ -6,6 +6,8 @@ merged kernels, made once per policy version (`Model.decode_layout`), except wit
 merging would round most of a small change away.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -24,6 +26,16 @@ def put_beside(params: Params) -> Params:
     if BASE not in params:
         return params
     return unflatten_dict({**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])})
+
+
+def adapter_of(lora: LoraSpec | None, paths: Sequence[str]) -> LoraSpec | None:
+    """Return the spec of the adapter of joined projections, or of a single one; None if none of them has one.
+
+    >>> adapter_of(LoraSpec(8, 16.0, ("q_proj", "v_proj")), ["self_attn/q_proj", "self_attn/v_proj"])
+    LoraSpec(rank=16, alpha=32.0, targets=('*_proj',), use_rslora=False)
+    """
+    count = 0 if lora is None else sum(map(lora.is_target, paths))
+    return None if lora is None or not count else LoraSpec(count * lora.rank, count * lora.rank * lora.scale)
 
 
 def has_adapters(layer: Params) -> bool:

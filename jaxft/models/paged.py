@@ -122,6 +122,11 @@ def write_and_attend(
 def _write_and_attend(
     window: int | None, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
 ) -> tuple[Array, LayerPages]:
+    if kernel == "triton" and q.shape[1] == 1:
+        from jaxft.models.paged_kernels import write_and_attend_gpu
+
+        attended, *written = write_and_attend_gpu(q, k, v, *pages, *rows, window=window)
+        return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
     pages = write_token(pages, k, v, rows, axis) if q.shape[1] == 1 else write_tokens(pages, k, v, rows, axis)

@@ -3,8 +3,9 @@
 Keys and values lie in pages of a pool, anywhere in it; a table names the pages of each row in order of positions
 (arXiv 2309.06180). Both kernels take the pool as it lies, load the pages that the queries of a row see and no others,
 share a loaded page among the query heads of its key/value head, and keep a running softmax (arXiv 2205.14135): one
-call on the device, no partial results. Decoding is one query per row, a piece of a prompt is more. On a mesh the
-caller wraps them in `shard_map`, so that they see the heads of one device.
+call on the device, no partial results. That for GPUs also writes the key and value of a single query. Decoding is one
+query per row, a piece of a prompt is more. On a mesh the caller wraps them in `shard_map`, so that they see the heads
+of one device.
 Letters: `R` rows, `T` queries of a row, `H` query heads, `K` key/value heads, `G = H / K`, `h` head width, `N` pages
 of the pool, `P` positions of a page, `w` width of the pool, `C` columns of the table: the most pages of a row.
 """
@@ -75,8 +76,8 @@ def _block_size(length: int, groups: int, most: int) -> int:
     return size
 
 
-def _groups(q: Array, keys: Array) -> int:
-    heads, kv_heads = q.shape[2], keys.shape[0]
+def _groups(heads: int, keys: Array) -> int:
+    kv_heads = keys.shape[0]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key/value heads")
     return heads // kv_heads
@@ -115,34 +116,79 @@ def attend_gpu(
     Raises:
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
-    rows, length, heads, head_dim = q.shape
-    groups = _groups(q, keys)
+    return _call_gpu_kernel(
+        q, q.shape[2], (keys, values), (tables, starts, counts), window, interpret, is_written=False
+    )[0]
+
+
+def write_and_attend_gpu(
+    q: Float[Array, "R 1 H h"],
+    k: Float[Array, "R 1 K h"],
+    v: Float[Array, "R 1 K h"],
+    keys: Float[Array, "K N P h"],
+    values: Float[Array, "K N P h"],
+    tables: Int[Array, "R C"],
+    starts: Int[Array, "R"],
+    counts: Int[Array, "R"],
+    *,
+    window: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R 1 H h"], Float[Array, "K N P h"], Float[Array, "K N P h"]]:
+    """Return `attend_gpu` of one query a row, whose key and value are written in the same call, and the new pool.
+
+    The pool is updated in place. Rows of 0 queries write nothing.
+    """
+    heads = q.shape[2]
+    # One array, so that a single launch makes queries, keys and values; the compiler does not split it again.
+    joined = jnp.concatenate([q, k.astype(q.dtype), v.astype(q.dtype)], axis=2)
+    mixed, keys, values = _call_gpu_kernel(
+        joined, heads, (keys, values), (tables, starts, counts), window, interpret, is_written=True
+    )
+    return mixed, keys, values
+
+
+def _call_gpu_kernel(
+    q: Array,
+    heads: int,
+    pool: tuple[Array, Array],
+    where: tuple[Array, Array, Array],
+    window: int | None,
+    interpret: bool,
+    *,
+    is_written: bool,
+) -> list[Array]:
+    """Return attention, and with `is_written` the pool; heads of `q` after the queries are then keys and values."""
+    rows, length, _, head_dim = q.shape
+    groups = _groups(heads, pool[0])
     width = pl.next_power_of_2(head_dim)
     # More queries share a page, but a tile of them and of its result has to fit into the registers.
     is_exact = q.dtype == jnp.float32  # multiplied without tensor cores
     block = _block_size(length, groups, 16 if is_exact else 128 if width <= 128 else 64)
     tile = max(16, pl.next_power_of_2(block * groups))  # tensor cores multiply 16 rows at a time
-    mixed = pl.pallas_call(
+    shapes = [jax.ShapeDtypeStruct((rows, length * heads, head_dim), q.dtype)]
+    shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool if is_written]
+    mixed, *written = pl.pallas_call(
         partial(_gpu_kernel, groups=groups, block=block, tile=tile, width=width, window=window),
-        out_shape=jax.ShapeDtypeStruct((rows, length * heads, head_dim), q.dtype),
-        grid=(rows, keys.shape[0], length // block),
+        out_shape=shapes,
+        grid=(rows, pool[0].shape[0], length // block),
+        input_output_aliases={1: 1, 2: 2} if is_written else {},
         # A page's number is loaded two pages ahead, its keys and values one page ahead.
         compiler_params=plgpu.CompilerParams(num_warps=8 if is_exact or tile * width > 2**13 else 4, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(q.reshape(rows, length * heads, head_dim), keys, values, tables, starts, counts)
-    return mixed.reshape(q.shape)
+    )(q.reshape(rows, -1, head_dim), *pool, *where)
+    return [mixed.reshape(rows, length, heads, head_dim), *written]
 
 
 def _gpu_kernel(
-    q_ref: Any,  # [R TH h]; references are to whole arrays in the device's memory
+    q_ref: Any,  # [R TH h], or with keys and values to write [R H+2K h]; references are to whole arrays
     keys_ref: Any,
     values_ref: Any,
     tables_ref: Any,
     starts_ref: Any,
     counts_ref: Any,
     out_ref: Any,  # [R TH h]
-    *,
+    *written_refs: Any,  # the pool, to write the key and value that follow the queries of a row; or nothing
     groups: int,
     block: int,
     tile: int,
@@ -151,8 +197,8 @@ def _gpu_kernel(
 ) -> None:
     row, kv_head, offset = pl.program_id(0), pl.program_id(1), pl.program_id(2) * block
     (kv_heads, _, page_size, _), head_dim = keys_ref.shape, q_ref.shape[2]
-    start = starts_ref[row]
-    span = span_of_block(start, counts_ref[row], offset, block, page_size, window)
+    start, count = starts_ref[row], counts_ref[row]
+    span = span_of_block(start, count, offset, block, page_size, window)
 
     # Rows of the tile are the group's heads of the first query, then those of the second.
     member = jax.lax.iota(jnp.int32, tile)
@@ -172,15 +218,27 @@ def _gpu_kernel(
         at = (kv_head, tables_ref[row, column], slot[:, None], dims)
         k = plgpu.load(keys_ref.at[at], mask=is_seen, other=0.0)
         scores = _multiply(q, k, ((1,), (1,))) * head_dim**-0.5  # [tile P]
-        visible = visible_slots(start + query[:, None], slots[None, :], window)
+        visible = visible_slots(start + query[:, None], slots[None, :], window) & (slots <= span.latest)[None, :]
         largest, weights, correction = _reweigh(jnp.where(visible, scores, MASK_VALUE), largest)
         v = plgpu.load(values_ref.at[at], mask=is_seen, other=0.0)
         mass = mass * correction + weights.sum(axis=1, keepdims=True)
         mixed = mixed * correction + _multiply(weights.astype(v.dtype), v, ((1,), (0,)))
         return largest, mass, mixed
 
-    first = _initial((tile, 1), (tile, width))
-    _, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, first)
+    carry = _initial((tile, 1), (tile, width))
+    if written_refs:
+        # The query's own key and value come from the registers, as what is stored here cannot be loaded here yet.
+        is_own = (dims[0] < head_dim) & (count > 0)
+        own = [kv_heads * (groups + i) + kv_head for i in range(2)]
+        k, v = (plgpu.load(q_ref.at[row, place, dims[0]], mask=is_own, other=0.0) for place in own)
+        page = tables_ref[row, jax.lax.div(start, page_size)]
+        for ref, x in zip(written_refs, (k, v), strict=True):
+            plgpu.store(ref.at[kv_head, page, jax.lax.rem(start, page_size), dims[0]], x.astype(ref.dtype), mask=is_own)
+        k, v = k.astype(jnp.float32)[None, :], v.astype(jnp.float32)[None, :]
+        score = (q.astype(jnp.float32) * k).sum(axis=1, keepdims=True) * head_dim**-0.5
+        carry = score, jnp.ones_like(score), jnp.broadcast_to(v, (tile, width))
+        span = span._replace(end=jnp.where(count > 0, pl.cdiv(start, page_size), 0), latest=start - 1)
+    _, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, carry)
     plgpu.store(out_ref.at[q_at], _normalized(mass, mixed).astype(out_ref.dtype), mask=is_member)
 
 
@@ -318,7 +376,7 @@ def attend_tpu(
     """
     rows, length, _, head_dim = q.shape
     kv_heads, _, page_size, width = keys.shape
-    groups = _groups(q, keys)
+    groups = _groups(q.shape[2], keys)
     page_bytes = 2 * kv_heads * page_size * -(-width // LANES) * LANES * keys.dtype.itemsize
     step_pages = min(max(1, STEP_BYTES // page_bytes), MOST_STEP_PAGES, tables.shape[1])
     block = _block_size(length, groups, max(8, min(MOST_TILE, MOST_QUERIES // kv_heads)))
@@ -340,6 +398,9 @@ def attend_tpu(
     # Queries of a head stand together in the tile, so that its rows' positions are remainders of a power of two.
     cut = q.reshape(rows, length // block, block, kv_heads, groups, head_dim).transpose(0, 1, 3, 4, 2, 5)
     cut = jnp.pad(cut.reshape(-1, kv_heads, tile, head_dim), [(0, 0)] * 3 + [(0, width - head_dim)])
+    if not interpret:
+        # Else XLA moves a small pool into the chip and back in every step.
+        keys, values = (pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in (keys, values))
     mixed = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(cut.shape, q.dtype),

@@ -92,8 +92,9 @@ def decode_step(program: Program, pool_bytes: int) -> Step | None:
     turns: Counter[StepLaunch] = Counter()
     for launch in program.launches:
         if launch.loops[:1] == (loop.name,):
-            pages = [size for size in launch.kernel_arrays if 0 < pool_bytes <= 2 * size]
-            beside, far = launch.bytes - sum(pages), launch.far_bytes - sum(pages)
+            pages = [sizes for sizes in launch.kernel_arrays if 0 < pool_bytes <= 2 * sizes[0]]
+            beside = launch.bytes - sum(size for size, _ in pages)
+            far = launch.far_bytes - sum(size for _, size in pages)
             kind = StepLaunch(launch.label, launch.opcode, beside, far, bool(pages), 0)
             turns[kind] += launch.times // (loop.trips[0] or 1)
     return Step(loop.trips[0], [kind._replace(times=times) for kind, times in turns.items()])

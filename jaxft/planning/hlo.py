@@ -115,7 +115,7 @@ class Launch(NamedTuple):
         flops: operations of products of matrices, once.
         bytes, far_bytes: device memory read and written, once; see the top of this file.
         written_bytes: bytes that it writes, once.
-        kernel_arrays: bytes of each operand and result of a kernel; empty for all else.
+        kernel_arrays: bytes, and bytes without cached arrays, of each operand and result of a kernel; else empty.
         rearranged: opcode and result of the copies, concatenations, gathers and transposes that it writes.
     """
 
@@ -128,7 +128,7 @@ class Launch(NamedTuple):
     bytes: int = 0
     far_bytes: int = 0
     written_bytes: int = 0
-    kernel_arrays: tuple[int, ...] = ()
+    kernel_arrays: tuple[tuple[int, int], ...] = ()
     rearranged: tuple[tuple[str, Array], ...] = ()
 
 
@@ -290,6 +290,8 @@ def _work(
     reads = read_bytes(module, at, instruction)
     is_cached = [cached.issuperset(values(at, operand)) for operand in instruction.operands]
     far = sum(0 if is_known else count for count, is_known in zip(reads, is_cached, strict=True))
+    is_near = [*is_cached, *((instruction.name, place) in cached for place in range(len(instruction.results)))]
+    arrays = [*at.operand_arrays(instruction), *instruction.results]
     launch = Launch(
         name=instruction.name,
         label=tally.kernels[-1].name if is_kernel else _stem(instruction.name),
@@ -301,8 +303,11 @@ def _work(
         far_bytes=far + sum(each.bytes for each in results if (instruction.name, each.place) not in cached),
         written_bytes=sum(each.bytes for each in results),
         kernel_arrays=tuple(
-            a.device_bytes for a in (*at.operand_arrays(instruction), *instruction.results) if is_kernel
-        ),
+            (array.device_bytes, 0 if is_known else array.device_bytes)
+            for array, is_known in zip(arrays, is_near, strict=True)
+        )
+        if is_kernel
+        else (),
         rearranged=tuple(rearranged(module, at, instruction)),
     )
     tally.launches.append(launch)

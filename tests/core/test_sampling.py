@@ -23,7 +23,7 @@ from jaxft.core.sampling import (
 )
 
 DRAWS = 20_000
-jitted_sample = jax.jit(sample, static_argnames=("is_filtered", "in_halves"))
+jitted_sample = jax.jit(sample, static_argnames=("is_filtered", "in_halves", "shards"))
 jitted_kept = jax.jit(kept_tokens, static_argnames=("digits", "in_halves"))
 
 
@@ -52,6 +52,32 @@ def test_tokens_of_all_blocks_are_drawn_in_proportion(size, is_filtered):
     keys = jax.random.split(jax.random.key(size), DRAWS)
     drawn = jitted_sample(logits, keys, sampling_params(DRAWS), is_filtered=is_filtered)
     assert_frequencies(drawn.tokens, weights)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_blocks_may_begin_anew_in_every_part_of_the_vocabulary(is_filtered):
+    """Parts of 150 tokens are a block of 128 and one of 22."""
+    probs = np.random.default_rng(1).dirichlet(np.full(600, 0.3))
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs, jnp.float32)), (DRAWS, 600))
+    keys = jax.random.split(jax.random.key(1), DRAWS)
+    drawn = jitted_sample(logits, keys, sampling_params(DRAWS), is_filtered=is_filtered, shards=4)
+    assert_frequencies(drawn.tokens, probs)
+    np.testing.assert_allclose(drawn.sampler_logprobs, np.log(probs)[np.asarray(drawn.tokens)], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [600, 1024])
+def test_devices_that_share_the_vocabulary_draw_the_same_tokens(size):
+    """`vmap` has the collectives of a mesh axis; parts of whole blocks are drawn as the whole."""
+    logits = 3 * jax.random.normal(jax.random.key(2), (64, size))
+    params = row_params(np.tile([0.0, 0.7, 1.0, 2.0], 16), np.zeros(64), np.ones(64), np.zeros(64))
+    keys, parts = jax.random.split(jax.random.key(3), 64), logits.reshape(64, 4, -1)
+    shared = partial(sample, is_filtered=False, axis="tensor")
+    drawn = jax.jit(jax.vmap(shared, in_axes=(1, None, None), axis_name="tensor"))(parts, keys, params)
+    for shards in (4, 1) if size == 1024 else (4,):
+        whole = jitted_sample(logits, keys, params, is_filtered=False, shards=shards)
+        for device in range(4):
+            np.testing.assert_array_equal(drawn.tokens[device], whole.tokens)
+            np.testing.assert_allclose(drawn.sampler_logprobs[device], whole.sampler_logprobs, rtol=0, atol=2e-6)
 
 
 def test_no_entry_of_weight_zero_is_ever_drawn():

@@ -303,10 +303,14 @@ def test_decoding_has_kernels_the_other_way_round_and_whole_along_fsdp():
     sharding = sharding_for(CONFIG, mesh(fsdp=2, tensor=2)).gathered()
     trained, decoded = shapes(CONFIG), jax.eval_shape(decoder(CONFIG).decode_layout, shapes(CONFIG))
     stacked = trained["layers"]["self_attn"]["o_proj"]["kernel"].shape
-    single = decoded["transposed_layers"][1]["self_attn"]["o_proj"]["kernel"].shape
+    single = decoded["decoding_layers"][1]["self_attn"]["o_proj"]["kernel"].shape
     assert single == stacked[:0:-1]
     assert tuple(sharding.spec("layers/self_attn/o_proj/kernel", stacked)) == (None, "tensor", None)
-    assert tuple(sharding.spec("transposed_layers/1/self_attn/o_proj/kernel", single)) == (None, "tensor")
+    assert tuple(sharding.spec("decoding_layers/1/self_attn/o_proj/kernel", single)) == (None, "tensor")
+    for part, name in (("self_attn", "qkv_proj"), ("mlp", "gate_up_proj")):
+        for leaf, spec in (("kernel", ("tensor", None)), ("bias", ("tensor",))):
+            shape = decoded["decoding_layers"][1][part][name][leaf].shape
+            assert tuple(sharding.spec(f"decoding_layers/1/{part}/{name}/{leaf}", shape)) == spec
 
 
 def test_heads_that_do_not_divide():

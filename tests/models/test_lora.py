@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxft
+from jaxft.core.cache import init_cache
 from jaxft.core.partition import trainable
 from jaxft.models.config import PROJECTIONS, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
@@ -135,11 +136,20 @@ def test_a_narrow_base_keeps_what_small_adapters_say(params):
     small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
     merged = merge_lora(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]
     assert (merged == base["layers"]["mlp"]["up_proj"]["kernel"]).mean() > 0.5
-    decoded = jax.jit(MODEL.decode_layout)(small)["transposed_layers"][1]["mlp"]["up_proj"]
-    assert decoded["lora_a"].dtype == jnp.bfloat16 and decoded["kernel"].shape == (96, 32)
+    decoded = jax.jit(MODEL.decode_layout)(small)["decoding_layers"][1]["mlp"]["gate_up_proj"]
+    assert decoded["lora_a"].dtype == jnp.bfloat16 and decoded["kernel"].shape == (2 * 96, 32)
     rollout = jaxft.generate(MODEL, small, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
     scored = jaxft.token_logprobs(MODEL, small, rollout.tokens)
     assert np.abs(np.where(rollout.completion_mask, scored.logprobs - rollout.sampler_logprobs, 0)).mean() < 0.02
+
+
+def test_a_cache_takes_parameters_that_were_not_laid_out(params):
+    cache, tables = init_cache(MODEL, *TOKENS.shape, jnp.float32)
+
+    def through_pages(params):
+        return MODEL.unembed(params, MODEL.apply(params, TOKENS, POSITIONS, cache=cache, tables=tables)[0])
+
+    np.testing.assert_allclose(jax.jit(through_pages)(filled(params)), logits(MODEL, filled(params)), rtol=0, atol=1e-5)
 
 
 def test_what_cannot_be_an_adapter():

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps
+from jaxft.core.cache import own_tables
+from jaxft.models.paged import (
+    PagedRows,
+    attend_reference,
+    choose_paged_kernel,
+    init_pages,
+    write_and_attend,
+    write_token,
+)
+from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps, write_and_attend_gpu
 
 KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="window") for name, f in
            {"gpu": attend_gpu, "tpu": attend_tpu}.items()}  # fmt: skip
@@ -76,6 +85,64 @@ def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, grou
     np.testing.assert_allclose(mixed[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON[dtype])
     assert np.isfinite(mixed).all()  # queries that pad a row too
     assert not mixed[2].any()  # the idle row
+
+
+@pytest.mark.parametrize(("kv_heads", "groups", "window", "dtype", "head_dim"), [
+    (2, 2, None, "bfloat16", 64), (1, 3, 70, "float32", 96), (2, 1, 1, "float32", 64),
+])  # fmt: skip
+def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, window, dtype, head_dim):
+    """The first row begins a page, the second its sequence; the third is idle."""
+    q, keys, values, tables, _, counts = draw(1, groups, dtype, kv_heads, head_dim)
+    starts = jnp.array([64, 0, 70, 254], jnp.int32)
+    keys, values = (x.at[:, tables[:1, 1]].set(x[:, tables[:1, 0]]) for x in (keys, values))
+    real, places = np.flatnonzero(counts), (tables[np.arange(4), starts // PAGE], starts % PAGE)
+    at = slice(None), *(x[real] for x in places)
+    k, v = (jnp.full((4, 1, kv_heads, head_dim), jnp.nan, dtype) for _ in range(2))
+    k, v = (x.at[real, 0].set(pool[at].swapaxes(0, 1)) for x, pool in ((k, keys), (v, values)))
+    unwritten = [pool.at[at].set(jnp.nan) for pool in (keys, values)]
+    kernel = jax.jit(partial(write_and_attend_gpu, interpret=True), static_argnames="window")
+    mixed, *written = kernel(q, k, v, *unwritten, tables, starts, counts, window=window)
+    wanted = attend_in_float64(q, keys, values, tables, starts, counts, window)
+    np.testing.assert_allclose(np.asarray(mixed, np.float32)[real], wanted[real], rtol=0, atol=4 * EPSILON[dtype])
+    assert not mixed[2].any()
+    for pool, expected in zip(written, (keys, values), strict=True):
+        np.testing.assert_array_equal(np.asarray(pool, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, window):
+    """Seventy tokens of four rows, one after another in a loop whose pages are donated; the third row is idle."""
+    tokens, dtype = 70, jnp.bfloat16
+    drawn = np.random.default_rng(0).normal(size=(3, tokens, 4, 1, 8, head_dim))
+    q, k, v = (jnp.asarray(x, dtype) for x in drawn)
+    k, v = k[:, :, :, :2], v[:, :, :, :2]
+    tables, begins, counts = own_tables(4, 3), np.array([0, 60, 0, 100], np.int32), np.array([1, 1, 0, 1], np.int32)
+
+    def decode(write_and_attend, pages):
+        def step(pages, at):
+            token, *here = at
+            mixed, pages = write_and_attend(*here, pages, PagedRows(tables, begins + token, counts))
+            return pages, mixed
+
+        return jax.lax.scan(step, pages, (jnp.arange(tokens), q, k, v))
+
+    def by_reference(q, k, v, pages, rows):
+        pages = write_token(pages, k, v, rows, 1)
+        return attend_reference(q, pages, rows, window, 1), pages
+
+    by_kernel = partial(write_and_attend, window=window, sharding=None)
+    assert choose_paged_kernel(dtype, jax.devices()[:1]) != "reference"
+    results = []
+    for function in (by_kernel, by_reference):
+        empty = init_pages(12, 2, head_dim, dtype, jax.default_backend())
+        pages, mixed = jax.jit(partial(decode, function), donate_argnums=0)(empty)
+        results.append((np.asarray(mixed, np.float32)[:, [0, 1, 3]], *(np.asarray(x, np.float32) for x in pages)))
+    (mixed, *pages), (expected, *written) = results
+    np.testing.assert_allclose(mixed, expected, rtol=0, atol=4 * EPSILON["bfloat16"])
+    for one, other in zip(pages, written, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_gpu_kernel_takes_any_width_and_group():
