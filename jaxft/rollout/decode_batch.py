@@ -116,33 +116,31 @@ def advance(
     params: Params,
     cache: Cache,
     slots: DecodeBatch,
-    tables: Int[Any, "R C"],
-    chosen: Bool[Any, "R"],
-) -> tuple[Cache, DecodeBatch, Emitted, Bool[Array, "R"]]:
-    """Decode `num_steps` tokens of the chosen slots; return pages, slots, tokens, and which slots are active."""
-    was_active = slots.state.active
-    state = slots.state._replace(active=was_active & chosen)
-    cache, state, emitted = decode(model, params, cache, tables, state, slots.rows, num_steps, is_filtered=is_filtered)
-    state = state._replace(active=jnp.where(chosen, state.active, was_active))
-    return cache, _constrain(model, slots._replace(state=state)), emitted, state.active
+    tables: Int[Any, "B C"],
+    chosen: Bool[Any, "R"] | Int[Any, "P"],
+) -> tuple[Cache, DecodeBatch, Emitted, Bool[Array, "B"]]:
+    """Decode `num_steps` tokens of some slots; return pages, slots, and tokens and activity of each row.
 
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
-def advance_few(
-    model: Model,
-    num_steps: int,
-    is_filtered: bool,
-    params: Params,
-    cache: Cache,
-    slots: DecodeBatch,
-    tables: Int[Any, "P C"],
-    chosen: Int[Any, "P"],
-) -> tuple[Cache, DecodeBatch, Emitted, Bool[Array, "P"]]:
-    """Run `advance` on a few slots only, given by their numbers; padding has a slot beyond the last."""
-    taken = jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="clip"), slots)
-    state = taken.state._replace(active=taken.state.active & (chosen < slots.state.active.shape[0]))
+    Args:
+        model: the model.
+        num_steps: number of tokens.
+        is_filtered: as for `decode`.
+        params: weights to decode with.
+        cache: all pages.
+        slots: all slots.
+        tables: pages of each row.
+        chosen: True for the slots to decode, where every slot is a row; or the slots of a few rows, of which padding
+            has one beyond the last.
+    """
+    is_all = chosen.dtype == bool
+    taken = slots if is_all else jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="clip"), slots)
+    is_chosen = chosen if is_all else chosen < slots.state.active.shape[0]
+    was_active = taken.state.active
+    state = taken.state._replace(active=was_active & is_chosen)
     cache, state, emitted = decode(model, params, cache, tables, state, taken.rows, num_steps, is_filtered=is_filtered)
-    return cache, slots._replace(state=_put_rows(slots.state, state, chosen)), emitted, state.active
+    state = state._replace(active=jnp.where(is_chosen, state.active, was_active))
+    slots = slots._replace(state=state if is_all else _put_rows(slots.state, state, chosen))
+    return cache, _constrain(model, slots), emitted, state.active
 
 
 def _constrain(model: Model, slots: DecodeBatch) -> DecodeBatch:

@@ -5,83 +5,42 @@ nor slots, pages, order or eviction change a bit: all programs compute a row ali
 page, whatever is cached. On accelerators the width of a prompt's pieces follows from what is cached, so that
 log-probabilities may differ by rounding; tokens then differ where two are almost equally likely.
 
-This file is the scheduler: it gives slots and pages to waiting requests, prefills their prompts piece by piece between
-dispatches of decoding, and delivers completions. `ModelRunner` has the arrays, a `PagePool` the free pages.
+A `Scheduler` gives slots and pages to requests, a `ModelRunner` has the arrays. The engine makes the runner compute
+what the scheduler chose, prompts piece by piece between dispatches of decoding, and delivers completions.
 """
 
 import asyncio
 import contextlib
 import math
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxft.core.cache import PAGE_TOKENS, pages_for
+from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.checks import vocabulary_size
 from jaxft.core.sharding import platform_of
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
-from jaxft.rollout.model_runner import DISPATCH_TOKENS, Counts, Decoded, Dispatch, ModelRunner, PageCopy, Piece, Row
-from jaxft.rollout.page_pool import PagePool, page_keys
+from jaxft.rollout.model_runner import Counts, Decoded, Dispatch, ModelRunner
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Completion, Request, check_request
+from jaxft.rollout.scheduler import OnTokens, Running, Scheduler
 
 QUEUED_AHEAD = {"cpu": 0}
 QUEUED_AHEAD_ELSEWHERE = 1
 """Dispatches that are queued, by platform, before the one before them is read, so that the device never waits for
 Python. A CPU computes both, and would only decode rows that have ended."""
 
-PROMPT_SHARE = {"cpu": 2}
+PROMPT_SHARE = {"cpu": 4}
 PROMPT_SHARE_ELSEWHERE = 1
 """Programs that prefill between two dispatches of all slots, by platform. They take less time than a dispatch, so that
 a long prompt delays no token of another request by more than that. Fewer decoding slots allow more of them."""
 
-OnTokens = Callable[[list[int], list[float]], None]
-"""Function of new token ids and their log-probabilities, called in the event loop of the request."""
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request from its submission to its end.
-
-    Attributes:
-        keys: keys of the pages of its prompt without the last token, which the first decoding step takes.
-        slot: slot and, with `pages`, what it holds; None while it waits.
-        shard: row shard of slot and pages.
-        pages: its pages, in the order of its tokens.
-        prefilled: number of prompt tokens in its pages.
-        reach: number of its tokens after all dispatches that were queued.
-        attempt: number of times that it got a slot: results of an earlier attempt are dropped.
-    """
-
-    request: Request
-    future: "asyncio.Future[Completion]"
-    completion: Completion
-    on_tokens: OnTokens | None = None
-    num_streamed: int = 0  # tokens that `on_tokens` was given
-    error: Exception | None = None  # an error of this request alone
-    keys: list[bytes] = field(default_factory=list)
-    slot: int | None = None
-    shard: int = 0
-    pages: list[int] = field(default_factory=list)
-    prefilled: int = 0
-    reach: int = 0
-    attempt: int = 0
-
-    @property
-    def num_fed(self) -> int:
-        """Number of prompt tokens to prefill: all but the last."""
-        return len(self.request.prompt_ids) - 1
-
-    @property
-    def is_filtered(self) -> bool:
-        """True if its tokens are drawn from a filtered distribution."""
-        request = self.request
-        return bool(request.top_k > 0 or request.top_p < 1 or request.min_p > 0 or request.logit_bias)
+PROMPT_TOKENS = 512
+"""Number of earlier tokens to which a piece of a prompt attends on a CPU in about the time of all else."""
 
 
 @dataclass
@@ -89,14 +48,23 @@ class _InFlight:
     """A dispatch that was queued, with the requests of its slots and the attempt that each was in."""
 
     dispatch: Dispatch
-    rows: list[tuple[_Running, int, int]]
+    rows: list[tuple[Running, int, int]]
+
+    @property
+    def current(self) -> list[tuple[Running, int]]:
+        """The requests, with their slots, that have not ended or lost their slots since."""
+        return [
+            (running, slot)
+            for running, slot, attempt in self.rows
+            if (running.slot, running.attempt) == (slot, attempt)
+        ]
 
 
 class Engine:
     """Serves requests from any event loop on the device thread.
 
-    Event loops call `submit` and `warm_up`; `drain` and `clear_prefix_cache` belong to the device thread. The lock
-    guards what both sides change: `_waiting` and `_is_scheduled`.
+    Event loops call `submit` and `warm_up`; `drain` and `clear_prefix_cache` belong to the device thread. The lock of
+    the scheduler guards what both sides change: its `waiting` requests and `_is_scheduled`.
     """
 
     def __init__(
@@ -136,12 +104,10 @@ class Engine:
         platform = platform_of(model.sharding)
         self._ahead = QUEUED_AHEAD.get(platform, QUEUED_AHEAD_ELSEWHERE)
         self._prompt_share = PROMPT_SHARE.get(platform, PROMPT_SHARE_ELSEWHERE)
-        self._pools = [PagePool(self._runner.num_pages) for _ in range(self._runner.row_shards)]
-        self._running: dict[int, _Running] = {}  # by slot, in the order of admission
+        # A CPU computes tokens of an answer to other last bits than those of a prompt, but samples them alike again.
+        self._scheduler = Scheduler(self._runner, max_context_tokens, keeps_tokens=platform != "cpu")
         self._in_flight: deque[_InFlight] = deque()
-        self._waiting: deque[_Running] = deque()
         self._is_scheduled = False
-        self._lock = threading.Lock()
 
     @cached_property
     def vocabulary(self) -> int:
@@ -161,7 +127,7 @@ class Engine:
     @property
     def held_pages(self) -> int:
         """Number of pages that requests hold now."""
-        return sum(pool.num_held for pool in self._pools)
+        return sum(pool.num_held for pool in self._scheduler.pools)
 
     @property
     def sizes(self) -> str:
@@ -181,8 +147,7 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Clear the prefix cache, as the parameters change; call it on the device thread."""
-        for pool in self._pools:
-            pool.clear()
+        self._scheduler.clear_prefix_cache()
 
     async def warm_up(self) -> None:
         """Compile every program that requests can need, whatever their lengths and parameters."""
@@ -212,17 +177,17 @@ class Engine:
         check_request(request, self.max_context_tokens, self.vocabulary)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        running = _Running(request, future, Completion(), on_tokens, keys=page_keys(request.prompt_ids[:-1]))
-        with self._lock:
-            self._waiting.append(running)
+        running = Running(request, future, Completion(), on_tokens)
+        with self._scheduler.lock:
+            self._scheduler.waiting.append(running)
         # Scheduled after the callbacks that are ready now, so that requests of one wave are admitted together. Every
         # request schedules a step: a loop that is closed before its callbacks run takes only its own request with it.
         loop.call_soon(self._schedule_step)
         return await future
 
     def _schedule_step(self) -> None:
-        with self._lock:
-            if self._is_scheduled or not self._waiting:
+        with self._scheduler.lock:
+            if self._is_scheduled or not self._scheduler.waiting:
                 return
             self._is_scheduled = True
         self._submit_step()
@@ -239,19 +204,19 @@ class Engine:
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        with self._lock:
+        with self._scheduler.lock:
             self._is_scheduled = False
         self._fail(error)
 
     def _step(self) -> None:
         """Prefill and decode a little, deliver completions, and submit the next step if work is left."""
-        finished: list[_Running] = []
+        finished: list[Running] = []
         try:
             finished = self._advance()
         except BaseException as error:  # the waiters must hear of any error
             self._fail(error)
-        with self._lock:
-            self._is_scheduled = is_needed = bool(self._running or self._waiting)
+        with self._scheduler.lock:
+            self._is_scheduled = is_needed = bool(self._scheduler.running or self._scheduler.waiting)
         if is_needed:  # behind the jobs that other code has submitted meanwhile
             self._submit_step()
         _deliver(finished)
@@ -262,39 +227,30 @@ class Engine:
                 f"the device has too little memory to sample: lower llms.<name>.{self.sizes}; it said: "
                 f"{first_line(error)}"
             )
-        with self._lock:
-            failed = [*self._running.values(), *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
+        failed = self._scheduler.reset()
         self._in_flight.clear()
         self._runner.reset()
-        self._pools = [PagePool(self._runner.num_pages) for _ in self._pools]
         _deliver(failed, presentable(error))
 
     def drain(self) -> None:
         """Decode the running requests to their ends without admitting others, so that the weights may change then."""
         try:
-            while self._running or self._are_begun_waiting():
+            while self._scheduler.has_begun:
                 _deliver(self._advance(is_draining=True))
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _are_begun_waiting(self) -> bool:
-        """True if a request that had begun waits for pages again."""
-        with self._lock:
-            return any(waiting.attempt for waiting in self._waiting)
-
-    def _advance(self, *, is_draining: bool = False) -> list[_Running]:
+    def _advance(self, *, is_draining: bool = False) -> list[Running]:
         """Prefill and decode a little of every running request; return the requests that ended."""
-        for running in [running for running in self._running.values() if _is_abandoned(running)]:
-            self._release(running)
+        for running in [running for running in self._scheduler.running.values() if running.is_abandoned]:
+            self._scheduler.release(running)
         params, version = self._get_params()
         self._prefill(params, version, is_draining=is_draining)
         most = self._ahead if self._dispatch(params) else 0  # without a new one, all that were queued are read
-        finished: list[_Running] = []
+        finished: list[Running] = []
         try:
-            while len(self._in_flight) > (most if self._running else 0):
+            while len(self._in_flight) > (most if self._scheduler.running else 0):
                 finished += self._read(params, self._in_flight.popleft())
         except BaseException:
             _deliver(finished)  # they have ended, whatever became of the others
@@ -302,192 +258,49 @@ class Engine:
         return finished
 
     def _prefill(self, params: Params, version: int, *, is_draining: bool) -> None:
-        """Give slots and pages to waiting requests, and prefill pieces of prompts, not too many while others decode."""
-        decoding = sum(running.prefilled == running.num_fed for running in self._running.values())
-        num_programs = 0
+        """Admit waiting requests, and prefill pieces of prompts, not too many while others decode."""
+        decoding, spent = self._scheduler.num_decoding, 0.0  # in programs at the beginning of a prompt
         while True:
-            self._admit(params, version, is_draining=is_draining)
-            unfinished = [running for running in self._running.values() if running.prefilled < running.num_fed]
-            if not unfinished or (decoding and num_programs * decoding >= self._prompt_share * self.slots):
+            requests, copies = self._scheduler.admit(version, is_draining=is_draining)
+            if copies:
+                self._runner.copy(params, copies)
+            if requests:
+                self._runner.admit(params, requests)
+            if decoding and spent * decoding >= self._prompt_share * self.slots:
                 return
-            self._prefill_pieces(params, unfinished)
-            num_programs += 1
-
-    def _prefill_pieces(self, params: Params, unfinished: Sequence[_Running]) -> None:
-        """Prefill the next pieces of as many of these requests as one program takes, beginning with the first."""
-        width = self._runner.piece_width(unfinished[0].num_fed - unfinished[0].prefilled)
-        pieces: list[tuple[_Running, Piece]] = []
-        room = [self._runner.piece_rows(width)] * len(self._pools)
-        for running in unfinished:
-            left = running.num_fed - running.prefilled
-            if room[running.shard] and self._runner.piece_width(left) == width:
-                room[running.shard] -= 1
-                start, end = running.prefilled, running.prefilled + min(left, width)
-                tokens = running.request.prompt_ids[start:end]
-                pieces.append((running, Piece(running.shard, start, tokens, running.pages)))
-        self._runner.prefill(params, [piece for _, piece in pieces], width)
-        for running, piece in pieces:
-            running.prefilled += len(piece.tokens)
-            for index in range(piece.start // PAGE_TOKENS, pages_for(running.prefilled)):
-                self._pools[running.shard].record(running.keys[index], running.pages[index])
-
-    def _admit(self, params: Params, version: int, *, is_draining: bool) -> None:
-        """Give slots and pages to waiting requests, the oldest first, as long as there are both."""
-        with self._lock:
-            waiting = list(self._waiting)
-        admitted, copies, gone = [], [], set()
-        free = [slot for slot in range(self.slots) if slot not in self._running]
-        for running in waiting:
-            if _is_abandoned(running):
-                gone.add(running)
-                continue
-            if not free:
-                break
-            if is_draining and not running.attempt:
-                continue
-            shard = self._choose_shard(running, free)
-            if shard is None:
-                break  # no pages: younger requests wait, too
-            if self._is_pending(running, shard):
-                continue  # another request computes pages that this one needs
-            slot = next(slot for slot in free if self._shard_of(slot) == shard)
-            free.remove(slot)
-            copies += self._take_pages(running, shard)
-            if not running.attempt:
-                running.completion.policy_version = version
-            running.slot, running.attempt = slot, running.attempt + 1
-            self._running[slot] = running
-            admitted.append((slot, running.request))
-            gone.add(running)
-        if gone:
-            with self._lock:
-                self._waiting = deque(running for running in self._waiting if running not in gone)
-        if copies:
-            self._runner.copy(params, copies)
-        if admitted:
-            self._runner.admit(params, admitted)
-
-    def _shard_of(self, slot: int) -> int:
-        return slot * len(self._pools) // self.slots
-
-    def _choose_shard(self, running: _Running, free: Sequence[int]) -> int | None:
-        """Return the row shard that holds most of the prompt, of those with a free slot and pages enough; or None."""
-        slots = [self._shard_of(slot) for slot in free]
-        best: tuple[int, int, int] | None = None
-        for shard in set(slots):
-            pool = self._pools[shard]
-            found = pool.find(running.keys)
-            shared = [page for page in found if not pool.is_held(page)]  # they are available, but not to be taken
-            # A copy of the last page needs one more, and so may each running request soon.
-            others = sum(other.shard == shard for other in self._running.values())
-            needed = pages_for(running.num_fed + 1) - len(found) + 1 + others
-            if pool.num_available - len(shared) >= needed or not others:
-                known = len(found) + sum(key in pool.pending for key in running.keys)
-                rank = known, slots.count(shard), -shard
-                best = rank if best is None or rank > best else best
-        return None if best is None else -best[2]
-
-    def _is_pending(self, running: _Running, shard: int) -> bool:
-        """True if a page that the request needs next is being computed for another."""
-        pool = self._pools[shard]
-        found = len(pool.find(running.keys))
-        return found < len(running.keys) and running.keys[found] in pool.pending
-
-    def _take_pages(self, running: _Running, shard: int) -> list[PageCopy]:
-        """Give a request the pages of its prompt: cached ones, and new ones; return the copies to be made.
-
-        Whole pages of the prompt are shared. The last one, which the answer goes on in, is its own.
-        """
-        pool, whole = self._pools[shard], running.num_fed // PAGE_TOKENS
-        pages, copies = pool.find(running.keys), []
-        for page in pages[:whole]:
-            pool.hold(page)
-        if len(pages) > whole:
-            source = pages[whole]
-            if pool.is_held(source):
-                pages[whole] = pool.take()
-                copies = [PageCopy(shard, source, pages[whole])]
-            else:
-                pool.hold(source)
-        running.prefilled = min(len(pages) * PAGE_TOKENS, running.num_fed)
-        self._runner.counts.reused_tokens += running.prefilled
-        missing = running.keys[len(pages) :]
-        pool.pending.update(missing)
-        running.pages = pages + [pool.take() for _ in missing]
-        running.shard, running.reach = shard, running.num_fed + 1
-        return copies
-
-    def _release(self, running: _Running) -> None:
-        """Free the slot and the pages of a request."""
-        assert running.slot is not None
-        pool = self._pools[running.shard]
-        pool.pending.difference_update(running.keys[running.prefilled // PAGE_TOKENS :])
-        pool.release(running.pages)
-        del self._running[running.slot]
-        running.pages, running.slot = [], None
+            pieces, width = self._scheduler.next_pieces()
+            if not pieces:
+                return
+            self._runner.prefill(params, pieces, width)
+            spent += 1 + max(piece.start for piece in pieces) / PROMPT_TOKENS
 
     def _dispatch(self, params: Params) -> bool:
         """Queue the decoding of a few tokens of every request whose prompt is in its pages; False if there is none."""
-        ready = [running for running in self._running.values() if running.prefilled == running.num_fed]
-        ready = [running for running in ready if running.reach < self._limit(running)]  # others end with what is queued
-        if not ready:
+        chosen, num_steps = self._scheduler.next_rows()
+        if not chosen:
             return False
-        left = [self._limit(running) - running.reach for running in ready]
-        num_steps = dispatch_tokens(left, have_waiting=bool(self._waiting))
-        for running in ready:
-            self._reserve(running, min(num_steps, self._limit(running) - running.reach))
-        ready = [running for running in ready if running.slot is not None]  # others gave their pages to older ones
-        if not ready:
-            return False
-        rows = [Row(running.slot, running.pages, running.reach) for running in ready if running.slot is not None]
-        is_filtered = any(running.is_filtered for running in ready)
-        dispatch = self._runner.advance(params, rows, num_steps, is_filtered=is_filtered)
-        self._in_flight.append(
-            _InFlight(
-                dispatch, [(running, row.slot, running.attempt) for running, row in zip(ready, rows, strict=True)]
-            )
-        )
-        for running in ready:
-            running.reach = min(running.reach + num_steps, self._limit(running))
+        is_filtered = any(running.is_filtered for running, _ in chosen)
+        dispatch = self._runner.advance(params, [row for _, row in chosen], num_steps, is_filtered=is_filtered)
+        rows = [(running, row.slot, running.attempt) for running, row in chosen]
+        self._in_flight.append(_InFlight(dispatch, rows))
         return True
 
-    def _limit(self, running: _Running) -> int:
-        return min(len(running.request.prompt_ids) + running.request.max_tokens, self.max_context_tokens)
-
-    def _reserve(self, running: _Running, num_steps: int) -> None:
-        """Take the pages that a request needs for more tokens, from the youngest requests if none is left."""
-        pool = self._pools[running.shard]
-        while running.slot is not None and len(running.pages) < pages_for(running.reach + num_steps - 1):
-            if pool.num_available:
-                running.pages.append(pool.take())
-                continue
-            youngest = [other for other in self._running.values() if other.shard == running.shard][-1]
-            self._preempt(youngest)
-
-    def _preempt(self, running: _Running) -> None:
-        """Put a request back to the front of those that wait; it will sample the same tokens again."""
-        self._release(running)
-        version = running.completion.policy_version
-        running.completion = Completion(policy_version=version)
-        with self._lock:
-            self._waiting.appendleft(running)
-
-    def _read(self, params: Params, queued: _InFlight) -> list[_Running]:
+    def _read(self, params: Params, queued: _InFlight) -> list[Running]:
         """Read the tokens of a dispatch; return the requests that ended, and free their slots and pages."""
         decoded = self._runner.read(queued.dispatch)
-        current = [(running, slot) for running, slot, attempt in queued.rows if _is_current(running, slot, attempt)]
+        current = queued.current
         finished = [running for running, slot in current if _take_tokens(running, slot, decoded)]
         for running in finished:
             if running.request.top_logprobs and running.error is None:
                 self._add_top_logprobs(params, running)
         _deliver_tokens(running for running, _ in current)
         for running in finished:
-            self._release(running)
+            self._scheduler.release(running)
         if any(isinstance(running.error, NonFiniteError) for running in finished):
             self.clear_prefix_cache()  # its pages may hold the non-finite numbers
         return finished
 
-    def _add_top_logprobs(self, params: Params, running: _Running) -> None:
+    def _add_top_logprobs(self, params: Params, running: Running) -> None:
         """Compute the most likely tokens of a completion; an error is that of its request alone."""
         completion, count = running.completion, min(MAX_TOP_LOGPROBS, self.vocabulary)
         try:
@@ -496,35 +309,7 @@ class Engine:
             running.error = error
 
 
-def dispatch_tokens(left: Sequence[int], *, have_waiting: bool) -> int:
-    """Return the number of tokens to decode, by the number that each request has left at most.
-
-    A request that ends keeps its slot to the end of the dispatch. While others wait for slots, a dispatch is so short
-    that at most an eighth of its rows times steps are lost so; else it ends with the last request.
-
-    >>> dispatch_tokens([1, 2, 2], have_waiting=True), dispatch_tokens([1] + 63 * [9], have_waiting=True)
-    (2, 8)
-    >>> dispatch_tokens([1, 2, 9], have_waiting=False), dispatch_tokens([1, 2, 2], have_waiting=False)
-    (8, 2)
-    """
-    if not have_waiting:
-        return min((count for count in DISPATCH_TOKENS if count >= max(left)), default=max(DISPATCH_TOKENS))
-    lost = {count: sum(max(count - tokens, 0) for tokens in left) for count in DISPATCH_TOKENS}
-    fitting = [count for count in DISPATCH_TOKENS if 8 * lost[count] <= count * len(left)]
-    return max(fitting, default=min(DISPATCH_TOKENS))
-
-
-def _is_current(running: _Running, slot: int, attempt: int) -> bool:
-    """True if the request has not ended or lost its slot since."""
-    return running.slot == slot and running.attempt == attempt
-
-
-def _is_abandoned(running: _Running) -> bool:
-    """Return True if nothing waits for the request any more."""
-    return running.future.cancelled() or running.future.get_loop().is_closed()
-
-
-def _take_tokens(running: _Running, slot: int, decoded: Decoded) -> bool:
+def _take_tokens(running: Running, slot: int, decoded: Decoded) -> bool:
     """Add the decoded tokens of a slot to its completion; return True if the completion has ended."""
     count, completion = int(decoded.counts[slot]), running.completion
     known = len(completion.token_ids)
@@ -566,7 +351,7 @@ def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bo
     return not is_active
 
 
-def _deliver_tokens(advanced: Iterable[_Running]) -> None:
+def _deliver_tokens(advanced: Iterable[Running]) -> None:
     """Give the new tokens of the requests that stream them to their event loops."""
     for running in advanced:
         completion, known = running.completion, running.num_streamed
@@ -578,9 +363,9 @@ def _deliver_tokens(advanced: Iterable[_Running]) -> None:
             running.future.get_loop().call_soon_threadsafe(running.on_tokens, tokens, logprobs)
 
 
-def _deliver(ended: list[_Running], error: Exception | None = None) -> None:
+def _deliver(ended: list[Running], error: Exception | None = None) -> None:
     """Give every request its completion or its own error, or all of them `error`, in their event loops."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Running]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Running]] = {}
     for running in ended:
         by_loop.setdefault(running.future.get_loop(), []).append(running)
     for loop, waiting in by_loop.items():
@@ -588,7 +373,7 @@ def _deliver(ended: list[_Running], error: Exception | None = None) -> None:
             loop.call_soon_threadsafe(_set_results, waiting, error)
 
 
-def _set_results(ended: list[_Running], error: Exception | None) -> None:
+def _set_results(ended: list[Running], error: Exception | None) -> None:
     for running in ended:
         if running.future.done():
             continue

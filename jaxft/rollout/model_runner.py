@@ -1,6 +1,6 @@
 """Runs the model for an engine on the device thread: prefills pieces of prompts, copies pages, and decodes tokens.
 
-The runner has the arrays and calls the programs on them; which requests, pages and slots take part is the engine's
+The runner has the arrays and calls the programs on them; which requests, pages and slots take part is the scheduler's
 choice. Compiled shapes follow from the sizes of the runner; `warm_up` compiles all programs. On a CPU, few requests
 are decoded by a program of few rows, so that a long request does not make all rows as long.
 """
@@ -27,7 +27,6 @@ from jaxft.rollout.decode_batch import (
     Pieces,
     admit,
     advance,
-    advance_few,
     copy,
     empty_pages,
     empty_slots,
@@ -48,11 +47,11 @@ PIECE_PAGES = {"cpu": (1,)}
 PIECE_PAGES_ELSEWHERE = (1, 4, 16)
 """Pages of a piece of a prompt, by platform. On a CPU a piece is a page, so that its bits do not depend on the rest."""
 
-PREFILL_TOKENS = {"cpu": 256}
+PREFILL_TOKENS = {"cpu": 128}
 PREFILL_TOKENS_ELSEWHERE = 2048
 """Rows times width of a prefill program, by platform: few on a CPU, which is as efficient on few tokens as on many."""
 
-FEW_ROWS = {"cpu": 8}
+FEW_ROWS = {"cpu": 4}
 """Rows of the program for few requests, by platform; other platforms decode all slots in one program."""
 
 STEP_COST, ROW_COST = 10_000, 400
@@ -159,7 +158,7 @@ class ModelRunner:
         self.piece_pages = tuple(sorted({min(pages, widest) for pages in pieces}))
         self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
         few = FEW_ROWS.get(platform)
-        self._few_rows = few if few is not None and model.sharding is None and slots >= 2 * few else None
+        self._few_rows = few if few is not None and model.sharding is None and slots >= 4 * few else None
         self._arrays: _Arrays | None = None
 
     def cache_bytes(self, dtype: Any) -> int:
@@ -211,7 +210,6 @@ class ModelRunner:
         pages = {row.slot: row.pages for row in rows}
         columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
         for slots, is_few in split_batch(columns, self.slots, self._few_rows):
-            program: Any = advance_few if is_few else advance
             if is_few:
                 assert self._few_rows is not None
                 tables = self._tables([pages[slot] for slot in slots], self._few_rows)
@@ -220,7 +218,7 @@ class ModelRunner:
             else:
                 tables = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
                 chosen = np.isin(np.arange(self.slots), slots)
-            arrays.cache, arrays.slots, *results = program(
+            arrays.cache, arrays.slots, *results = advance(
                 self._model, num_steps, is_filtered, params, arrays.cache, arrays.slots, tables, chosen
             )
             dispatch.append((slots, is_few, results))
@@ -263,9 +261,9 @@ class ModelRunner:
             arrays.cache = prefill(model, params, arrays.cache, self._pieces([], pages * PAGE_TOKENS))
         arrays.cache = copy(model, arrays.cache, *self._copies([[]] * self.row_shards))
         arrays.slots = admit(model, arrays.slots, self._seed, self._admission([], Request((0,), (0,) * 6, 1)))
-        for program, num_steps, is_filtered, tables, chosen in self._decoding():
-            arrays.cache, arrays.slots, *_ = program(
-                model, num_steps, is_filtered, params, arrays.cache, arrays.slots, tables, chosen
+        for num_steps, is_filtered, *rows in self._decoding():
+            arrays.cache, arrays.slots, *_ = advance(
+                model, num_steps, is_filtered, params, arrays.cache, arrays.slots, *rows
             )
         jax.block_until_ready((arrays.cache, arrays.slots))
 
@@ -285,11 +283,10 @@ class ModelRunner:
         programs["copy"] = partial(copy.lower, model, cache, *self._copies([[]] * self.row_shards))
         filler = Request((0,), (0,) * 6, 1)
         programs["admit"] = partial(admit.lower, model, slots, self._seed, self._admission([], filler))
-        for program, num_steps, is_filtered, *rest in self._decoding():
-            name = "_".join(
-                ["decode", *["few"] * (program is advance_few), *["filtered"] * is_filtered, str(num_steps)]
-            )
-            programs[name] = partial(program.lower, model, num_steps, is_filtered, params, cache, slots, *rest)
+        for num_steps, is_filtered, tables, chosen in self._decoding():
+            kind = ["few"] * (len(tables) < self.slots) + ["filtered"] * is_filtered
+            lower = partial(advance.lower, model, num_steps, is_filtered, params, cache, slots, tables, chosen)
+            programs["_".join(["decode", *kind, str(num_steps)])] = lower
         return programs
 
     def programs(self, params: Params) -> dict[str, Callable[[], Any]]:
@@ -305,14 +302,14 @@ class ModelRunner:
             "decode_filtered": programs[f"decode_filtered_{most}"],
         }
 
-    def _decoding(self) -> list[tuple[Any, int, bool, Any, Any]]:
-        """Return each program that decodes, with its static arguments, tables, and a choice of no slot."""
-        kinds: list[tuple[Any, Any, Any]] = [(advance, self._tables([], self.slots), np.zeros(self.slots, bool))]
+    def _decoding(self) -> list[tuple[int, bool, Any, Any]]:
+        """Return the arguments of each program that decodes: steps, filters, tables, and a choice of no slot."""
+        rows: list[tuple[Any, Any]] = [(self._tables([], self.slots), np.zeros(self.slots, bool))]
         if (few := self._few_rows) is not None:
-            kinds.append((advance_few, self._tables([], few), np.full(few, self.slots, np.int32)))
+            rows.append((self._tables([], few), np.full(few, self.slots, np.int32)))
         return [
-            (program, num_steps, is_filtered, tables, chosen)
-            for (program, tables, chosen), num_steps, is_filtered in product(kinds, DISPATCH_TOKENS, (False, True))
+            (num_steps, is_filtered, tables, chosen)
+            for (tables, chosen), num_steps, is_filtered in product(rows, DISPATCH_TOKENS, (False, True))
         ]
 
     def _made(self, params: Params) -> _Arrays:

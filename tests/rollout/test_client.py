@@ -418,7 +418,7 @@ def test_a_stream_that_is_left_frees_its_slots(client, policy):
             await client.chat(QUESTION, max_tokens=1)
 
     asyncio.run(main())
-    assert len(episode.calls) == 1 and not policy.engine._running
+    assert len(episode.calls) == 1 and not policy.engine._scheduler.running
 
 
 def test_a_request_refuses_impossible_fields_by_name():

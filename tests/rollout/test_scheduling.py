@@ -22,7 +22,7 @@ from jaxft.rollout.streaming import StopFinder
 SLOTS, CONTEXT = 8, 384  # as many tokens as six pages hold
 FEW_TOKENS = 1024  # sixteen pages: two requests of the longest, or a little more
 TIMEOUT_SECONDS = 60
-PROMPT_PROGRAMS = math.ceil(2 * SLOTS / (SLOTS - 1))  # prefill programs between two dispatches of all slots but one
+PROMPT_PROGRAMS = math.ceil(SLOTS / (SLOTS - 1))  # prefill programs between two dispatches of all slots but one
 
 
 def prompt(seed, tokens):
@@ -103,8 +103,8 @@ def admissions(events):
 def assert_idle(policy):
     engine = policy.engine
     run(lambda: policy.read(lambda params: None))  # behind the last step
-    assert engine.held_pages == 0 and not any(pool.pending for pool in engine._pools)
-    assert not engine._running and not engine._waiting and not engine._in_flight
+    assert engine.held_pages == 0 and not any(pool.pending for pool in engine._scheduler.pools)
+    assert not engine._scheduler.running and not engine._scheduler.waiting and not engine._in_flight
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ def test_cancelled_requests_leave_nothing_behind(small, large, serve, record_cal
 
     def on_call(event):
         if event.name == "prefill":
-            for running in list(small.engine._running.values()):
+            for running in list(small.engine._scheduler.running.values()):
                 if running.prefilled < running.num_fed:
                     number = running.request.key_ids[-1]
                     running.future.get_loop().call_soon_threadsafe(cancel, number, "prefilling")
@@ -389,7 +389,7 @@ def test_a_preempted_request_finishes_on_the_version_that_it_began_with(make_pol
 
     def on_call(event):
         """Hold the device thread, once a request was preempted, until the update is queued."""
-        if any(waiting.attempt for waiting in policy.engine._waiting) and not is_preempted.is_set():
+        if any(waiting.attempt for waiting in policy.engine._scheduler.waiting) and not is_preempted.is_set():
             is_preempted.set()
             has_update.wait(TIMEOUT_SECONDS)
 
@@ -440,6 +440,33 @@ def test_dispatches_ahead_change_no_bit(ahead, serve, uneven, record_calls, inde
         assert_idle(policy)
 
 
+def test_a_request_that_lost_its_pages_goes_on_with_the_tokens_that_it_streamed(
+    ahead, uneven, record_calls, monkeypatch
+):
+    """As on accelerators: tokens of an answer are prefilled again, to a few other last bits, and not sampled again."""
+    policy, (make, expected) = ahead[0], uneven
+    monkeypatch.setattr(policy.engine._scheduler, "keeps_tokens", True)
+    events, requests = record_calls(policy), make()
+
+    async def main():
+        return await asyncio.gather(*(streamed(policy, each) for each in requests))
+
+    answers = run(main)
+    lengths = {each.key_ids: len(each.prompt_ids) for each in requests}
+    grown = [each for each in admissions(events) if len(each.prompt_ids) > lengths[each.key_ids]]
+    assert grown
+    for answer, (tokens, logprobs, _, reason) in zip(answers, expected, strict=True):
+        assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
+        np.testing.assert_allclose(answer.sampler_logprobs, logprobs, rtol=0, atol=1e-5)
+    for each in grown:
+        (tokens,) = (
+            answer.token_ids for answer, own in zip(answers, requests, strict=True) if own.key_ids == each.key_ids
+        )
+        length = lengths[each.key_ids]
+        assert each.prompt_ids[length:] == tuple(tokens[: len(each.prompt_ids) - length])
+    assert_idle(policy)
+
+
 def test_requests_cancelled_with_a_dispatch_ahead_leave_nothing_behind(ahead, uneven):
     policy, (make, expected) = ahead[0], uneven
 
@@ -475,7 +502,9 @@ def test_an_update_waits_for_the_dispatches_ahead(make_policy, large, serve):
 # --- Prefill between dispatches.
 
 
-def test_a_long_prompt_delays_others_by_a_few_programs_only(large, serve, record_calls):
+def test_a_long_prompt_delays_others_by_a_few_programs_only(large, serve, record_calls, monkeypatch):
+    """One program for all slots; a program takes two pieces, which here are of one prompt."""
+    monkeypatch.setattr(large.engine, "_prompt_share", 1)
     clear(large)
     others = [request(number, 20, max_tokens=80) for number in range(50, 50 + SLOTS - 1)]
     long = request(60, 380, max_tokens=4)
@@ -494,8 +523,9 @@ def test_a_long_prompt_delays_others_by_a_few_programs_only(large, serve, record
     names = [event.name for event in events]
     first, last = names.index("advance"), len(names) - names[::-1].index("prefill")
     between = "".join(name[0] for name in names[first:last] if name in ("prefill", "advance")).split("a")
-    assert sum(map(len, between)) == pages_for(379)
-    assert max(map(len, between)) <= PROMPT_PROGRAMS < pages_for(379)
+    pieces = [len(event.arguments[1]) for event in events[first:last] if event.name == "prefill"]
+    assert sum(map(len, between)) == len(pieces) and sum(pieces) == pages_for(379)
+    assert max(map(len, between)) <= PROMPT_PROGRAMS < len(pieces) == pages_for(379) // 2
     rows = [len(event.arguments[1]) for event in events if event.name == "advance"]
     assert SLOTS - 1 in rows and SLOTS in rows  # the others went on without the long one, and then with it
 

@@ -83,7 +83,7 @@ def is_idle(policy):
 
     async def main():
         async with asyncio.timeout(30):
-            while policy.engine._running or policy.engine._waiting:
+            while policy.engine._scheduler.running or policy.engine._scheduler.waiting:
                 await asyncio.sleep(0.01)
             return True
 
@@ -311,13 +311,13 @@ def test_a_client_of_a_server_that_disconnects_cancels_its_call(llm, blocked, st
     async def main():
         body = {"model": "player", "messages": QUESTION, "n": 3, "stream": stream}
         answering = asyncio.create_task(post(make_app({"player": llm}), body, receive=gone.wait))
-        while len(engine._waiting) < 3:
+        while len(engine._scheduler.waiting) < 3:
             await asyncio.sleep(0)
         gone.set()
         await answering
 
     run(main(), make_episode())
-    assert all(request.future.cancelled() for request in engine._waiting)
+    assert all(request.future.cancelled() for request in engine._scheduler.waiting)
 
 
 def test_two_hundred_early_closes_leave_no_slot_in_use(policy, client):
@@ -349,7 +349,7 @@ def test_a_time_out_is_openais_and_cancels_the_call(client, sync_client, policy,
 
     with pytest.raises(TimeoutError):
         run(limited())
-    assert all(running.future.cancelled() for running in policy.engine._waiting)
+    assert all(running.future.cancelled() for running in policy.engine._scheduler.waiting)
 
 
 def test_a_thread_records_by_base_url_or_key_or_is_counted(client, sync_client):
@@ -404,7 +404,7 @@ def test_the_end_of_an_episode_cancels_the_calls_of_its_threads(client, sync_cli
             )
             named.start()
             threads = asyncio.gather(inherits, own_loop)
-            while len(policy.engine._waiting) < 3:
+            while len(policy.engine._scheduler.waiting) < 3:
                 await asyncio.sleep(0.01)
             assert episode.end()
             await threads
@@ -436,7 +436,7 @@ def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
         with blocking(policy) as release:
             more = {"return_token_ids": True}
             asking = [asyncio.create_task(ask(client, max_tokens=40, n=n, extra_body=more)) for _ in range(16)]
-            while len(policy.engine._waiting) < 16 * n or not policy.engine._is_scheduled:
+            while len(policy.engine._scheduler.waiting) < 16 * n or not policy.engine._is_scheduled:
                 await asyncio.sleep(0)
             # Behind the first step of the engine, which admits as many requests as there are slots.
             updating = asyncio.create_task(policy.update(lambda params: ({**params}, None)))

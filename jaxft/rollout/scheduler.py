@@ -1,0 +1,319 @@
+"""The scheduler of an engine: which requests have slots and pages, and what is prefilled and decoded next.
+
+Requests are served in the order in which they came. One that needs pages when none is left takes them from the
+youngest. A scheduler touches no device: `Engine` hands its choices to a `ModelRunner`.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jaxft.core.cache import PAGE_TOKENS, pages_for
+from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, Piece, Row
+from jaxft.rollout.page_pool import PagePool, page_keys
+from jaxft.rollout.requests import Completion, Request
+
+OnTokens = Callable[[list[int], list[float]], None]
+"""Function of new token ids and their log-probabilities, called in the event loop of the request."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A request from its submission to its end.
+
+    Attributes:
+        num_streamed: number of tokens that `on_tokens` was given.
+        error: an error of this request alone.
+        current: the request to decode. After a preemption that kept its tokens, they belong to the prompt.
+        keys: keys of the pages of that prompt without the last token, which the first decoding step takes.
+        slot: slot and, with `pages`, what it holds; None while it waits.
+        shard: row shard of slot and pages.
+        pages: its pages, in the order of its tokens.
+        prefilled: number of prompt tokens in its pages.
+        reach: number of its tokens after all dispatches that were queued.
+        attempt: number of times that it got a slot: results of an earlier attempt are dropped.
+    """
+
+    request: Request
+    future: "asyncio.Future[Completion]"
+    completion: Completion
+    on_tokens: OnTokens | None = None
+    num_streamed: int = 0
+    error: Exception | None = None
+    current: Request = field(init=False)
+    keys: list[bytes] = field(init=False)
+    slot: int | None = None
+    shard: int = 0
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    reach: int = 0
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        self.decode_from(())
+
+    def decode_from(self, sampled: Sequence[int]) -> None:
+        """Begin to decode after these tokens of the answer."""
+        left = self.request.max_tokens - len(sampled)
+        self.current = replace(self.request, prompt_ids=(*self.request.prompt_ids, *sampled), max_tokens=left)
+        self.keys = page_keys(self.current.prompt_ids[:-1])
+
+    @property
+    def num_fed(self) -> int:
+        """Number of prompt tokens to prefill: all but the last."""
+        return len(self.current.prompt_ids) - 1
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if its prompt is in its pages."""
+        return self.prefilled == self.num_fed
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if its tokens are drawn from a filtered distribution."""
+        request = self.request
+        return bool(request.top_k > 0 or request.top_p < 1 or request.min_p > 0 or request.logit_bias)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if nothing waits for it any more."""
+        return self.future.cancelled() or self.future.get_loop().is_closed()
+
+
+class Admitted(NamedTuple):
+    """Requests that got slots, and the pages to be copied before they decode."""
+
+    requests: list[tuple[int, Request]]
+    copies: list[PageCopy]
+
+
+class Scheduler:
+    """The slots and pages of an engine.
+
+    Everything but `waiting` belongs to the device thread.
+
+    Attributes:
+        running: requests by slot, in the order of admission.
+        waiting: requests without a slot, the next one first; guarded by `lock`.
+        pools: the pages of each row shard.
+        keeps_tokens: True if a request that loses its pages goes on from the tokens that it has, False if it samples
+            them again.
+    """
+
+    def __init__(self, runner: ModelRunner, max_context_tokens: int, *, keeps_tokens: bool) -> None:
+        self._runner = runner
+        self._max_context_tokens = max_context_tokens
+        self.keeps_tokens = keeps_tokens
+        self.lock = threading.Lock()
+        self.running: dict[int, Running] = {}
+        self.waiting: deque[Running] = deque()
+        self.pools = self._new_pools()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a request runs, or has begun and waits for pages again."""
+        with self.lock:
+            return bool(self.running) or any(waiting.attempt for waiting in self.waiting)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests whose prompts are in their pages."""
+        return sum(running.is_prefilled for running in self.running.values())
+
+    def reset(self) -> list[Running]:
+        """Drop all requests and pages; return the requests."""
+        with self.lock:
+            dropped = [*self.running.values(), *self.waiting]
+            self.running.clear()
+            self.waiting.clear()
+        self.pools = self._new_pools()
+        return dropped
+
+    def clear_prefix_cache(self) -> None:
+        """Forget which prompts pages hold."""
+        for pool in self.pools:
+            pool.clear()
+
+    def admit(self, version: int, *, is_draining: bool) -> Admitted:
+        """Give slots and pages to waiting requests, the oldest first, as long as there are both.
+
+        Args:
+            version: policy version of requests that begin now.
+            is_draining: True to admit only those that have begun before.
+        """
+        with self.lock:
+            waiting = list(self.waiting)
+        admitted, gone = Admitted([], []), set()
+        free = [slot for slot in range(self._runner.slots) if slot not in self.running]
+        for running in waiting:
+            if running.is_abandoned:
+                gone.add(running)
+                continue
+            if not free:
+                break
+            if is_draining and not running.attempt:
+                continue
+            shard = self._choose_shard(running, free)
+            if shard is None:
+                break  # no pages: younger requests wait, too
+            if self._is_pending(running, shard):
+                continue  # another request computes pages that this one needs
+            slot = next(slot for slot in free if self._shard_of(slot) == shard)
+            free.remove(slot)
+            admitted.copies.extend(self._take_pages(running, shard))
+            if not running.attempt:
+                running.completion.policy_version = version
+            running.slot, running.attempt = slot, running.attempt + 1
+            self.running[slot] = running
+            admitted.requests.append((slot, running.current))
+            gone.add(running)
+        if gone:
+            with self.lock:
+                self.waiting = deque(running for running in self.waiting if running not in gone)
+        return admitted
+
+    def next_pieces(self) -> tuple[list[Piece], int]:
+        """Return as many pieces of prompts as one program takes, marked as prefilled, and their width.
+
+        Pieces of one prompt may follow each other: in each layer a program writes all keys before it attends to any.
+        """
+        unfinished = [running for running in self.running.values() if not running.is_prefilled]
+        if not unfinished:
+            return [], 0
+        width = self._runner.piece_width(unfinished[0].num_fed - unfinished[0].prefilled)
+        pieces, room = [], [self._runner.piece_rows(width)] * len(self.pools)
+        for running in unfinished:
+            begun = running.prefilled
+            while room[running.shard] and (left := running.num_fed - running.prefilled):
+                if self._runner.piece_width(left) != width:
+                    break
+                room[running.shard] -= 1
+                start, end = running.prefilled, running.prefilled + min(left, width)
+                pieces.append(Piece(running.shard, start, running.current.prompt_ids[start:end], running.pages))
+                running.prefilled = end
+            for index in range(begun // PAGE_TOKENS, pages_for(running.prefilled)):
+                self.pools[running.shard].record(running.keys[index], running.pages[index])
+        return pieces, width
+
+    def next_rows(self) -> tuple[list[tuple[Running, Row]], int]:
+        """Return the rows to decode next and the number of tokens; reserve their pages and raise their `reach`."""
+        # Requests that reach their limit end with what is queued.
+        ready = [each for each in self.running.values() if each.is_prefilled and each.reach < self._limit(each)]
+        if not ready:
+            return [], 0
+        left = [self._limit(running) - running.reach for running in ready]
+        num_steps = dispatch_tokens(left, have_waiting=bool(self.waiting))
+        for running in ready:
+            self._reserve(running, min(num_steps, self._limit(running) - running.reach))
+        rows = [  # others gave their pages to older ones
+            (running, Row(running.slot, running.pages, running.reach)) for running in ready if running.slot is not None
+        ]
+        for running, _ in rows:
+            running.reach = min(running.reach + num_steps, self._limit(running))
+        return rows, num_steps
+
+    def release(self, running: Running) -> None:
+        """Free the slot and the pages of a request."""
+        assert running.slot is not None
+        pool = self.pools[running.shard]
+        pool.pending.difference_update(running.keys[running.prefilled // PAGE_TOKENS :])
+        pool.release(running.pages)
+        del self.running[running.slot]
+        running.pages, running.slot = [], None
+
+    def _new_pools(self) -> list[PagePool]:
+        return [PagePool(self._runner.num_pages) for _ in range(self._runner.row_shards)]
+
+    def _shard_of(self, slot: int) -> int:
+        return slot * len(self.pools) // self._runner.slots
+
+    def _limit(self, running: Running) -> int:
+        return min(len(running.request.prompt_ids) + running.request.max_tokens, self._max_context_tokens)
+
+    def _choose_shard(self, running: Running, free: Sequence[int]) -> int | None:
+        """Return the row shard that holds most of the prompt, of those with a free slot and pages enough; or None."""
+        slots = [self._shard_of(slot) for slot in free]
+        best: tuple[int, int, int] | None = None
+        for shard in set(slots):
+            pool = self.pools[shard]
+            found = pool.find(running.keys)
+            shared = [page for page in found if not pool.is_held(page)]  # they are available, but not to be taken
+            # A copy of the last page needs one more, and so may each running request soon.
+            others = sum(other.shard == shard for other in self.running.values())
+            needed = pages_for(running.num_fed + 1) - len(found) + 1 + others
+            if pool.num_available - len(shared) >= needed or not others:
+                known = len(found) + sum(key in pool.pending for key in running.keys)
+                rank = known, slots.count(shard), -shard
+                best = rank if best is None or rank > best else best
+        return None if best is None else -best[2]
+
+    def _is_pending(self, running: Running, shard: int) -> bool:
+        """True if a page that the request needs next is being computed for another."""
+        pool = self.pools[shard]
+        found = len(pool.find(running.keys))
+        return found < len(running.keys) and running.keys[found] in pool.pending
+
+    def _take_pages(self, running: Running, shard: int) -> list[PageCopy]:
+        """Give a request the pages of its prompt: cached ones, and new ones; return the copies to be made.
+
+        Whole pages of the prompt are shared. The last one, which the answer goes on in, is its own.
+        """
+        pool, whole = self.pools[shard], running.num_fed // PAGE_TOKENS
+        pages, copies = pool.find(running.keys), []
+        for page in pages[:whole]:
+            pool.hold(page)
+        if len(pages) > whole:
+            source = pages[whole]
+            if pool.is_held(source):
+                pages[whole] = pool.take()
+                copies = [PageCopy(shard, source, pages[whole])]
+            else:
+                pool.hold(source)
+        running.prefilled = min(len(pages) * PAGE_TOKENS, running.num_fed)
+        self._runner.counts.reused_tokens += running.prefilled
+        missing = running.keys[len(pages) :]
+        pool.pending.update(missing)
+        running.pages = pages + [pool.take() for _ in missing]
+        running.shard, running.reach = shard, running.num_fed + 1
+        return copies
+
+    def _reserve(self, running: Running, num_steps: int) -> None:
+        """Take the pages that a request needs for more tokens, from the youngest requests if none is left."""
+        pool = self.pools[running.shard]
+        while running.slot is not None and len(running.pages) < pages_for(running.reach + num_steps - 1):
+            if pool.num_available:
+                running.pages.append(pool.take())
+                continue
+            youngest = [other for other in self.running.values() if other.shard == running.shard][-1]
+            self._preempt(youngest)
+
+    def _preempt(self, running: Running) -> None:
+        """Put a request back to the front of those that wait, with its tokens, or else to sample the same again."""
+        self.release(running)
+        if self.keeps_tokens:
+            running.decode_from(running.completion.token_ids)
+        else:
+            running.completion = Completion(policy_version=running.completion.policy_version)
+        with self.lock:
+            self.waiting.appendleft(running)
+
+
+def dispatch_tokens(left: Sequence[int], *, have_waiting: bool) -> int:
+    """Return the number of tokens to decode, by the number that each request has left at most.
+
+    A request that ends keeps its slot to the end of the dispatch. While others wait for slots, a dispatch is so short
+    that at most an eighth of its rows times steps are lost so; else it ends with the last request.
+
+    >>> dispatch_tokens([1, 2, 2], have_waiting=True), dispatch_tokens([1] + 63 * [9], have_waiting=True)
+    (2, 8)
+    >>> dispatch_tokens([1, 2, 9], have_waiting=False), dispatch_tokens([1, 2, 2], have_waiting=False)
+    (8, 2)
+    """
+    if not have_waiting:
+        return min((count for count in DISPATCH_TOKENS if count >= max(left)), default=max(DISPATCH_TOKENS))
+    lost = {count: sum(max(count - tokens, 0) for tokens in left) for count in DISPATCH_TOKENS}
+    fitting = [count for count in DISPATCH_TOKENS if 8 * lost[count] <= count * len(left)]
+    return max(fitting, default=min(DISPATCH_TOKENS))
