@@ -540,7 +540,9 @@ def test_memory_is_told_without_training(policy, loss):
     assert memory["sampling temporaries"] > 0
     assert memory["gradients"] == pytest.approx(memory["parameters"], rel=1e-3)  # of a value head, too
     layers = asyncio.run(policy.read(lambda params: sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))))
-    assert memory["sampling weights"] == layers / 2**20  # the ends are shared
+    config = policy.model.config
+    scales = config.num_layers * (config.num_heads + config.num_kv_heads - 2) * config.head_dim * 4  # for each head
+    assert memory["sampling weights"] == (layers + scales) / 2**20  # the ends are shared
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=1e-3) and memory["update"] > 0
     assert (memory["reference"] > 0) == (loss["name"] == "dpo")
     assert bool((flat_params(policy) == before).all())
