@@ -347,8 +347,9 @@ def test_cancelled_requests_leave_nothing_behind(small, large, serve, record_cal
 
     def on_call(event):
         if event.name == "prefill":
+            pages = [piece.pages for piece in event.arguments[1]]
             for running in list(small.engine._scheduler.running.values()):
-                if running.prefilled < running.num_fed:
+                if running.pages in pages:
                     number = running.request.key_ids[-1]
                     running.future.get_loop().call_soon_threadsafe(cancel, number, "prefilling")
 
