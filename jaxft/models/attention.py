@@ -35,12 +35,13 @@ def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScalin
 
 
 def rotate(
-    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"]
+    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"], platform: str
 ) -> Float[Array, "B T N h"]:
-    """Rotate each pair (i, i + h/2) of a head's components by its angle."""
+    """Rotate each pair (i, i + h/2) of a head's components by its angle; the bits are the same on any `platform`."""
     pairs = x.astype(jnp.promote_types(x.dtype, cos.dtype)).reshape(*x.shape[:-1], 2, -1)  # [B T N 2 P]
-    # A reversal, unlike a concatenation, is fused on GPUs with what comes before and after.
-    turned = jnp.flip(pairs, axis=-2) * jnp.array([[-1.0], [1.0]], pairs.dtype)
+    # GPUs fuse a reversal, unlike a concatenation, with what comes before and after; on CPUs it takes longer.
+    swapped = jnp.concatenate([pairs[..., 1:, :], pairs[..., :1, :]], -2) if platform == "cpu" else jnp.flip(pairs, -2)
+    turned = swapped * jnp.array([[-1.0], [1.0]], pairs.dtype)
     # Rounded, as XLA for CPU would make one operation of a product and the sum in some programs and not in others.
     mixed = rounded(pairs * cos[:, :, None, None, :]) + rounded(turned * sin[:, :, None, None, :])
     return mixed.reshape(x.shape).astype(x.dtype)

@@ -98,7 +98,8 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
-        return rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin), v
+        q, k = (rotate(y, context.cos, context.sin, platform_of(context.sharding)) for y in (q, k))
+        return q, k, v
 
     def joined_heads(self, x: Float[Array, "B T D"], context: Context) -> tuple[Array, Array, Array]:
         """Return what `separate_heads` does, from one product.
@@ -111,7 +112,8 @@ class Attention(nnx.Module):
         qk, v = y[..., : queries + keys, :], y[..., queries + keys :, :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk, in_halves=context.in_halves)
-        qk = rotate(qk.reshape(*x.shape[:2], -1, self.head_dim), context.cos, context.sin).reshape(qk.shape)
+        heads = qk.reshape(*x.shape[:2], -1, self.head_dim)
+        qk = rotate(heads, context.cos, context.sin, platform_of(context.sharding)).reshape(qk.shape)
         q, k = qk[..., :queries, :], qk[..., queries:, :]
         q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in (q, k, v))
         return q, k, v

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.reductions import invariant_sum, rounded_exp
@@ -183,13 +183,25 @@ def _numbers(rows: PagedRows, columns: Int[Array, "B *n"]) -> Int[Array, "B *n"]
     return jnp.take_along_axis(rows.tables, flat, axis=1, mode="clip").reshape(columns.shape)
 
 
-def take_pages(pages: LayerPages, number: Int[Array, "B"], axis: int) -> tuple[Array, Array]:
-    """Return keys `[B K h P]` and values `[B K P h]` of one page for each row."""
+def take_pages(pages: LayerPages, number: Int[Array, "B"], held: Bool[Array, "B P"], axis: int) -> tuple[Array, Array]:
+    """Return keys `[B K h P]` and values `[B K P h]` of one page for each row; values that are not held are zeros.
+
+    What is not held may be NaN, and 0 times NaN is NaN.
+    """
     if axis == 1:
         keys, values = (leaf.at[:, number].get(mode="clip") for leaf in pages)
-        return keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
+        return keys.transpose(1, 0, 3, 2), jnp.where(held[:, None, :, None], values.swapaxes(0, 1), 0)
 
-    return pages.keys.at[number].get(mode="clip"), pages.values.at[number].get(mode="clip")
+    def take() -> tuple[Array, Array]:
+        keys, values = (leaf.reshape(len(leaf), -1).at[number].get(mode="clip") for leaf in pages)
+        is_held = jnp.broadcast_to(held[:, None, :, None], (len(held), *pages.values.shape[1:]))
+        return keys, jnp.where(is_held.reshape(values.shape), values, 0)
+
+    # XLA for CPU fuses a gather with the reshape of its result, and copies short axes number by number, which takes
+    # twice as long. It fuses nothing across the border of a branch.
+    shapes = jax.eval_shape(take)
+    keys, values = jax.lax.cond(held[:, 0].any(), take, lambda: jax.tree.map(jnp.zeros_like, shapes))
+    return keys.reshape(-1, *pages.keys.shape[1:]), values.reshape(-1, *pages.values.shape[1:])
 
 
 def attend_reference(
@@ -216,10 +228,10 @@ def attend_reference(
     def add_column(column: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, mass, mixed = carry
         number = jax.lax.dynamic_index_in_dim(rows.tables, column, axis=1, keepdims=False)  # [B]
-        keys, values = take_pages(pages, number, axis)
-        keys, values = keys[:, :, :width], values[..., :width]  # on TPUs heads are padded
         places = column * PAGE_TOKENS + jnp.arange(PAGE_TOKENS)
         is_held = places < ends[:, None]  # [B P]
+        keys, values = take_pages(pages, number, is_held, axis)
+        keys, values = keys[:, :, :width], values[..., :width]  # on TPUs heads are padded
         visible = (places <= positions[:, :, None]) & is_held[:, None]  # [B T P]
         if window is not None:
             visible &= places > positions[:, :, None] - window
@@ -230,7 +242,6 @@ def attend_reference(
         scores = jnp.where(visible, scores, MASK_VALUE)
         highest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
         weights = jnp.where(visible, rounded_exp(scores - highest), 0.0)
-        values = jnp.where(is_held[:, None, :, None], values, 0)  # 0 times NaN is NaN
         part = jnp.matmul(weights.reshape(*flat.shape[:-1], -1).astype(q.dtype), values, preferred_element_type=wide)
         kept = rounded_exp(largest - highest)
         mass = mass * kept + invariant_sum(weights, in_halves=True)
