@@ -189,6 +189,7 @@ from .rollout.client import (
 )
 from .rollout.chat_request import (
     ChatRequest as ChatRequest,
+    Delta as Delta,
     Reply as Reply,
 )
 from .rollout.messages import (
@@ -205,9 +206,6 @@ from .rollout.recorder import (
     episode as episode,
     named_function as named_function,
     in_episode as in_episode,
-)
-from .rollout.streaming import (
-    Delta as Delta,
 )
 from .rollout.sequences import (
     TokenSequence as TokenSequence,

@@ -126,7 +126,7 @@ class PolicyChatModel(BaseChatModel):
 
     def _result(self, reply: Reply, episode: Episode | None, llm: ChatClient) -> ChatResult:
         usage = {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)}
-        text_of_token = llm.policy.template.token_text
+        text_of_token = llm.token_text
         if episode is None:
             logprobs = openai_logprobs(reply.token_ids, reply.logprobs, text_of_token)
         else:

@@ -1,4 +1,4 @@
-"""Arguments and result of a chat."""
+"""Arguments and result of a chat, and the pieces in which a result is streamed."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -180,3 +180,22 @@ class Reply:
         if self.tool_calls:
             message |= {"content": self.content or None, "tool_calls": [call.as_message() for call in self.tool_calls]}
         return message
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer.
+
+    Attributes:
+        index: number of the answer, among the `n` answers to one request.
+        content: text that follows the content so far.
+        reasoning_content: text that follows the reasoning so far.
+        token_ids: the sampled tokens since the piece before; their text may come with a later piece.
+        logprobs: log-probability of each of these tokens, as in `Reply`.
+    """
+
+    index: int
+    content: str = ""
+    reasoning_content: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()

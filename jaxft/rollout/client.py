@@ -1,25 +1,23 @@
-"""The chat client of a workflow: takes messages, returns a reply, and records the call in the episode."""
+"""The chat client of a policy in this process: it samples the reply, and records the call in the episode."""
 
 import asyncio
-import functools
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
+from typing import Literal, NamedTuple
 
-from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import Prompt
-from jaxft.rollout.chat_request import ChatRequest, Reply
-from jaxft.rollout.messages import Message, Tool, ToolCall, canonical_messages
+from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.language_model import LanguageModel
+from jaxft.rollout.messages import ToolCall, canonical_messages
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
-from jaxft.rollout.streaming import Delta, StopFinder, Streamer, cut_at_stop
-
-P = ParamSpec("P")
+from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
@@ -54,39 +52,11 @@ class Answered(NamedTuple):
         )
 
 
-def _blocking(
-    chat: Callable[Concatenate["ChatClient", P], Coroutine[Any, Any, Reply]],
-) -> Callable[Concatenate["ChatClient", P], Reply]:
-    @functools.wraps(chat, assigned=())
-    def chat_sync(self: "ChatClient", /, *args: P.args, **kwargs: P.kwargs) -> Reply:
-        """`chat` for code that cannot await, such as a workflow that is a plain function: blocks until the reply.
-
-        Raises:
-            RuntimeError: an event loop runs in this thread, and would wait for itself.
-            CancelledError: the episode has ended.
-        """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            pass
-        else:
-            raise RuntimeError(
-                "chat_sync waits for its reply, and this thread runs an event loop, which could not answer meanwhile: "
-                "write `await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
-            )
-        call: Coroutine[Any, Any, Reply] = getattr(self, chat.__name__)(*args, **kwargs)  # a subclass may have its own
-        episode = find_episode()
-        return asyncio.run(call) if episode is None else episode.wait_for(call)
-
-    return chat_sync
-
-
-class ChatClient:
+class ChatClient(LanguageModel):
     """Chats with a live policy. Concurrent calls share one batch.
 
     Attributes:
         policy: the policy that answers.
-        name: name that calls are recorded under, that of the language model in the configuration.
         long_prompts: treatment of prompts that leave no room for an answer.
     """
 
@@ -94,87 +64,8 @@ class ChatClient:
         self.policy = policy
         self.name = name
         self.long_prompts = long_prompts
+        self.max_context_tokens = policy.engine.max_context_tokens
         self._interactive_calls = itertools.count()
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool = True,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        max_completion_tokens: int | None = None,
-        n: int = 1,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        include_stop: bool = False,
-        stop_token_ids: Sequence[int] | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        top_logprobs: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Reply:
-        """Sample the assistant's next message; `ChatRequest` describes the arguments.
-
-        Inside an episode the call is recorded for training, its random numbers depend on episode, prompt and seed only,
-        and the episode's temperature, if set, replaces `temperature`. A tool call that cannot be parsed is content.
-
-        `max_completion_tokens` is OpenAI's newer name of `max_tokens`.
-
-        Raises:
-            PromptTooLongError: the prompt leaves no room for an answer in the context.
-            RequestError: the template refuses the messages, or a parameter is impossible.
-            CancelledError: the episode has ended already: it took longer than `eval.general.timeout_seconds`, or the
-                run is ending.
-        """
-        if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
-            raise RequestError(
-                f"max_tokens is {max_tokens} and max_completion_tokens {max_completion_tokens}; give one of them",
-                param="max_completion_tokens",
-            )
-        request = ChatRequest(
-            messages=messages,
-            tools=() if tools is None else tools,
-            tool_choice="auto" if tool_choice is None else tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            temperature=temperature,
-            max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
-            n=n,
-            seed=seed,
-            stop=() if stop is None else stop,
-            include_stop=include_stop,
-            stop_token_ids=() if stop_token_ids is None else stop_token_ids,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            logit_bias=logit_bias,
-            top_logprobs=top_logprobs,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return await self.answer(request)
-
-    chat_sync = _blocking(chat)
-
-    async def stream(self, request: ChatRequest) -> AsyncGenerator[Delta | Reply, None]:
-        """Yield the pieces of the answers as they are sampled, and at the end the reply.
-
-        The pieces of an answer, joined, are its `content` and `reasoning_content`; tool calls come with the reply. If
-        the iteration is left early and closed, sampling ends. Errors are those of `chat`.
-        """
-        pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
-        reply = asyncio.create_task(self.answer(request, pieces.put_nowait))
-        reply.add_done_callback(lambda _: pieces.put_nowait(None))
-        try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
-            yield await reply
-        finally:
-            reply.cancel()
-            await asyncio.gather(reply, return_exceptions=True)
 
     async def answer(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None = None) -> Reply:
         """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
@@ -215,11 +106,19 @@ class ChatClient:
                 break
             answered |= zip(stale, await sample(stale), strict=True)
         if episode is not None:
-            episode.texts_of_tokens[self.name] = self.policy.template.token_text
+            episode.texts_of_tokens[self.name] = self.token_text
             for each in answered.values():
                 episode.record(self._call(request, prompt, each))
         first, *others = (each.reply(prompt.ids) for each in answered.values())
         return replace(first, others=tuple(others))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, control tokens included."""
+        return self.policy.template.token_text(token_id)
+
+    async def check(self) -> None:
+        """Raise a `PolicyError` if the parameters or the device thread are lost."""
+        await self.policy.read(lambda params: None)
 
     def _prompt(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
@@ -232,7 +131,7 @@ class ChatClient:
                 tools=request.tools,
                 template_kwargs=request.chat_template_kwargs,
                 prefill=prefill,
-                max_tokens=self.policy.engine.max_context_tokens,
+                max_tokens=self.max_context_tokens,
                 truncate_left=self.long_prompts == "truncate_left",
             )
         except PromptTooLongError:
@@ -328,7 +227,7 @@ class ChatClient:
         self, request: ChatRequest, prompt: Prompt, key_ids: tuple[int, ...], text_of: Callable[[Sequence[int]], str]
     ) -> Request:
         """Return the engine's request for one answer."""
-        room = self.policy.engine.max_context_tokens - len(prompt.ids)
+        room = self.max_context_tokens - len(prompt.ids)
         return Request(
             prompt_ids=prompt.ids,
             key_ids=key_ids,
@@ -348,7 +247,7 @@ class ChatClient:
 
         A truncated prompt leaves room for `max_tokens`, but takes at least half of the context.
         """
-        limit = self.policy.engine.max_context_tokens
+        limit = self.max_context_tokens
         if len(prompt.ids) < limit:
             return prompt
         if self.long_prompts != "truncate_left":  # the engine will refuse it

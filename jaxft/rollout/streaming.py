@@ -1,30 +1,11 @@
 """An answer as it is sampled: where a stop string ends it, and its text in pieces that later tokens never change."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.responses import ParsedAnswer, make_parser
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A piece of an answer.
-
-    Attributes:
-        index: number of the answer, among the `n` answers to one request.
-        content: text that follows the content so far.
-        reasoning_content: text that follows the reasoning so far.
-        token_ids: the sampled tokens since the piece before; their text may come with a later piece.
-        logprobs: log-probability of each of these tokens, as in `Reply`.
-    """
-
-    index: int
-    content: str = ""
-    reasoning_content: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
 
 
 class TextDecoder:

@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
-from jaxft.rollout.client import ChatClient
+from jaxft.rollout.chat_request import Delta
+from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
-from jaxft.rollout.streaming import Delta
 from jaxft.serving.protocol import (
     LAST_EVENT,
     MAX_BODY_BYTES,
@@ -52,7 +52,7 @@ OTHER_PATHS = {
 """Advice in the error for each path of OpenAI's API that is not served."""
 
 
-def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:
+def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     """Return the app that serves these language models, by their names.
 
     It serves `POST /v1/chat/completions`, `GET /v1/models` and `GET /health`, each also under `/e/<token>`.
@@ -61,14 +61,13 @@ def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:
     async def chat_completions(request: Request) -> Response:
         call = parse_call(parse_body(await _body(request)))
         llm = _find(llms, call.model)
-        text_of_token = llm.policy.template.token_text
         if call.stream:
-            events = _events(llm, call, ChunkWriter(call, text_of_token))
+            events = _events(llm, call, ChunkWriter(call, llm.token_text))
             # Before the response begins, so that a request that cannot be answered gets the status of its error.
             first = await _while_connected(request, _next(events))
             return StreamingResponse(_joined(first, events), media_type="text/event-stream")
         reply = await _while_connected(request, llm.answer(call.request))
-        return _json(completion(call, reply, text_of_token))
+        return _json(completion(call, reply, llm.token_text))
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_card(llm) for llm in llms.values()]})
@@ -78,7 +77,7 @@ def make_app(llms: Mapping[str, ChatClient]) -> ASGIApp:
 
     async def health(request: Request) -> Response:
         for llm in llms.values():
-            await llm.policy.read(lambda params: None)  # raises if its parameters or its device thread are lost
+            await llm.check()
         return _json({"status": "ok"})
 
     return _in_episode(
@@ -188,7 +187,7 @@ def _no_such_path(request: Request, error: Exception) -> Response:
     return _json(refused.body, refused.status)
 
 
-def _find(llms: Mapping[str, ChatClient], name: str) -> ChatClient:
+def _find(llms: Mapping[str, LanguageModel], name: str) -> LanguageModel:
     if name not in llms:
         raise APIError(
             f"there is no model {name[:100]!r}{did_you_mean(name, llms, what='models')}",
@@ -199,8 +198,8 @@ def _find(llms: Mapping[str, ChatClient], name: str) -> ChatClient:
     return llms[name]
 
 
-def _card(llm: ChatClient) -> dict[str, Any]:
-    length = llm.policy.engine.max_context_tokens
+def _card(llm: LanguageModel) -> dict[str, Any]:
+    length = llm.max_context_tokens
     return {"id": llm.name, "object": "model", "created": 0, "owned_by": "jaxft", "max_model_len": length}
 
 
@@ -240,7 +239,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(llm: ChatClient, call: ChatCall, writer: ChunkWriter) -> AsyncIterator[bytes]:
+async def _events(llm: LanguageModel, call: ChatCall, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a call."""
     async with contextlib.aclosing(llm.stream(call.request)) as pieces:
         async for piece in pieces:

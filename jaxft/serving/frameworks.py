@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.errors import ComponentError, did_you_mean
-from jaxft.rollout.client import ChatClient
+from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.serving.transport import async_transport, sync_transport
 
@@ -42,7 +42,7 @@ class Connection(NamedTuple):
     max_context_tokens: int | None = None
 
 
-def client_of(llm: "ChatClient | RemoteClient", wrapper_type: str | Enum) -> Any:
+def client_of(llm: "LanguageModel | RemoteClient", wrapper_type: str | Enum) -> Any:
     """Return a client of a framework for a language model.
 
     Args:
@@ -63,7 +63,7 @@ def client_of(llm: "ChatClient | RemoteClient", wrapper_type: str | Enum) -> Any
         raise ComponentError(f'wrapper_type {name!r}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
 
 
-def _connect(llm: "ChatClient | RemoteClient") -> Connection:
+def _connect(llm: "LanguageModel | RemoteClient") -> Connection:
     # Imported here, as they are parts of an extra.
     import openai
 
@@ -80,7 +80,7 @@ def _connect(llm: "ChatClient | RemoteClient") -> Connection:
             http_client=llm.http_client(),
             http_client_sync=llm.http_client_sync(),
         )
-    if not isinstance(llm, ChatClient):
+    if not isinstance(llm, LanguageModel):
         raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
     app = make_app({llm.name: llm})
     # httpx2 for openai 3, httpx for openai 2.
@@ -93,7 +93,7 @@ def _connect(llm: "ChatClient | RemoteClient") -> Connection:
         timeout_seconds=None,
         http_client=http.AsyncClient(transport=async_transport(http, app), timeout=None),
         http_client_sync=http.Client(transport=sync_transport(http, app), timeout=None),
-        max_context_tokens=llm.policy.engine.max_context_tokens,
+        max_context_tokens=llm.max_context_tokens,
     )
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxft.errors import RequestError
-from jaxft.rollout.chat_request import ChatRequest, Reply
-from jaxft.rollout.streaming import Delta
+from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 
 MAX_BODY_BYTES = 2**24
 """Largest body of a request."""

@@ -5,9 +5,8 @@ import typing
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from jaxft.rollout.chat_request import ChatRequest, Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 from jaxft.rollout.messages import ToolCall
-from jaxft.rollout.streaming import Delta
 from jaxft.serving.protocol import (
     FIELDS,
     KINDS,
