@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from jaxft.harness.commands import dry_run, evaluate, finetune, resume
+from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.runtime import (
     exit_code_of,
@@ -27,6 +27,10 @@ PLAN = """Says what a run needs of accelerators that are not here: memory by pur
 
 The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
 them. Without compilers, figures follow from shapes and sharding rules, and are marked as estimated."""
+SERVE = """Serves the language models of a configuration to OpenAI's and Anthropic's clients, and trains nothing.
+
+The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
+first."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
@@ -56,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
             return
+        if parsed.verb == "serve":
+            await serve(load_config(parsed.config_file, parsed.override))
+            return
         if parsed.verb == "plan":
             from jaxft.planning.plan import plan  # imports jax, which --help does without
 
@@ -72,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if parsed.verb == "resume":
         return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level)
+    if parsed.verb == "serve":
+        return exit_code_of(run, title=f"serve {parsed.config_file}", log_level=parsed.log_level)
     return exit_code_of(run, title=parsed.verb)
 
 
@@ -107,6 +116,12 @@ def make_parser() -> argparse.ArgumentParser:
     evaluating.add_argument(
         "--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)"
     )
+
+    serving = verbs.add_parser("serve", help="serve language models at an address")
+    serving.description, serving.formatter_class = SERVE, argparse.RawDescriptionHelpFormatter
+    serving.add_argument("--config_file", type=Path, required=True, help="the YAML file of a run")
+    override_arguments(serving)
+    log_arguments(serving)
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")

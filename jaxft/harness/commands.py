@@ -1,4 +1,4 @@
-"""The verbs `finetune` (with `--dry-run`), `resume` and `eval` of the command line."""
+"""The verbs `finetune` (with `--dry-run`), `resume`, `eval` and `serve` of the command line."""
 
 import argparse
 import contextlib
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import CheckFailed, ConfigError
-from jaxft.harness.config import Config, load_config
+from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
+from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.config import Config, load_config, secrets_of
 from jaxft.harness.config_merge import literal
+from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.session import (
     CAME_BACK,
     CONFIG_FILE,
@@ -23,8 +25,11 @@ from jaxft.harness.session import (
     open_session,
     resume_command,
 )
-from jaxft.runs.console import Console
-from jaxft.runs.directory import bring_back_earlier_run, holds_run
+from jaxft.harness.signals import current_shutdown
+from jaxft.redaction import hiding, redactor
+from jaxft.runs.console import Console, current_console
+from jaxft.runs.directory import RunDirectory, bring_back_earlier_run, holds_run
+from jaxft.runs.environment import secrets_of_environment
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -125,6 +130,28 @@ async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
         path = Path(folder) if output_dir is None else output_dir
         async with open_session(config, overwrite=arguments.overwrite, output_dir=path) as session:
             await _evaluate(session, arguments, is_kept=output_dir is not None)
+
+
+async def serve(config: Config) -> None:
+    """Serve the language models of a configuration until a signal comes, then let running requests end.
+
+    Raises:
+        Stopped: a signal came.
+    """
+    shutdown = current_shutdown()
+    assert shutdown is not None
+    secrets = secrets_of(config) | secrets_of_environment()
+    console = current_console()
+    with tempfile.TemporaryDirectory() as folder, hiding(secrets), without_secrets():
+        console.mask = redactor()
+        with RunDirectory.create(Path(folder)) as directory:
+            async with ComponentBuilder(config, directory, console) as builder:
+                await builder.get_server_url(ServeConfig())
+                console.message("SIGINT or SIGTERM ends the server")
+                with shutdown.listening() as signalled:
+                    await signalled.wait()
+                console.message("finishing the running requests")
+    raise Stopped("the server has ended")
 
 
 async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept: bool) -> None:

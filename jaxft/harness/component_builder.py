@@ -27,6 +27,7 @@ from jaxft.errors import (
 )
 from jaxft.harness.config import Config, validation_config
 from jaxft.harness.config_builder import ConfigBuilder
+from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
@@ -44,8 +45,10 @@ from jaxft.harness.registry import (
     WorkflowConfig,
     registry,
 )
+from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.serving.addresses import reachable_url
 
 # Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
 # in its own context, which holds the component's ancestors only.
@@ -85,6 +88,11 @@ class ComponentBuilder(ConfigBuilder):
             task.cancel()
         await asyncio.gather(*self._components.values(), return_exceptions=True)
         await self._closing.aclose()
+
+    @property
+    def is_served(self) -> bool:
+        """True if the language models are served at an address."""
+        return "server" in self._components
 
     def add_devices(self, devices: Sequence[str]) -> None:
         """Record devices for `environment.json`; called by factories of components that compute in this process.
@@ -127,6 +135,53 @@ class ComponentBuilder(ConfigBuilder):
         from jaxft.serving.frameworks import client_of
 
         return client_of(llm, wrapper_type)
+
+    async def get_server_url(self, default: ServeConfig | None = None) -> str:
+        """Return the address of the server of this run's language models, which is started if it does not run yet.
+
+        It serves all those of this process, by their names. The base URL of an episode begins with this address.
+
+        Args:
+            default: the address to serve at if no `llms.<name>.serve` says one; None: a free port of this machine.
+
+        Raises:
+            ConfigError: entries of `llms` ask for different addresses, or theirs cannot be listened on.
+            ComponentError: the packages of the server are not installed.
+        """
+        if self._lender is not None:
+            return await self._lender.get_server_url(default)
+        return await self._shared("server", lambda: self._serve(default))
+
+    async def _serve(self, default: ServeConfig | None) -> str:
+        asked = {name: config.served_at for name, config in self.config.llms.items() if config.served_at is not None}
+        first = next(iter(asked), "")
+        others = [name for name, config in asked.items() if config != asked[first]]
+        if others:
+            raise ConfigError(
+                [f"llms.{others[0]}.serve: differs from llms.{first}.serve: a run has one address, for all its llms"]
+            )
+        config = asked.get(first) or default or ServeConfig(port=0)
+        # Imported here, as they import JAX and packages of an extra, which a run without a server does not need.
+        try:
+            from jaxft.rollout.language_model import LanguageModel
+            from jaxft.serving.app import make_app
+            from jaxft.serving.server import Server
+        except ImportError as error:
+            raise ComponentError(f'the server of llms needs packages ({error}): pip install "jaxft[serve]"') from None
+        made = {name: await self.get_llm(name) for name in self.config.llms}
+        llms = {name: llm for name, llm in made.items() if isinstance(llm, LanguageModel)}
+        if not llms:
+            raise ConfigError(
+                ["llms: none of them is of this process, such as one of type local_policy: nothing to serve"]
+            )
+        try:
+            server = Server(make_app(llms), **config.server_arguments())
+        except OSError as error:
+            place = f"{config.host}:{config.port}"
+            raise ConfigError([f"llms.{first or '<name>'}.serve: cannot listen on {place}: {error.strerror}"]) from None
+        self._closing.push_async_callback(server.close)
+        self.console.message(f"serving {', '.join(llms)} at {server.url}/v1")
+        return config.url or reachable_url(server.url, config.host)
 
     async def get_workflow(self) -> Workflow:
         """Return the workflow: the agent."""
@@ -179,6 +234,8 @@ class ComponentBuilder(ConfigBuilder):
     async def open(self) -> None:
         """Make the components of every run: first the datasets, which are quick, then workflow and evaluators."""
         await self.get_dataset()
+        if any(config.served_at is not None for config in self.config.llms.values()):
+            await self.get_server_url()
         if self.config.eval.validation is not None and self.config.finetuning.enabled:
             await self._shared("validation examples", self._read_validation)
         await self.get_evaluation()
@@ -249,8 +306,10 @@ class ComponentBuilder(ConfigBuilder):
     ) -> Evaluation:
         """Make a new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
         general = self.config.eval.general
+        workflow = await self.get_workflow()
+        is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
-            await self.get_workflow(),
+            workflow,
             await self._evaluators(),
             None if reward is None else reward.name,
             general.max_concurrency,
@@ -258,6 +317,7 @@ class ComponentBuilder(ConfigBuilder):
             timeout_seconds=general.timeout_seconds,
             result_json_path=general.result_json_path,
             counted_with=counted_with,
+            server_url=await self.get_server_url() if is_served else ENDPOINT,
             show_progress=self.console.status,
             log=self.console.message,
         )

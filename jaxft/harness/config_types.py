@@ -8,12 +8,23 @@ import functools
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from jsonpath_ng import parse
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from jaxft.errors import did_you_mean
+from jaxft.serving.addresses import Limits, is_loopback
 
 
 class ConfigModel(BaseModel):
@@ -140,3 +151,82 @@ def at_json_path(value: Any, text: str) -> Any:
     if not found:
         raise ValueError(f"'{text}' matches nothing in the output, which is {repr(value)[:100]}")
     return found[0] if len(found) == 1 else found
+
+
+class ServeConfig(ConfigModel):
+    """An address under which a run serves its language models, by their names, to OpenAI's and Anthropic's clients."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address or name to listen on. Only this machine reaches 127.0.0.1; 0.0.0.0 stands for all "
+        "networks. Every address that others reach needs an api_key.",
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: a free one, which is shown.")
+    api_key: SecretStr | None = Field(
+        default=None,
+        min_length=1,
+        description="Key that clients must send. The base URL of an episode needs none, as it cannot be guessed. null: "
+        "no key, on an address of this machine only.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Address by which agents reach the server, as in http://trainer.example:8000, for the base URLs of "
+        "episodes; null: the one that it listens on.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names by which clients may call the server, beside those of this machine and the one in url; "
+        "requests for another name are refused. Without any, an address that needs a key takes all names.",
+    )
+    max_requests: int = Field(
+        default=256, ge=1, description="Requests that are answered at the same time; further ones get the status 429."
+    )
+    head_seconds: float = Field(
+        default=10.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client has for the head of a request."
+    )
+    body_seconds: float = Field(
+        default=30.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client has for the body of a request."
+    )
+    write_seconds: float = Field(
+        default=60.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client may leave a response unread."
+    )
+    drain_seconds: float = Field(
+        default=30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds that running requests have to end when the run ends or gets a signal.",
+    )
+
+    def server_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `jaxft.serving.server.Server`."""
+        names = [] if self.url is None else [urlsplit(self.url).hostname or ""]
+        hosts = (*self.allowed_hosts, *names) if self.allowed_hosts or is_loopback(self.host) else ()
+        return {
+            "host": self.host,
+            "port": self.port,
+            "api_key": None if self.api_key is None else self.api_key.get_secret_value(),
+            "allowed_hosts": hosts,
+            "limits": Limits(
+                max_requests=self.max_requests,
+                head_seconds=self.head_seconds,
+                body_seconds=self.body_seconds,
+                write_seconds=self.write_seconds,
+                drain_seconds=self.drain_seconds,
+            ),
+        }
+
+    @model_validator(mode="after")
+    def _has_a_key(self) -> "ServeConfig":
+        if self.api_key is None and not is_loopback(self.host):
+            raise config_error(
+                f"host {self.host} can be reached from other machines: set api_key, as in ${{SERVE_KEY}}"
+            )
+        return self
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise config_error("must begin with http:// or https://")
+        return None if url is None else url.rstrip("/")

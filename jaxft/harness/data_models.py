@@ -277,6 +277,8 @@ class FinetuneRunConfig(ConfigModel):
     validation_interval: int | None = None
     validation_config_file: Path | None = None
     strict_compile: bool = False
+    endpoint: str | None = None
+    endpoint_timeout: float | None = None
 
 
 class FinetuneConfig(ConfigModel):

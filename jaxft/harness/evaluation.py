@@ -33,7 +33,7 @@ from jaxft.harness.evaluators import (
 )
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.rollout.recorder import VALIDATION, Episode, outside_calls, recording
+from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
 
 Workflow = Callable[[dict[str, Any]], Any]
 """Function from a row to an output; async functions run on the event loop, plain ones in a thread, and may block."""
@@ -110,6 +110,7 @@ class Evaluation:
         timeout_seconds: float | None = None,
         result_json_path: str | None = None,
         counted_with: "Evaluation | None" = None,
+        server_url: str = ENDPOINT,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
         log: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
     ) -> None:
@@ -126,6 +127,7 @@ class Evaluation:
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
             counted_with: another evaluation of the same run with common counts, so that no two runs on a stream draw
                 the same random numbers.
+            server_url: address of the server that reaches the language models of episodes.
             show_progress: called when episodes start, with a function that returns their progress as text.
             log: shows a message, such as a warning; called from any thread.
 
@@ -157,6 +159,7 @@ class Evaluation:
         self._group_tasks: set[asyncio.Task[Any]] = set()
         self._result_json_path = result_json_path
         self._counter = self if counted_with is None else counted_with
+        self._server_url = server_url
         self._show_progress = show_progress
         self.num_rollouts = 0
         self.num_validations = 0
@@ -228,7 +231,8 @@ class Evaluation:
         records: list[Episode] = []
         for item in items:
             group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
-            record = partial(Episode, self._seed, stream, rollout_index, item.id, temperature=temperature)
+            identity = self._seed, stream, rollout_index, item.id
+            record = partial(Episode, *identity, temperature=temperature, server_url=self._server_url)
             own = [record(generation=generation) for generation in range(num_generations)]
             tasks = [
                 asyncio.create_task(

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, model_serializer
 
 from jaxft.errors import ConfigError, UserCodeError, did_you_mean, user_code
-from jaxft.harness.config_types import ConfigModel, ConfigText
+from jaxft.harness.config_types import ConfigModel, ConfigText, ServeConfig
 from jaxft.harness.data_models import RewardFunctionConfig
 
 
@@ -62,6 +62,11 @@ class LLMConfig(ComponentConfig):
     component_kind = "llm"
     sharding_table: ClassVar[str | None] = None
     choices: ClassVar[str | None] = None
+
+    @property
+    def served_at(self) -> ServeConfig | None:
+        """The address at which the run serves its language models; None if this one asks for none."""
+        return None
 
 
 class WorkflowConfig(ComponentConfig):

@@ -104,8 +104,17 @@ def run_arguments(
         action="store_true",
         help="compile every program first; fail if an epoch compiles more",
     )
-    for name in ("--endpoint", "--endpoint_timeout"):
-        parser.add_argument(name, type=_endpoint, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="address of an agent, which takes the place of the workflow (`_type: http_agent`)",
+    )
+    parser.add_argument(
+        "--endpoint_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="seconds that this agent may send nothing (default: eval.general.timeout_seconds)",
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--overwrite",
@@ -174,7 +183,10 @@ def config_of(run: FinetuneRunConfig) -> Config:
     Raises:
         ConfigError: the configuration has errors; the message lists all of them with their paths.
     """
+    agent = None if run.endpoint is None else {"_type": "http_agent", "url": run.endpoint}
     options = {
+        "workflow": agent,
+        "workflow.timeout_seconds": run.endpoint_timeout,
         "eval.general.result_json_path": run.result_json_path,
         "eval.validation.interval": run.validation_interval,
         "eval.validation.config_file": run.validation_config_file,
@@ -182,7 +194,7 @@ def config_of(run: FinetuneRunConfig) -> Config:
     }
     # As YAML, applied after the file and before --set.
     said = [
-        (path, json.dumps(value if isinstance(value, int | bool) else literal(str(value))))
+        (path, json.dumps(literal(str(value)) if isinstance(value, str | Path) else value))
         for path, value in options.items()
         if value is not None
     ]
@@ -300,13 +312,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not path or not equals:
         raise argparse.ArgumentTypeError("wants PATH=VALUE")
     return path, value
-
-
-def _endpoint(text: str) -> str:
-    raise argparse.ArgumentTypeError(
-        "an agent behind an endpoint cannot be trained: episodes must run where their tokens are recorded, in this "
-        "process; make the agent the `workflow` of the configuration"
-    )
 
 
 def order_cpu_devices() -> None:

@@ -39,6 +39,9 @@ TRAINING, VALIDATION = 0, 1
 WORKFLOW = "<workflow>"
 """Name of the target function that stands for the whole workflow, so for every call."""
 
+ENDPOINT = "http://jaxft.invalid"
+"""Address of the policy in clients that reach it in process; no host has such a name."""
+
 # Threads use episodes, too; each holds the lock for a few microseconds.
 _lock = threading.Lock()
 
@@ -76,6 +79,8 @@ class Episode:
         is_dropped: a prompt was too long for a language model whose `long_prompts` is `drop`.
         input_obj: input of the example, the value under `structure.question_key` in a dataset row.
         policy_error: the error of a policy that can do no further work; a client over HTTP raises another one for it.
+        server_url: address of the server that reaches the episode's language models; without one, that of clients in
+            process.
         texts_of_tokens: functions from a token id to its text, by the name of the language model that answered.
     """
 
@@ -92,6 +97,7 @@ class Episode:
     is_dropped: bool = False
     input_obj: Any = None
     policy_error: PolicyError | None = None
+    server_url: str = field(default=ENDPOINT, repr=False, compare=False)
     texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
@@ -171,20 +177,25 @@ class Episode:
 
     @property
     def api_key(self) -> str:
-        """Key that records the calls of an OpenAI client in this episode, for threads that inherit no context.
+        """Key that records the calls of a client in this episode, for threads and processes that inherit no context.
 
-        It is random, known to this process only, and never written anywhere.
+        It is random, valid until the episode ends, and never written anywhere.
         """
         with _lock:
             if self._token is None:
                 self._token = TOKEN_PREFIX + secrets.token_urlsafe(24)
-                _episodes[self._token] = self
+                _episodes[_digest(self._token)] = self
             return self._token
 
     @property
     def base_url(self) -> str:
-        """Base URL that does what `api_key` does, in process; the log of a server would show it."""
-        return f"{ENDPOINT}/e/{self.api_key}/v1"
+        """Base URL that does what `api_key` does: for any client if the run has a server, else for those in process."""
+        return f"{self.server_url}/e/{self.api_key}/v1"
+
+    @property
+    def is_over(self) -> bool:
+        """True once the episode has ended; its further calls are refused."""
+        return self._is_over
 
     def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None) -> tuple[int, int]:
         """Begin a call: return its index, and the call id (uint32) that is folded into its key.
@@ -300,18 +311,19 @@ class Episode:
         return random.Random(self.seed)
 
 
-ENDPOINT = "http://jaxft.invalid"
-"""Address of the policy in clients that reach it in process; no host has such a name."""
-
 TOKEN_PREFIX = "jaxft-episode-"
 
-_episodes: "weakref.WeakValueDictionary[str, Episode]" = weakref.WeakValueDictionary()
-"""Episodes by their tokens."""
+_episodes: "weakref.WeakValueDictionary[bytes, Episode]" = weakref.WeakValueDictionary()
+"""Episodes by hashes of their tokens: the time of a search tells nothing about a token."""
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
 def episode_of_token(token: str) -> Episode | None:
     """Return the episode whose `api_key` this is; None if there is none any more."""
-    return _episodes.get(token)
+    return _episodes.get(_digest(token))
 
 
 def is_episode_token(text: str) -> bool:

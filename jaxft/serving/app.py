@@ -93,8 +93,13 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     )
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(encode(body), status_code=status, media_type="application/json")
+def _json(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def error_response(error: APIError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response that tells a client of an error, in the form of the API that it calls."""
+    return _json(error.body, error.status, headers)
 
 
 def _in_episode(app: ASGIApp) -> ASGIApp:
@@ -106,11 +111,11 @@ def _in_episode(app: ASGIApp) -> ASGIApp:
             return
         with contextlib.ExitStack() as stack:
             try:
-                token, scope = _episode_token(scope)
+                token, scope = episode_token(scope)
                 if token is not None:
                     stack.enter_context(recording(_episode(token)))
             except APIError as error:
-                await _json(error.body, error.status)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
             if (episode := find_episode()) is not None:
                 stack.enter_context(episode.cancelling())
@@ -119,7 +124,7 @@ def _in_episode(app: ASGIApp) -> ASGIApp:
     return in_episode
 
 
-def _episode_token(scope: Scope) -> tuple[str | None, Scope]:
+def episode_token(scope: Scope) -> tuple[str | None, Scope]:
     """Return the token in the path or the key of a request, and the scope without it."""
     if scope["path"].startswith("/e/"):
         token, slash, path = scope["path"].removeprefix("/e/").partition("/")

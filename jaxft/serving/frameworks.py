@@ -5,7 +5,6 @@ repeat a request. Those of a remote model have its retries and time-out, and the
 Frameworks are imported when they are asked for; each is an extra of jaxft.
 """
 
-import importlib
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxft.errors import ComponentError, did_you_mean
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import ENDPOINT
-from jaxft.serving.transport import async_transport, sync_transport
+from jaxft.serving.transport import async_transport, http_library, sync_transport
 
 if TYPE_CHECKING:
     from jaxft.serving.remote import RemoteClient
@@ -64,9 +63,7 @@ def client_of(llm: "LanguageModel | RemoteClient", wrapper_type: str | Enum) -> 
 
 
 def _connect(llm: "LanguageModel | RemoteClient") -> Connection:
-    # Imported here, as they are parts of an extra.
-    import openai
-
+    # Imported here, as they need an extra.
     from jaxft.serving.app import make_app
     from jaxft.serving.remote import RemoteClient
 
@@ -83,8 +80,7 @@ def _connect(llm: "LanguageModel | RemoteClient") -> Connection:
     if not isinstance(llm, LanguageModel):
         raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
     app = make_app({llm.name: llm})
-    # httpx2 for openai 3, httpx for openai 2.
-    http = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+    http: Any = http_library()
     return Connection(
         model=llm.name,
         base_url=f"{ENDPOINT}/v1",

@@ -8,7 +8,6 @@ completions are recorded, streamed ones too; all other requests pass unrecorded.
 import asyncio
 import functools
 import json
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from jaxft.errors import RemoteModelError, one_line
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode, find_episode
+from jaxft.serving.transport import http_library
 
 P = ParamSpec("P")
 
-# The HTTP library of the installed openai: httpx2 since 3.52, httpx before. Both have the classes used here.
-_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]]
+_http: Any = http_library()
 
 _RECORDING = "jaxft_recording"
 """Extension of an HTTP request: the function that records the body of its response."""

@@ -10,14 +10,23 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from types import ModuleType
 from typing import Any
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 """An ASGI app: called with scope, receive and send."""
+
+
+def http_library() -> ModuleType:
+    """Return the HTTP library of the installed openai: httpx2 for openai 3.52 and later, httpx for earlier ones."""
+    import openai  # a part of an extra
+
+    return importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
 def async_transport(http: Any, app: App) -> Any:

@@ -10,6 +10,7 @@ from jaxft.harness.registry import (
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
+    WorkflowConfig,
     registry,
 )
 from jaxft.shipped.configs import (
@@ -17,6 +18,7 @@ from jaxft.shipped.configs import (
     DPOTrajectoryBuilderConfig,
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
+    HTTPAgentConfig,
     LLMJudgeConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
@@ -25,6 +27,7 @@ from jaxft.shipped.configs import (
 
 registry.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
 registry.add(LLMConfig, OpenAILLMConfig, "jaxft.shipped.openai_llm:openai_llm")
+registry.add(WorkflowConfig, HTTPAgentConfig, "jaxft.shipped.http_agent:http_agent")
 registry.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.shipped.llm_judge:llm_judge")
 registry.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.shipped.local_adapter:local_trainer_adapter")
 registry.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.shipped.grpo:grpo_trajectory_builder")

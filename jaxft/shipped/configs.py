@@ -5,13 +5,14 @@ from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
+from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, ServeConfig, config_error
 from jaxft.harness.registry import (
     EvaluatorConfig,
     LLMConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
+    WorkflowConfig,
 )
 from jaxft.models.config import LoraSpec
 from jaxft.training.config import LossConfig, OptimizerConfig
@@ -122,6 +123,17 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         "half of the context is left for the answer (truncated_prompts counts such calls).",
     )
 
+    serve: ServeConfig | None = Field(
+        default=None,
+        description="Address under which the run serves its language models, by their names, as long as it runs; null: "
+        "none.",
+    )
+
+    @property
+    def served_at(self) -> ServeConfig | None:
+        """The address at which the run serves its language models."""
+        return self.serve
+
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
         if self.path is None and self.preset is None:
@@ -165,6 +177,38 @@ class OpenAILLMConfig(LLMConfig, name="openai"):
         if base_url is not None and not base_url.startswith(("http://", "https://")):
             raise config_error("must begin with http:// or https://, as in http://localhost:8000/v1")
         return base_url
+
+
+class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
+    """An agent at an address, which is posted each example with a base URL of its episode, and answers with its output.
+
+    The body of the request is JSON: `example` (the row of the dataset), `base_url`, `api_key` and `model` for its calls
+    of the language model, `episode` (a name) and `seed` (a number that is the same when the episode is repeated).
+    """
+
+    url: str = Field(description="Address of the agent, as in http://localhost:9000/episode.")
+    llm: LLMRef | None = Field(
+        default=None, description="Entry of llms that the agent is told as its model; null: the only one."
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="Key that is sent to the agent, as Authorization: Bearer KEY; null: none."
+    )
+    timeout_seconds: float | None = Field(
+        default=None,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds that the agent may send nothing; null: until eval.general.timeout_seconds are over.",
+    )
+    connect_seconds: float = Field(
+        default=10.0, gt=0.0, allow_inf_nan=False, description="Seconds that connecting to the agent may take."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise config_error("must begin with http:// or https://, as in http://localhost:9000/episode")
+        return url
 
 
 JUDGE_PROMPT = """Question: {question}

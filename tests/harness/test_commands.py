@@ -143,12 +143,14 @@ def test_the_result_may_be_a_part_of_the_output(run_file, capsys):
     assert "eval.general.result_json_path: is no JSON path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [("--endpoint", "http://localhost:8000"), ("--endpoint_timeout", "300")])
-def test_endpoints_are_refused_in_a_sentence(run_file, capsys, option):
-    with pytest.raises(SystemExit) as caught:
-        main(["finetune", "--config_file", run_file(), *option])
-    assert caught.value.code == 2
-    assert "episodes must run where their tokens are recorded, in this process" in capsys.readouterr().err
+def test_an_endpoint_takes_the_place_of_the_workflow(run_file, capsys):
+    arguments = ["finetune", "--config_file", run_file()]
+    assert main([*arguments, "--endpoint", "http://localhost:9000/episode", "--endpoint_timeout", "300"]) == 2
+    assert "llms: none of them is of this process" in capsys.readouterr().err
+    assert main([*arguments, "--endpoint", "localhost:9000"]) == 2
+    assert "workflow.url: must begin with http:// or https://" in capsys.readouterr().err
+    assert main([*arguments, "--endpoint_timeout", "300"]) == 2
+    assert "workflow.timeout_seconds: no such field" in capsys.readouterr().err
 
 
 def test_validation_from_the_command_line(run_file, tmp_path, capsys):

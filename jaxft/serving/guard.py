@@ -1,0 +1,219 @@
+"""An ASGI app around another one that admits only requests that may reach it, whole and not too many at a time.
+
+It is for an app behind a socket. A request needs a name of this server as its host, no web page of another site as its
+origin, and the server's key or the token of a running episode. Its body is read here, within limits of size and time.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxft.rollout.recorder import episode_of_token
+from jaxft.serving.addresses import Limits, is_loopback
+from jaxft.serving.app import episode_token, error_response
+from jaxft.serving.protocol import APIError
+
+RETRY_SECONDS = 1
+"""Time after which a client that is refused for lack of room may ask again."""
+
+
+class Guard:
+    """The app around another one.
+
+    Attributes:
+        num_requests: requests that are being answered.
+        num_answered: requests that were answered so far.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, host: str, api_key: str | None, allowed_hosts: Sequence[str], limits: Limits
+    ) -> None:
+        """Make a guard.
+
+        Args:
+            app: the app, which answers what is admitted.
+            host: address that the server listens on.
+            api_key: key that requests need; None: none, but only a loopback address may do without.
+            allowed_hosts: names by which clients may call the server, beside its address; on a loopback address all
+                others are refused, elsewhere only if any are given.
+            limits: limits of size, time and number.
+
+        Raises:
+            ValueError: the address can be reached from elsewhere, and there is no key.
+        """
+        if api_key is None and not is_loopback(host):
+            raise ValueError(f"{host} can be reached from other machines: give the server a key (api_key)")
+        self._app = app
+        self._key_digest = None if api_key is None else _digest(api_key.encode())
+        self._limits = limits
+        self._hosts: frozenset[str] | None = frozenset(name.lower() for name in (host, *allowed_hosts))
+        if not is_loopback(host) and not allowed_hosts:
+            self._hosts = None  # a key protects what a rebound name would reach
+        self.num_requests = 0
+        self.num_answered = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, by the app or by a refusal."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"a guard admits HTTP only, and got {scope['type']}")
+        response = _Response(send)
+        try:
+            self._check_source(scope)
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+            if body is None:  # the client went away
+                return
+            if self.num_requests >= self._limits.max_requests:
+                raise APIError(
+                    f"{self.num_requests} requests are being answered, which is the most: ask again later",
+                    status=429,
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                )
+        except APIError as error:
+            await _refuse(error, scope, receive, response.send)
+            return
+        self.num_requests += 1
+        try:
+            await self._app(scope, _after(body, receive), response.send)
+        except asyncio.CancelledError:  # the server stops, or the episode of the call has ended
+            if not response.has_begun:
+                ended = APIError(
+                    "the episode of this call has ended, or the server is stopping",
+                    status=503,
+                    kind="service_unavailable_error",
+                )
+                await _refuse(ended, scope, receive, response.send)
+        finally:
+            self.num_requests -= 1
+            self.num_answered += 1
+
+    def _check_source(self, scope: Scope) -> None:
+        """Raise an `APIError` unless the request names this server, and comes from no web page of another site."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "")
+        name = _host_name(host)
+        if not name or not (self._hosts is None or name in self._hosts or is_loopback(name)):
+            raise APIError(
+                f"the host {host[:100]!r} is not one of this server: add it to allowed_hosts to serve it",
+                status=421,
+                code="unknown_host",
+            )
+        origin = headers.get(b"origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise APIError(
+                f"requests of web pages of {origin[:100]!r} are not answered", status=403, code="foreign_origin"
+            )
+
+    def _check_key(self, scope: Scope) -> None:
+        """Raise an `APIError` unless the request has the key of the server, or belongs to an episode."""
+        token, _ = episode_token(scope)
+        if token is not None:
+            episode = episode_of_token(token)
+            if episode is None or episode.is_over:
+                raise _unauthorized("the base URL or key is that of no running episode: each episode has its own")
+            return
+        if self._key_digest is None:
+            return
+        digests = [_digest(key) for key in map(_key_in, scope["headers"]) if key is not None]
+        # All of them, so that the time says nothing about the key.
+        if not any([hmac.compare_digest(digest, self._key_digest) for digest in digests]):
+            raise _unauthorized(
+                "the key is missing or wrong: send the server's api_key, as in 'Authorization: Bearer KEY', or call "
+                "the base_url of a running episode"
+            )
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body of a request; None if the client went away before its end."""
+        limit = self._limits.max_body_bytes
+        too_large = APIError(
+            f"the body is larger than {limit} bytes", status=413, kind="invalid_request_error", code="body_too_large"
+        )
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if any(int(length) > limit for length in lengths):
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise APIError(
+                f"the body did not come within {self._limits.body_seconds:g} seconds", status=408, code="body_timeout"
+            ) from None
+
+
+def _unauthorized(message: str) -> APIError:
+    return APIError(message, status=401, kind="authentication_error", code="invalid_api_key")
+
+
+def _digest(key: bytes) -> bytes:
+    """Return a hash of a key, so that comparing takes the same time whatever the length of the key."""
+    return hashlib.sha256(key).digest()
+
+
+class _Response:
+    """The sending of a response; `has_begun` is True from its first byte on."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        self.has_begun = True
+        await self._send(message)
+
+
+async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a refusal, and close the connection, on which the rest of a body may still come."""
+    headers = {"connection": "close"}
+    if error.status == 429:
+        headers["retry-after"] = str(RETRY_SECONDS)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    await error_response(error, scope, headers)(scope, receive, send)
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body at first, and then what the server gives."""
+    is_given = False
+
+    async def receive_body() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_body
+
+
+def _key_in(header: tuple[bytes, bytes]) -> bytes | None:
+    """Return the key that a header holds; None if it holds none."""
+    name, value = header
+    if name == b"authorization" and value[:7].lower() == b"bearer ":
+        return value[7:].strip()
+    return value.strip() if name == b"x-api-key" else None
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a `Host` header, without its port and brackets; empty if there is none.
+
+    >>> _host_name("127.0.0.1:80"), _host_name("[::1]:80"), _host_name("Localhost"), _host_name("[")
+    ('127.0.0.1', '::1', 'localhost', '')
+    """
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

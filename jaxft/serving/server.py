@@ -1,0 +1,171 @@
+"""A server of an app: uvicorn in a thread with an event loop of its own, which no agent can block.
+
+uvicorn limits neither the time for the head of a request nor that for which a client leaves a response unread; a
+protocol class of it does that here. All other limits are those of the `Guard` around the app.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxft.serving.addresses import Limits
+from jaxft.serving.guard import Guard
+
+MAX_HEAD_BYTES = 2**16
+"""Largest size of the first line and the headers of a request."""
+
+CONNECTIONS_PER_REQUEST = 4
+"""Connections that may be open for each request that may be answered at the same time; further ones get a 503."""
+
+MIN_CONNECTIONS = 1024
+
+KEEP_ALIVE_SECONDS = 30
+"""Time that a connection may be idle. Clients give theirs up earlier, mostly after 5 seconds, so that none sends a
+request into a connection that is being closed."""
+
+
+class Server:
+    """Serves an app at an address until it is closed.
+
+    Attributes:
+        guard: the app with its limits, and counts of requests.
+        url: address, such as `http://127.0.0.1:8000`; it is open from the moment on that the server is made.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        allowed_hosts: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> None:
+        """Open the address and begin to serve.
+
+        Args:
+            app: the app.
+            host: address or name to listen on.
+            port: its port; 0 takes a free one.
+            api_key: key that requests need; None: none.
+            allowed_hosts: further names by which clients may call the server; see `Guard`.
+            limits: limits of requests; None: the defaults.
+
+        Raises:
+            ValueError: the address can be reached from elsewhere, and there is no key.
+            OSError: the address is in use, or is none of this machine.
+        """
+        limits = Limits() if limits is None else limits
+        self.guard = Guard(app, host=host, api_key=api_key, allowed_hosts=allowed_hosts, limits=limits)
+        listening = _listen(host, port)
+        name = host if ":" not in host else f"[{host}]"
+        self.url = f"http://{name}:{listening.getsockname()[1]}"
+        config = uvicorn.Config(
+            self.guard,
+            http=_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            limit_concurrency=max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS),
+            timeout_graceful_shutdown=max(round(limits.drain_seconds), 1),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, args=(listening,), name="jaxft server", daemon=True)
+        self._thread.start()
+
+    def _serve(self, listening: socket.socket) -> None:
+        with listening:
+            asyncio.run(self._server.serve([listening]))
+
+    @property
+    def num_connections(self) -> int:
+        """Number of open connections."""
+        return len(self._server.server_state.connections)
+
+    async def close(self) -> None:
+        """Accept no more connections, and wait for the running requests, at most `drain_seconds`."""
+        self._server.should_exit = True
+        await asyncio.to_thread(self._thread.join)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Raises:
+        OSError: the address is in use, or is none of this machine.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _protocol(limits: Limits) -> type[H11Protocol]:
+    """Return uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly."""
+
+    class TimedProtocol(H11Protocol):
+        _head_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._time_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._time_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0]:  # a part of the next head came with this request
+                self._time_head()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop_timers()
+            super().connection_lost(error)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write_timer = self.loop.call_later(limits.write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+
+        def _time_head(self) -> None:
+            """Time the head of the next request until it has come."""
+            is_waiting = self.conn.their_state is h11.IDLE
+            if is_waiting and self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_seconds, self.transport.abort)
+            elif not is_waiting and self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _stop_timers(self) -> None:
+            for timer in (self._head_timer, self._write_timer):
+                if timer is not None:
+                    timer.cancel()
+
+    return TimedProtocol

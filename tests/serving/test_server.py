@@ -1,0 +1,285 @@
+"""The server over real sockets, and the guard in front of the app."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.recorder import Episode, recording
+from jaxft.serving.addresses import Limits
+from jaxft.serving.app import make_app
+from jaxft.serving.server import Server
+
+QUESTION = [{"role": "user", "content": "x?"}]
+BODY = {"model": "player", "messages": QUESTION, "max_tokens": 4}
+ENDLESS = {**BODY, "max_tokens": 90, "logit_bias": {"1": -100}}  # without the end token
+KEY = "a-key-of-the-server"
+
+
+@pytest.fixture(scope="module")
+def llm(policy):
+    return ChatClient(policy, "player")
+
+
+@contextlib.contextmanager
+def serving(llm, **options):
+    """A server at a free port, closed at the end; then no request, connection or thread is left."""
+    before = threading.active_count()
+    server = Server(make_app({"player": llm}), **options)
+    try:
+        yield server
+    finally:
+        asyncio.run(server.close())
+    assert server.guard.num_requests == 0
+    assert threading.active_count() == before
+
+
+def make_episode(server, **changes):
+    fields = {"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0}
+    return Episode(**(fields | {"server_url": server.url} | changes))
+
+
+def send(server, *lines, body=b"", head_end=b"\r\n\r\n"):
+    """Send bytes by a new connection, and return it."""
+    _, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection(("127.0.0.1", int(port)), timeout=60)
+    connection.sendall("\r\n".join(lines).encode() + head_end + body)
+    return connection
+
+
+def wait_until(is_true):
+    """Wait for other threads until a function returns a true value."""
+    while not is_true():
+        time.sleep(0.001)
+
+
+def read(connection):
+    """Everything until the server closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def request(server, body=BODY, path="/v1/chat/completions", **headers):
+    """Status and JSON of the answer to a request with these headers."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"Host": server.url.removeprefix("http://"), "Content-Length": str(len(content)), "Connection": "close"}
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in (fields | headers).items()]
+    answer = read(send(server, f"POST {path} HTTP/1.1", *lines, body=content))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content), head.decode().lower()
+
+
+def test_a_client_is_answered_at_the_address(llm):
+    with serving(llm) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any")
+        with client:
+            assert client.chat.completions.create(**BODY).usage.completion_tokens <= 4
+            assert [chunk for chunk in client.chat.completions.create(**BODY, stream=True)]
+            assert [model.id for model in client.models.list()] == ["player"]
+    with pytest.raises(OSError):
+        send(server, "GET /health HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    "key", [None, "", "a", KEY[:-1], KEY + "x", KEY.upper(), "é" * 30, "jaxft-episode-", "x" * 9000]
+)
+def test_a_missing_or_wrong_key_is_refused(llm, key):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with serving(llm, api_key=KEY) as server:
+        status, answer, head = request(server, **headers)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert "www-authenticate: bearer" in head
+        assert KEY not in str(answer)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}]
+)
+def test_the_key_admits(llm, headers):
+    with serving(llm, api_key=KEY) as server:
+        assert request(server, **headers)[0] == 200
+
+
+def test_the_base_url_of_an_episode_records_its_calls_and_ends_with_it(llm):
+    with serving(llm, api_key=KEY) as server:
+        episode = make_episode(server)
+        path = episode.base_url.removeprefix(server.url) + "/chat/completions"
+        assert request(server, path=path)[0] == 200
+        assert request(server, Authorization=f"Bearer {episode.api_key}")[0] == 200
+
+        async def ask():
+            with recording(make_episode(server)) as other:
+                await llm.chat(QUESTION, max_tokens=4)
+                await llm.chat(QUESTION, max_tokens=4)
+            return other
+
+        other = asyncio.run(ask())
+        assert [call.token_ids for call in episode.calls] == [call.token_ids for call in other.calls]
+        assert [call.sampler_logprobs for call in episode.calls] == [call.sampler_logprobs for call in other.calls]
+        episode.end()
+        assert request(server, path=path)[0] == 401
+        assert (
+            request(server, path="/e/jaxft-episode-guessed/v1/chat/completions", Authorization=f"Bearer {KEY}")[0]
+            == 401
+        )
+        assert len(episode.calls) == 2
+
+
+def test_the_end_of_an_episode_ends_its_running_call(llm):
+    async def begin_and_end(server, episode):
+        with recording(episode):
+            path = episode.base_url.removeprefix(server.url) + "/chat/completions"
+            asking = asyncio.create_task(asyncio.to_thread(request, server, ENDLESS, path))
+            while not episode._waiting:
+                await asyncio.sleep(0)
+            episode.end()
+            return await asking
+
+    with serving(llm) as server:
+        episode = make_episode(server)
+        status, answer, _ = asyncio.run(begin_and_end(server, episode))
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
+        assert episode.calls == []
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a@127.0.0.1.x"]
+)
+def test_another_host_is_refused(llm, host):
+    with serving(llm) as server:
+        status, answer, _ = request(server, Host=host)
+        assert status in (400, 421)
+        assert status == 400 or answer["error"]["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:80", "Trainer.Example"])
+def test_names_of_this_machine_and_allowed_ones_are_served(llm, host):
+    with serving(llm, allowed_hosts=["trainer.example"]) as server:
+        assert request(server, Host=host)[0] == 200
+
+
+def test_web_pages_of_other_sites_are_refused(llm):
+    with serving(llm) as server:
+        status, answer, _ = request(server, Origin="https://evil.example")
+        assert (status, answer["error"]["code"]) == (403, "foreign_origin")
+        assert request(server, Origin=server.url)[0] == 200
+
+
+def test_an_address_that_others_reach_needs_a_key(llm):
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 .*api_key"):
+        Server(make_app({"player": llm}), host="0.0.0.0")
+
+
+def test_a_port_in_use_is_an_error(llm):
+    with serving(llm) as server, pytest.raises(OSError, match="in use"):
+        Server(make_app({"player": llm}), port=int(server.url.rpartition(":")[2]))
+
+
+def test_large_bodies_are_refused(llm):
+    with serving(llm, limits=Limits(max_body_bytes=1000)) as server:
+        host = server.url.removeprefix("http://")
+        announced = send(server, "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", "Content-Length: 2000")
+        assert read(announced).startswith(b"HTTP/1.1 413 ")
+        chunks = b"200\r\n" + b" " * 512 + b"\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked"
+        assert read(send(server, *head, body=chunks * 2)).startswith(b"HTTP/1.1 413 ")
+        assert read(send(server, "GET /health HTTP/1.1", f"X: {'x' * 70000}")).startswith(b"HTTP/1.1 400 ")
+
+
+def test_slow_heads_and_bodies_are_ended(llm):
+    with serving(llm, limits=Limits(head_seconds=0.3, body_seconds=0.3)) as server:
+        host = server.url.removeprefix("http://")
+        assert read(send(server, "", head_end=b"")) == b""  # nothing at all
+        assert read(send(server, "POST /v1/chat/completions HTTP/1.1", "Host: ", head_end=b"")) == b""
+        slow = send(server, "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", "Content-Length: 50", body=b"{")
+        assert read(slow).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_second_head_on_one_connection_is_timed_too(llm):
+    with serving(llm, limits=Limits(head_seconds=0.3)) as server:
+        host = server.url.removeprefix("http://")
+        connection = send(server, "GET /health HTTP/1.1", f"Host: {host}", body=b"GET /health")
+        assert read(connection).count(b"HTTP/1.1 200 ") == 1
+
+
+def test_a_client_that_does_not_read_is_cut_off(llm):
+    with serving(llm, limits=Limits(write_seconds=0.3)) as server:
+        host = server.url.removeprefix("http://")
+        connection = send(server, *["GET /v1/models HTTP/1.1", f"Host: {host}"])
+        pipelined = b"".join([b"GET /v1/models HTTP/1.1\r\nHost: " + host.encode() + b"\r\n\r\n"] * 100)
+        with pytest.raises(OSError):
+            for _ in range(10_000):
+                connection.sendall(pipelined)
+        connection.close()
+
+
+def test_too_many_requests_are_told_to_come_again(llm):
+    with serving(llm, limits=Limits(max_requests=1)) as server:
+        content = json.dumps({**ENDLESS, "stream": True}).encode()
+        host = server.url.removeprefix("http://")
+        head = "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", f"Content-Length: {len(content)}"
+        running = send(server, *head, body=content)
+        wait_until(lambda: server.guard.num_requests)
+        status, answer, told = request(server)
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "retry-after: 1" in told
+        running.close()
+        wait_until(lambda: not server.guard.num_requests)
+        assert request(server)[0] == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(llm, is_stream):
+    with serving(llm) as server:
+        content = json.dumps({**ENDLESS, "n": 4, "stream": is_stream}).encode()
+        host = server.url.removeprefix("http://")
+        head = "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", f"Content-Length: {len(content)}"
+        for _ in range(10):
+            connection = send(server, *head, body=content)
+            wait_until(lambda: server.guard.num_requests)
+            connection.close()
+            wait_until(lambda: not server.guard.num_requests)
+        assert request(server)[0] == 200
+        assert not llm.policy.engine._scheduler.running
+
+
+def test_running_requests_end_before_the_server_does(llm):
+    answers = []
+    with serving(llm) as server:
+        asking = threading.Thread(target=lambda: answers.append(request(server, {**ENDLESS, "max_tokens": 60})))
+        asking.start()
+        wait_until(lambda: server.guard.num_requests)
+    asking.join()
+    (status, answer, _) = answers[0]
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 60)
+
+
+def test_a_request_that_takes_too_long_to_drain_gets_an_answer(llm):
+    answers = []
+    with serving(llm, limits=Limits(drain_seconds=1.0)) as server:
+        many = {**ENDLESS, "n": 128}
+        asking = threading.Thread(target=lambda: answers.append(request(server, many)))
+        asking.start()
+        wait_until(lambda: server.guard.num_requests)
+    asking.join()
+    assert answers[0][0] in (200, 503)
+
+
+def test_nothing_is_left_of_five_hundred_disconnects(llm):
+    with serving(llm) as server:
+        host = server.url.removeprefix("http://")
+        content = json.dumps({**BODY, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        whole = head + content
+        for cut in range(500):
+            connection = send(server, head_end=whole[: len(whole) * (cut % 50 + 1) // 50])
+            connection.close()
+        wait_until(lambda: not (server.guard.num_requests or server.num_connections))
+        assert request(server)[0] == 200
+    assert not llm.policy.engine._scheduler.running
