@@ -166,6 +166,10 @@ class RemoteModelError(JaxftError, RuntimeError):
     """A remote model gave no usable reply; the message names it and the reason."""
 
 
+class WorkerError(JaxftError, RuntimeError):
+    """A process of an agent or an evaluator ended, or broke one of its limits; the message says which and where."""
+
+
 class NonFiniteError(JaxftError, FloatingPointError):
     """A sampled token has a non-finite log-probability, as of broken parameters."""
 
@@ -205,6 +209,14 @@ class UserCodeError(JaxftError):
         self.summary = one_line(error)
         self.traceback, self.tail = _text(error), _text(error, limit=-3)
         super().__init__(self.summary)
+
+    @classmethod
+    def of_another_process(cls, error: BaseException, summary: str, traceback: str, tail: str) -> "UserCodeError":
+        """Return the error for an exception in another process, whose traceback is known as text only."""
+        self = cls(error)
+        self.summary, self.traceback, self.tail = summary, traceback, tail
+        self.args = (summary,)
+        return self
 
 
 @contextlib.contextmanager

@@ -32,7 +32,14 @@ from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Evaluation, Validation, Workflow
-from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum, evaluator_of
+from jaxft.harness.evaluators import (
+    SECTION,
+    BoundEvaluator,
+    Evaluator,
+    WeightedSum,
+    WeightedSumConfig,
+    evaluator_of,
+)
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -306,7 +313,12 @@ class ComponentBuilder(ConfigBuilder):
     ) -> Evaluation:
         """Make a new evaluation of the workflow with all evaluators; see `Evaluation` for `counted_with`."""
         general = self.config.eval.general
-        workflow = await self.get_workflow()
+        timeout_seconds = general.timeout_seconds
+        if general.isolation == "process":
+            workflow = await self._in_worker("workflow", None, timeout_seconds, "the workflow gave no output")
+            timeout_seconds = None  # which the workers have
+        else:
+            workflow = await self.get_workflow()
         is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
             workflow,
@@ -314,7 +326,7 @@ class ComponentBuilder(ConfigBuilder):
             None if reward is None else reward.name,
             general.max_concurrency,
             self.config.finetuning.seed,
-            timeout_seconds=general.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             result_json_path=general.result_json_path,
             counted_with=counted_with,
             server_url=await self.get_server_url() if is_served else ENDPOINT,
@@ -327,13 +339,42 @@ class ComponentBuilder(ConfigBuilder):
     async def _evaluators(self) -> dict[str, BoundEvaluator | WeightedSum]:
         """Return all evaluators with their settings."""
         evaluators: dict[str, BoundEvaluator | WeightedSum] = {}
+        is_isolated = self.config.eval.general.judge_isolation == "process"
         for name, config in self.config.eval.evaluators.items():
+            if is_isolated and not isinstance(config, WeightedSumConfig):
+                judge = await self._in_worker(f"{SECTION}.{name}", name, config.timeout_seconds, "no score")
+                evaluators[name] = BoundEvaluator(judge, isinstance(config, GroupEvaluatorConfig))
+                continue
             made = await self.get_evaluator(name)
             is_group = isinstance(config, GroupEvaluatorConfig)
             evaluators[name] = (
                 made if isinstance(made, WeightedSum) else BoundEvaluator(made, is_group, config.timeout_seconds)
             )
         return evaluators
+
+    async def _in_worker(self, place: str, name: str | None, seconds: float | None, late: str) -> Callable[..., Any]:
+        """Return a component as a function that runs in workers, after it was made in one of them."""
+        pool = await self._shared("workers", self._make_pool)
+        try:
+            await pool.check(name)
+        except UserCodeError as failure:
+            raise _failure(place, failure) from failure.error
+        return pool.function(name, seconds, late)
+
+    async def _make_pool(self) -> Any:
+        # Imported here, as a run without workers needs no JAX for that.
+        from jaxft.harness.isolation.pool import WorkerPool
+
+        general = self.config.eval.general
+        pool = WorkerPool(
+            self.config,
+            general.workers.count or general.max_concurrency,
+            get_llm=self.get_llm,
+            get_server_url=self.get_server_url,
+            log=self.console.message,
+        )
+        self._closing.push_async_callback(pool.close)
+        return pool
 
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
         """Return the component `name` of a section; its factory must yield an instance of `kind`."""

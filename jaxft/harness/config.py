@@ -7,7 +7,7 @@ A path is relative to the folder of the file it is written in; an output directo
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jsonpath_ng.exceptions import JSONPathError
 from pydantic import (
@@ -104,6 +104,24 @@ JSONPath = Annotated[str, AfterValidator(_json_path)]
 """A JSON path into a value, such as `$.choices[0].text`."""
 
 
+class WorkersConfig(ConfigModel):
+    """Processes for agents and evaluators, each of which runs one episode or evaluation at a time."""
+
+    count: int | None = Field(default=None, ge=1, description="Number of workers; null: eval.general.max_concurrency.")
+    memory_mb: int | None = Field(
+        default=4096,
+        ge=16,
+        description="MiB that a worker may take beside what importing the agent took; each process that it starts may "
+        "take as much. null: no limit.",
+    )
+    max_episodes: int | None = Field(
+        default=1000, ge=1, description="Episodes and evaluations after which a worker is replaced; null: never."
+    )
+    max_output_mb: int = Field(
+        default=1, ge=1, description="MiB that an episode or evaluation may write to its standard output."
+    )
+
+
 class EvalGeneralConfig(ConfigModel):
     """The dataset, and how the workflow runs over it."""
 
@@ -115,6 +133,15 @@ class EvalGeneralConfig(ConfigModel):
         description="Seconds that the workflow may take for an episode, which fails after that. Waiting for the policy "
         "counts, and so does compiling for its first replies (minutes for a large model); null: no limit.",
     )
+    isolation: Literal["none", "process"] = Field(
+        default="none",
+        description="Where the workflow runs. none: in the run's own process. process: in workers, so that an agent "
+        "that hangs, leaks or crashes costs its episode only.",
+    )
+    judge_isolation: Literal["none", "process"] = Field(
+        default="none", description="The same for evaluators: their timeout_seconds then ends whatever they do."
+    )
+    workers: WorkersConfig = Field(default=WorkersConfig(), description="The processes of isolation: process.")
     dataset: AnyDataset = Field(description="The examples to run the workflow on.")
     result_json_path: JSONPath | None = Field(
         default=None,

@@ -52,6 +52,9 @@ class ConfigText(str):
         self.folder = folder
         return self
 
+    def __getnewargs__(self) -> tuple[str, Path]:  # type: ignore[override]
+        return str(self), self.folder
+
 
 def config_error(message: str) -> PydanticCustomError:
     """Make a validator's error whose message is shown verbatim, braces included, after the path of the field."""

@@ -72,9 +72,15 @@ class Supervisor:
         log: Callable[[str], None],
         *,
         grace_seconds: float = GRACE_SECONDS,
-        blocked_seconds: float = BLOCKED_SECONDS,
+        blocked_seconds: float | None = BLOCKED_SECONDS,
     ) -> None:
-        """Make a supervisor; `log` shows a message, and is called from any thread."""
+        """Make a supervisor.
+
+        Args:
+            log: shows a message; called from any thread.
+            grace_seconds: time that cancelled code may take to clean up before it is abandoned.
+            blocked_seconds: time that code may block the event loop before a message names it; None: any time.
+        """
         self.num_abandoned = 0
         self._log = log
         self._grace_seconds = grace_seconds
@@ -221,15 +227,17 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Start the watchdog of this event loop unless it runs."""
+        if self._blocked_seconds is None:
+            return
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._watched is loop:
                 return
             self._watched = loop
-        arguments = (loop, threading.get_ident())
+        arguments = (loop, threading.get_ident(), self._blocked_seconds)
         threading.Thread(target=self._watchdog, args=arguments, name="watchdog", daemon=True).start()
 
-    def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+    def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int, blocked_seconds: float) -> None:
         """Ping the event loop while user code runs, and log the code that blocks it."""
         while True:
             beat = threading.Event()
@@ -241,15 +249,15 @@ class Supervisor:
                     return
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 loop.call_soon_threadsafe(beat.set)
-            if not beat.wait(self._blocked_seconds) and not loop.is_closed():
-                self._tell(loop, thread)
+            if not beat.wait(blocked_seconds) and not loop.is_closed():
+                self._tell(loop, thread, blocked_seconds)
                 while not beat.wait(BEAT_SECONDS) and not loop.is_closed():
                     pass
                 if self._block is not None:
                     self._block.until = time.monotonic()
-            time.sleep(min(BEAT_SECONDS, self._blocked_seconds))
+            time.sleep(min(BEAT_SECONDS, blocked_seconds))
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, thread: int, blocked_seconds: float) -> None:
         """Record the code that blocks the event loop, and log it once per name."""
         task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
         if task is None or frame is None:
@@ -263,7 +271,7 @@ class Supervisor:
             return
         self._told.add(name)
         self._log(
-            f"{name} has blocked the event loop for {self._blocked_seconds:g} s, at {where}; all other episodes and "
+            f"{name} has blocked the event loop for {blocked_seconds:g} s, at {where}; all other episodes and "
             "all deadlines wait for it: await there, or let it run in a thread, as a workflow that is a plain function "
             "(def) and asks with llm.chat_sync does, and a plain evaluator that has timeout_seconds"
         )
@@ -283,6 +291,11 @@ def named(episode: Episode) -> str:
     return f"episode {episode.id}"
 
 
+def is_library(file: str) -> bool:
+    """Return True if a source file is of Python, of an installed package or of jaxft, and not the user's own."""
+    return file.startswith(_LIBRARIES)
+
+
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     """Return file, line and function of the innermost user code in `frames`, which begin with the innermost.
 
@@ -294,7 +307,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
             return None
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_users = package in registry.packages() - {"jaxft"}  # installed, as those with an entry point are
-        if is_users or not code.co_filename.startswith(_LIBRARIES):
+        if is_users or not is_library(code.co_filename):
             return f"{code.co_filename}:{line} in {code.co_name}"
     return None
 

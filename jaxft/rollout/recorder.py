@@ -193,6 +193,36 @@ class Episode:
         return f"{self.server_url}/e/{self.api_key}/v1"
 
     @property
+    def is_served(self) -> bool:
+        """True if a server reaches the language models of the episode."""
+        return self.server_url != ENDPOINT
+
+    def adopt_token(self, token: str) -> None:
+        """Take the `api_key` of the same episode in another process, the one that has the server."""
+        with _lock:
+            self._token = token
+            _episodes[_digest(token)] = self
+
+    def count_begun(self, count: int) -> None:
+        """Count calls that another process begins for this episode."""
+        with _lock:
+            self._begun += count
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process can use: the record, with texts of its tokens, and nothing of this process."""
+        texts = {
+            name: {token: text_of(token) for call in self.calls if call.llm == name for token in call.token_ids}
+            for name, text_of in self.texts_of_tokens.items()
+        }
+        return {
+            **vars(self),
+            "texts_of_tokens": {name: known.__getitem__ for name, known in texts.items()},
+            "_loop": None,
+            "_waiting": set(),
+            "_token": None,
+        }
+
+    @property
     def is_over(self) -> bool:
         """True once the episode has ended; its further calls are refused."""
         return self._is_over
@@ -415,6 +445,18 @@ def note_outside_call() -> None:
             _outside_calls += 1
 
 
+def add_outside_calls(count: int) -> None:
+    """Count calls of language models outside of any episode that another process made."""
+    global _outside_calls
+    with _lock:
+        _outside_calls += count
+
+
+def is_outside_on_purpose() -> bool:
+    """Return True in code that `recording(None)` runs outside of episodes, as evaluators do."""
+    return _current.get(_UNSET) is None
+
+
 def outside_calls() -> int:
     """Return the number of language-model calls outside of any episode, in the whole process."""
     return _outside_calls
@@ -472,6 +514,16 @@ class named_function:
                 return wrapped(*args, **kwargs)
 
         return named
+
+
+@contextlib.contextmanager
+def named_functions(names: tuple[str, ...]) -> Iterator[None]:
+    """Run the block under these names, outermost first, as code of another process ran."""
+    token = _functions.set(names)
+    try:
+        yield
+    finally:
+        _functions.reset(token)
 
 
 def current_functions() -> tuple[str, ...]:

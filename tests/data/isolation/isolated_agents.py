@@ -1,0 +1,195 @@
+"""Agents that workers import: one that asks in many ways, and misbehaves in as many if its example says so."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import subprocess
+import time
+from typing import Any
+
+import jaxft
+
+
+class AgentConfig(jaxft.WorkflowConfig, name="isolated_agent"):
+    llm: jaxft.LLMRef
+    how: str = "chat"
+
+
+@jaxft.register_workflow(config_type=AgentConfig)
+async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
+    """Two turns, each asked for in the way that `how` says; between them the example's misbehaviour, if it has one."""
+    llm = await builder.get_llm(config.llm)
+    client = await builder.get_llm(config.llm, wrapper_type="openai")
+    sync_client = await builder.get_llm(config.llm, wrapper_type="openai_sync")
+
+    async def by_chat(messages: list) -> str:
+        return (await llm.chat(messages, max_tokens=5)).content
+
+    async def by_client(messages: list) -> str:
+        completion = await client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5)
+        return completion.choices[0].message.content
+
+    async def by_stream(messages: list) -> str:
+        chunks = await client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def by_key(messages: list) -> str:
+        """In a thread that inherits no context."""
+        keyed = sync_client.with_options(api_key=jaxft.episode().api_key)
+        return await asyncio.get_running_loop().run_in_executor(None, ask, messages, keyed)
+
+    async def by_blocking(messages: list) -> str:
+        return ask(messages)
+
+    def ask(messages: list, client: Any = sync_client) -> str:
+        completion = client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5)
+        return completion.choices[0].message.content
+
+    ways = {"chat": by_chat, "client": by_client, "stream": by_stream, "key": by_key, "blocking": by_blocking}
+
+    async def play(example: dict) -> float:
+        messages = [{"role": "user", "content": example["question"]}]
+        with jaxft.named_function("first"):
+            said = await way(messages)
+        if "fault" in example:
+            await FAULTS[example["fault"]]()
+        jaxft.episode().reward_step(0.25 * len(said.encode()))
+        number = str(jaxft.episode().random.randrange(10))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": number}]
+        with jaxft.named_function("second"):
+            return float(len(said.encode()) + len(await way(messages)))
+
+    def play_sync(example: dict) -> float:
+        messages = [{"role": "user", "content": example["question"]}]
+        with jaxft.named_function("first"):
+            said = llm.chat_sync(messages, max_tokens=5).content
+        jaxft.episode().reward_step(0.25 * len(said.encode()))
+        number = str(jaxft.episode().random.randrange(10))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": number}]
+        with jaxft.named_function("second"):
+            return float(len(said.encode()) + len(llm.chat_sync(messages, max_tokens=5).content))
+
+    if config.how != "sync":
+        way = ways[config.how]
+    yield play_sync if config.how == "sync" else play
+
+
+async def busy_loop() -> None:
+    while True:
+        pass
+
+
+async def sleep_in_c() -> None:
+    time.sleep(1000)
+
+
+async def swallowed_cancellation() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+
+
+async def leak() -> None:
+    held = []
+    for _ in range(1024):
+        held.append(b"x" * 2**20)
+
+
+async def segfault() -> None:
+    ctypes.string_at(0)
+
+
+async def exit_at_once() -> None:
+    os._exit(3)
+
+
+async def children_left_behind() -> None:
+    for _ in range(19):
+        subprocess.Popen(["sleep", "1000"])
+    subprocess.run(["sh", "-c", "sleep 1000 &"], check=True)  # an orphan
+
+
+async def filled_output() -> None:
+    while True:
+        print("x" * 1000)
+
+
+async def closed_descriptors() -> None:
+    os.closerange(3, 1000)
+
+
+async def never_answers() -> None:
+    await asyncio.Event().wait()
+
+
+async def killed() -> None:
+    os.kill(os.getpid(), 9)
+
+
+async def system_exit() -> None:
+    raise SystemExit(4)
+
+
+async def fork_asks() -> None:
+    """A process that cannot use the agent's clients."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: None)
+    child.start()
+    child.join()
+    raise ValueError(f"its child ended with {child.exitcode}")
+
+
+async def local_result() -> None:
+    class Local(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__("an error that no pickle holds")
+
+    raise Local(1, 2)
+
+
+async def log() -> None:
+    logging.getLogger("isolated_agents").warning("a warning of %s", "the agent")
+    print("printed by the agent")
+
+
+FAULTS = {each.__name__: each for each in (
+    busy_loop, sleep_in_c, swallowed_cancellation, leak, segfault, exit_at_once, children_left_behind, filled_output,
+    closed_descriptors, never_answers, killed, system_exit, fork_asks, local_result, log,
+)}  # fmt: skip
+
+
+class SizeConfig(jaxft.EvaluatorConfig, name="isolated_size"):
+    fault: str | None = None
+
+
+@jaxft.register_evaluator(config_type=SizeConfig)
+async def size(config: SizeConfig, builder: Any) -> Any:
+    async def score(item: Any) -> float:
+        if config.fault is not None and item.full_dataset_entry["question"] == "bb?":
+            await FAULTS[config.fault]()
+        return (item.output_obj + len(item.trajectory)) % 4
+
+    yield score
+
+
+class RankConfig(jaxft.GroupEvaluatorConfig, name="isolated_rank"):
+    pass
+
+
+@jaxft.register_evaluator(config_type=RankConfig)
+async def rank(config: RankConfig, builder: Any) -> Any:
+    yield lambda items: [float(sum(other.output_obj < item.output_obj for other in items)) for item in items]
+
+
+class ListConfig(jaxft.DatasetConfig, name="isolated_examples"):
+    faults: tuple[str, ...] = ()
+
+
+@jaxft.register_dataset_loader(config_type=ListConfig)
+async def examples(config: ListConfig, builder: Any) -> Any:
+    rows = [{"question": text} for text in ("a?", "bb?")]
+    rows += [{"question": "x?", "fault": fault} for fault in config.faults]
+    yield [jaxft.EvalInputItem(id=row.get("fault", row["question"]), full_dataset_entry=row) for row in rows]
