@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from jaxft.errors import ConfigError
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.runtime import (
@@ -16,6 +17,7 @@ from jaxft.harness.runtime import (
     run_arguments,
     run_script,
 )
+from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.console import Console
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
@@ -23,6 +25,10 @@ FINETUNE = "Trains as the configuration says; the run directory then holds the m
 RESUME = "Continues a run from its newest good checkpoint; it ends as if it had never stopped."
 EVAL = "Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. Trains nothing."
 EXPORT = "Writes the model of a run, or any other model, in Hugging Face's file format and in the dtype given."
+CHAT = """Talks to a model in the terminal: streams its answers, and lets it call tools.
+
+Without a terminal each line of standard input is a message, and standard output has the answers alone; reasoning, tool
+calls and errors go to standard error. /help shows the commands. Nothing is written to the run directory."""
 PLAN = """Says what a run needs of accelerators that are not here: memory by purpose, work, communication, least times.
 
 The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
@@ -57,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(evaluate, parser, arguments)
 
     async def run() -> None:
+        if parsed.verb == "chat":
+            from jaxft.shipped.chat_command import chat  # imports jax, which --help does without
+
+            await chat(parsed)
+            return
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
             return
@@ -64,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             await serve(load_config(parsed.config_file, parsed.override))
             return
         if parsed.verb == "plan":
-            from jaxft.planning.plan import plan  # imports jax, which --help does without
+            from jaxft.planning.plan import plan  # imports jax as well
 
             run_config = load_config(parsed.config_file, parsed.override)
             plan(run_config, parsed.target, parsed.compiler, Console().message)
@@ -81,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level)
     if parsed.verb == "serve":
         return exit_code_of(run, title=f"serve {parsed.config_file}", log_level=parsed.log_level)
+    if parsed.verb == "chat":
+        # Standard output is for the answers.
+        title = f"chat {parsed.source}" if sys.stdin.isatty() else None
+        return exit_code_of(run, title=title, log_level="warning", on_stderr=True)
     return exit_code_of(run, title=parsed.verb)
 
 
@@ -131,6 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     writing.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
 
+    _chat_arguments(verbs.add_parser("chat", help="talk to a model in the terminal"))
+
     planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
     planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
     planning.add_argument("--config_file", type=Path, required=True, help="the YAML file of the run")
@@ -154,14 +171,59 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _temperature(text: str) -> float | None:
-    if text == "own":
-        return None
+def _chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.formatter_class = CHAT, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("source", type=Path, help="a run directory, or the folder of a model")
+    parser.add_argument(
+        "--temperature",
+        type=_number,
+        default=1.0,
+        help="divisor of the logits, 0 for greedy (default: 1, that of `llm.chat` in training)",
+    )
+    parser.add_argument("--max_tokens", type=_count, help="of an answer (default: as many as the context has room for)")
+    parser.add_argument("--context_tokens", type=_count, help="of the conversation (default: as in the run, or 4096)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--seed", type=_seed, help="of all random numbers (default: another one each time)")
+    parser.add_argument(
+        "--tools", type=Path, metavar="FILE", help="Python functions (.py), or schemas whose results you type (.json)"
+    )
+    parser.add_argument(
+        "--template_kwargs",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the chat template, as in enable_thinking=false (the value is YAML); may be repeated",
+    )
+
+
+def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         value = float(text)
         if 0.0 <= value < float("inf"):
             return value
-    raise argparse.ArgumentTypeError("wants a number that is not below 0, or 'own'")
+    raise argparse.ArgumentTypeError("wants a number that is not below 0")
+
+
+def _seed(text: str) -> int:
+    if text.isdecimal() and int(text) < 2**32:
+        return int(text)
+    raise argparse.ArgumentTypeError("wants a whole number from 0 to 4294967295")
+
+
+def _variable(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if name and equals:
+        with contextlib.suppress(ConfigError):
+            return name, parse_yaml(value, name)
+    raise argparse.ArgumentTypeError("wants NAME=VALUE, with a value in YAML")
+
+
+def _temperature(text: str) -> float | None:
+    try:
+        return None if text == "own" else _number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or 'own'") from None
 
 
 def _count(text: str) -> int:

@@ -229,6 +229,7 @@ def test_help_is_quick_because_jax_is_not_imported():
     )
     verbs = (
         "'export', '--help'",
+        "'chat', '--help'",
         "'doctor', '--help'",
         "'eval', '--help'",
         "'finetune', '--help'",

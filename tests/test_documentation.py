@@ -64,6 +64,7 @@ ADDED = {
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
+    "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
     "python benchmarks/run.py": "--shrink --repeats 1",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
@@ -78,6 +79,7 @@ ADDED = {
 
 BEFORE = {
     "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
+    "echo 'hi' | jaxft chat": f"jaxft finetune --config_file run.yml {RUN}",
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",

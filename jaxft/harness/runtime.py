@@ -244,7 +244,13 @@ def _is_shown(record: logging.LogRecord) -> bool:
     return not is_installed and not record.pathname.startswith(_STANDARD_LIBRARY)
 
 
-def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = None, log_level: str = "info") -> int:
+def exit_code_of(
+    main: Callable[[], Awaitable[None]],
+    *,
+    title: str | None = None,
+    log_level: str = "info",
+    on_stderr: bool = False,
+) -> int:
     """Run an asynchronous main and return 0, or show its error on standard error and return the error's exit code.
 
     A `JaxftError` has an `exit_code`: 1 for a failed job, a full disk or a lost policy, 2 for bad configuration or
@@ -255,6 +261,7 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
         main: the program.
         title: shown at once, with the version of jaxft; None shows nothing.
         log_level: one of `LOG_LEVELS`.
+        on_stderr: True to show messages and log records on standard error, as standard output has the program's result.
     """
     shutdown = Shutdown()
 
@@ -264,7 +271,7 @@ def exit_code_of(main: Callable[[], Awaitable[None]], *, title: str | None = Non
             await main()
 
     try:
-        with program_console() as console, _logging_to(console, log_level):
+        with program_console(on_stderr=on_stderr) as console, _logging_to(console, log_level):
             if title is not None:
                 console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
             use_compile_cache()

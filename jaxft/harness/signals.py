@@ -1,5 +1,7 @@
 """Handling of SIGINT and SIGTERM: the first signal stops and saves the run, the second ends the process at once.
 
+A program that talks with its user may take SIGINT (Ctrl-C) for itself: see `interruptible` and `released`.
+
 A thread receives the signals (`signal.set_wakeup_fd`), because an agent or a tokenizer may block the main thread, which
 would then run no handler.
 """
@@ -11,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,6 +34,7 @@ class Shutdown:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
+        self._interrupt: Callable[[], object] | None = None
         self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
@@ -76,6 +79,39 @@ class Shutdown:
         finally:
             self._listener = None
 
+    @contextlib.contextmanager
+    def interruptible(self, interrupt: Callable[[], object]) -> Iterator[None]:
+        """Call `interrupt` in the event loop for every SIGINT inside the block, which has no further effect."""
+        before, self._interrupt = self._interrupt, interrupt
+        try:
+            yield
+        finally:
+            self._interrupt = before
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Let SIGINT raise `KeyboardInterrupt` inside the block, in which the main thread waits for a line of text.
+
+        Raises:
+            CancelledError: SIGTERM ends the program.
+        """
+        if self._loop is None:
+            yield
+            return
+        # Without the descriptor, the thread that listens does not hear of the signals.
+        fd_before = signal.set_wakeup_fd(-1)
+        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _raise_terminated}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        except _Terminated:
+            self._on_signal(signal.SIGTERM)
+            raise asyncio.CancelledError from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(fd_before)
+
     def _hear(self, reader: socket.socket) -> None:
         """Receive signals in a thread, one byte per signal."""
         while received := reader.recv(64):
@@ -84,6 +120,12 @@ class Shutdown:
                     self._on_signal(signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
+        interrupt = self._interrupt
+        if number == signal.SIGINT and interrupt is not None:
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+                self._loop.call_soon_threadsafe(interrupt)
+            return
         if self.signal is not None:
             _tell(f"{number.name} again: ended at once")
             os._exit(128 + number)
@@ -140,6 +182,14 @@ def _pass_on(number: int, frame: object) -> None:
         signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         with contextlib.suppress(BlockingIOError):  # full of signals already
             _writer.send(bytes([number]))
+
+
+class _Terminated(BaseException):
+    """SIGTERM came while the main thread waited for a line of text."""
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise _Terminated
 
 
 def _tell(sentence: str) -> None:

@@ -112,14 +112,23 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
     Raises:
         ModelFileError: the base that `adapter_config.json` names is not found, or the adapters belong to another one.
     """
+    model, params = load_model(base_place(folder), lora=folder)  # in full, and rounded once they are merged
+    assert isinstance(model.lora, LoraSpec)
+    return base_model(model), jax.tree.map(lambda leaf: leaf.astype(dtype), merge_lora(model.lora, params))
+
+
+def base_place(folder: str | os.PathLike[str]) -> str | Path:
+    """Return the folder or hub id of the base of a folder's adapters: its subfolder `base`, or that of its config.
+
+    Raises:
+        ModelFileError: there is neither.
+    """
     folder = Path(folder).expanduser()
     named = load_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     place = folder / BASE if (folder / BASE).is_dir() else named
     if not isinstance(place, str | Path):
         raise ModelFileError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {named!r}; wanted a path or an id")
-    model, params = load_model(place, lora=folder)  # in full, and rounded once they are merged
-    assert isinstance(model.lora, LoraSpec)
-    return base_model(model), jax.tree.map(lambda leaf: leaf.astype(dtype), merge_lora(model.lora, params))
+    return place
 
 
 def base_model(model: Model, remat: Remat = "dots") -> Model:

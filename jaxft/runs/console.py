@@ -121,6 +121,16 @@ class Console:
         """Show a text of one or more lines."""
         self._print(printable(text))
 
+    def write(self, text: str, style: str = "") -> None:
+        """Show a piece of a text without a line break at its end; `style` is rich's, for terminals."""
+        text = self._safe(text)
+        with self._lock:
+            self._has_printed = True
+            if self._is_terminal and style:
+                self._rich.print(Text(text, style=style), end="", soft_wrap=True)
+            else:
+                print(text, end="", file=self._stream, flush=True)
+
     def episode(self, title: str, messages: Sequence[Mapping[str, str]]) -> None:
         """Show a sample episode: the title, then each message's role and content.
 
@@ -264,9 +274,9 @@ _of_program: ContextVar[Console | None] = ContextVar("jaxft_console", default=No
 
 
 @contextlib.contextmanager
-def program_console() -> Iterator[Console]:
-    """Yield the console of a program, and close it at the end of the block."""
-    console = Console()
+def program_console(*, on_stderr: bool = False) -> Iterator[Console]:
+    """Yield the console of a program, on standard output or error, and close it at the end of the block."""
+    console = Console(cast(io.TextIOBase, sys.stderr) if on_stderr else None)
     token = _of_program.set(console)
     try:
         yield console

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
+from jaxft.core.types import Model
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes, parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
@@ -41,10 +42,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         model, params = load_model(folder, key=key, **options)
     else:
         model, params = init_model(shape_of(config), key, **options)
-    assert isinstance(model.config, DecoderConfig)
-    vocabulary = model.config.vocab_size
-    if len(tokenizer) > vocabulary:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+    check_vocabulary(tokenizer, model)
     policy = Policy(
         model,
         params,
@@ -62,6 +60,14 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     yield ChatClient(policy, name, config.long_prompts)
     policy.close()
+
+
+def check_vocabulary(tokenizer: Any, model: Model) -> None:
+    """Raise unless a model has an embedding for every token of a tokenizer."""
+    assert isinstance(model.config, DecoderConfig)
+    vocabulary = model.config.vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
 
 
 def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None]:
