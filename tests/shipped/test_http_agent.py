@@ -1,0 +1,321 @@
+"""Agents at an address: a run with one is the same as with an agent in process, and its faults cost their episodes."""
+
+import asyncio
+import contextlib
+import io
+import threading
+import time
+
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+import jaxft
+from jaxft.rollout.recorder import episode_of_token
+from jaxft.runs.console import Console
+
+
+class InProcessConfig(jaxft.WorkflowConfig, name="http_in_process"):
+    pass
+
+
+@jaxft.register_workflow(config_type=InProcessConfig)
+async def in_process(config, builder):
+    client = await builder.get_llm("policy", wrapper_type="openai")
+
+    async def run(example):
+        return await two_turns(client, example["question"])
+
+    yield run
+
+
+async def two_turns(client, question):
+    messages = [{"role": "user", "content": question}]
+    said = []
+    for follow_up in ("again", "and again"):
+        completion = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+        said.append(completion.choices[0].message.content)
+        messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": follow_up}]
+    return {"answer": "".join(said)}
+
+
+class LengthConfig(jaxft.EvaluatorConfig, name="http_length"):
+    pass
+
+
+@jaxft.register_evaluator(config_type=LengthConfig)
+async def length(config, builder):
+    yield lambda item: len(item.output_obj.encode()) % 4
+
+
+class QuestionsConfig(jaxft.DatasetConfig, name="http_questions"):
+    questions: tuple[str, ...] = ("a?", "bb?")
+
+
+@jaxft.register_dataset_loader(config_type=QuestionsConfig)
+async def questions(config, builder):
+    rows = [{"question": text} for text in config.questions]
+    yield [jaxft.EvalInputItem(id=row["question"], full_dataset_entry=row) for row in rows]
+
+
+class Agent:
+    """An agent in another thread, as it could be on another machine.
+
+    Attributes:
+        url: its address.
+        asked: the bodies of requests so far.
+        num_open: requests that are being answered.
+    """
+
+    def __init__(self, answer=None):
+        self.asked, self.num_open = [], 0
+        self._answer = answer or self.play
+        config = uvicorn.Config(
+            Starlette(routes=[Route("/episode", self._episode, methods=["POST"])]), port=0, log_level="critical"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.001)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/episode"
+
+    async def _episode(self, request):
+        body = await request.json()
+        self.asked.append({**body, "authorization": request.headers.get("authorization")})
+        self.num_open += 1
+        try:
+            return await self._answer(body)
+        finally:
+            self.num_open -= 1
+
+    async def play(self, body):
+        async with openai.AsyncOpenAI(base_url=body["base_url"], api_key="any", max_retries=0) as client:
+            return JSONResponse(await two_turns(client, body["example"]["question"]))
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def make_agent():
+    made = []
+
+    def make(answer=None):
+        made.append(Agent(answer))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        agent.close()
+
+
+def config_of(folder, workflow, *, num_generations=4, general=None, questions=("a?", "bb?"), serve=None):
+    policy = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 64, "serve": serve}
+    mapping = {
+        "llms": {"policy": policy},
+        "workflow": workflow,
+        "eval": {
+            "general": {
+                "max_concurrency": 4,
+                "dataset": {"_type": "http_questions", "questions": list(questions)},
+                "result_json_path": "$.answer",
+                **(general or {}),
+            },
+            "evaluators": {"length": {"_type": "http_length"}},
+        },
+        "trajectory_builders": {"rollouts": {"_type": "grpo_trajectory_builder", "num_generations": num_generations}},
+        "trainer_adapters": {"local": {"_type": "local_trainer_adapter", "llm": "policy"}},
+        "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 1, "save_episodes": "all"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "loop",
+            "trajectory_builder": "rollouts",
+            "trainer_adapter": "local",
+            "reward_function": {"name": "length"},
+            "num_epochs": 1,
+            "output_dir": str(folder / "run"),
+        },
+    }
+    return jaxft.config_from_mapping(mapping, base_dir=folder)
+
+
+def train(folder, workflow, **options):
+    async def main():
+        async with jaxft.open_session(
+            config_of(folder, workflow, **options), console=Console(io.StringIO())
+        ) as session:
+            await session.train()
+
+    asyncio.run(main())
+    run = folder / "run"
+    paths = [run / "training_metrics.jsonl", *sorted((run / "trajectories").iterdir())]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def evaluate(folder, workflow, **options):
+    """The outcomes of all episodes."""
+
+    async def main():
+        async with jaxft.open_session(
+            config_of(folder, workflow, **options), console=Console(io.StringIO())
+        ) as session:
+            evaluation = await session.builder.get_evaluation()
+            return await evaluation.validate(await session.builder.get_dataset())
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("general", [{}, {"isolation": "process"}])
+def test_a_run_is_the_same_with_an_agent_at_an_address(tmp_path, make_agent, general):
+    agent = make_agent()
+    (tmp_path / "here").mkdir()
+    workflow = {"_type": "http_agent", "url": agent.url, "api_key": "the-key-of-the-agent"}
+    far = train(tmp_path, workflow, general=general)
+    assert far == train(tmp_path / "here", {"_type": "http_in_process"})
+    assert len(agent.asked) == 8
+    first = agent.asked[0]
+    assert first["model"] == "policy"
+    assert first["authorization"] == "Bearer the-key-of-the-agent"
+    assert first["base_url"].endswith(f"/e/{first['api_key']}/v1")
+    assert len({body["api_key"] for body in agent.asked}) == len({body["seed"] for body in agent.asked}) == 8
+    assert all(episode_of_token(body["api_key"]) is None for body in agent.asked)
+    written = b"".join(far.values()) + (tmp_path / "run" / "run.log").read_bytes()
+    assert not any(body["api_key"].encode() in written for body in agent.asked)
+    assert b"the-key-of-the-agent" not in b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()
+    )
+
+
+def test_an_agent_calls_the_address_that_it_is_told(tmp_path, make_agent):
+    agent = make_agent()
+    serve = {"port": 0, "url": "http://trainer.example:8000"}
+    outcomes = evaluate(tmp_path, {"_type": "http_agent", "url": agent.url}, serve=serve)
+    assert all(body["base_url"].startswith("http://trainer.example:8000/e/") for body in agent.asked)
+    assert all("status 500" in outcome.error for outcome in outcomes)  # there is no such machine
+
+
+async def _fail(body):
+    raise ValueError("in the agent")
+
+
+async def _no_json(body):
+    return Response(b"{", media_type="application/json")
+
+
+async def _too_much(body):
+    return PlainTextResponse("x" * (2**24 + 1))
+
+
+async def _teapot(body):
+    return PlainTextResponse("short and stout", status_code=418)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (_fail, "the agent answered with the status 500"),
+        (_teapot, "the agent answered with the status 418: short and stout"),
+        (_no_json, "the agent answered '{', which is no JSON"),
+        (_too_much, "the response of the agent is larger than 16777216 bytes"),
+    ],
+)
+def test_a_fault_of_the_agent_costs_its_episode(tmp_path, make_agent, answer, reason):
+    agent = make_agent()
+    play = agent.play
+
+    async def answer_some(body):
+        return await (answer(body) if body["example"]["question"] == "a?" else play(body))
+
+    agent._answer = answer_some
+    bad, good = evaluate(tmp_path, {"_type": "http_agent", "url": agent.url})
+    assert reason in bad.error
+    assert good.error is None and len(good.episode.calls) == 2
+
+
+def test_an_agent_that_is_not_there_is_named(tmp_path):
+    outcomes = evaluate(tmp_path, {"_type": "http_agent", "url": "http://127.0.0.1:9/episode"})
+    assert all("POST http://127.0.0.1:9/episode: the agent cannot be asked: " in each.error for each in outcomes)
+
+
+def test_an_agent_that_never_answers_is_left_and_its_later_calls_are_refused(tmp_path, make_agent):
+    refused = []
+
+    async def answer(body):
+        try:
+            await asyncio.sleep(100)
+        finally:  # the run has gone; an agent that goes on is told so
+            async with openai.AsyncOpenAI(base_url=body["base_url"], api_key="any", max_retries=0) as client:
+                with contextlib.suppress(openai.APIConnectionError):
+                    with pytest.raises(openai.AuthenticationError):
+                        await two_turns(client, "?")
+                    refused.append(body)
+
+    async def after(body):
+        task = asyncio.create_task(answer(body))
+        await asyncio.wait({task}, timeout=1.5)
+        task.cancel()
+        await asyncio.wait({task})
+        return PlainTextResponse("late")
+
+    agent = make_agent(after)
+    general = {"timeout_seconds": 1, "max_concurrency": 1}
+    outcomes = evaluate(tmp_path, {"_type": "http_agent", "url": agent.url}, general=general)
+    assert all("TimeoutError: the workflow gave no output within 1 s" in each.error for each in outcomes)
+    slow = {"_type": "http_agent", "url": agent.url, "timeout_seconds": 0.5}
+    (tmp_path / "second").mkdir()
+    outcomes = evaluate(tmp_path / "second", slow)
+    assert all("no response in time (ReadTimeout)" in each.error for each in outcomes)
+
+
+def test_the_model_must_be_named_where_there_are_several(tmp_path):
+    config = config_of(tmp_path, {"_type": "http_agent", "url": "http://127.0.0.1:9/"})
+    llms = config.llms | {"other": config.llms["policy"]}
+
+    async def main():
+        async with jaxft.open_session(config.model_copy(update={"llms": llms}), console=Console(io.StringIO())):
+            pass
+
+    with pytest.raises(jaxft.ConfigError, match=r"workflow\.llm: .* 2 entries of llms: policy, other"):
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_nothing_grows_in_a_thousand_episodes(tmp_path, make_agent):
+    """File descriptors, threads, episodes and tasks after 100 and after 1,000 episodes."""
+    import gc
+    import os
+
+    agent = make_agent()
+    counts = []
+
+    async def main():
+        config = config_of(tmp_path, {"_type": "http_agent", "url": agent.url}, general={"max_concurrency": 16})
+        async with jaxft.open_session(config, console=Console(io.StringIO())) as session:
+            evaluation = await session.builder.get_evaluation()
+            items = await session.builder.get_dataset()
+            for _ in range(10):
+                outcomes = await evaluation.validate(items * 50, num_generations=1)
+                assert all(outcome.error is None for outcome in outcomes)
+                del outcomes
+                gc.collect()
+                from jaxft.rollout import recorder
+
+                counts.append(
+                    (
+                        len(os.listdir("/proc/self/fd")),
+                        threading.active_count(),
+                        len(recorder._episodes),
+                        len(asyncio.all_tasks()),
+                        len(gc.get_objects()),
+                    )
+                )
+
+    asyncio.run(main())
+    first, last = counts[1], counts[-1]
+    assert last[:4] == first[:4], counts
+    assert last[4] <= first[4] * 1.01, counts
