@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import io
+import os
 import threading
 import time
 
@@ -14,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import jaxft
+from jaxft.rollout import recorder
 from jaxft.rollout.recorder import episode_of_token
 from jaxft.runs.console import Console
 
@@ -146,9 +149,8 @@ def config_of(folder, workflow, *, num_generations=4, general=None, questions=("
 
 def train(folder, workflow, **options):
     async def main():
-        async with jaxft.open_session(
-            config_of(folder, workflow, **options), console=Console(io.StringIO())
-        ) as session:
+        config = config_of(folder, workflow, **options)
+        async with jaxft.open_session(config, console=Console(io.StringIO())) as session:
             await session.train()
 
     asyncio.run(main())
@@ -161,9 +163,8 @@ def evaluate(folder, workflow, **options):
     """The outcomes of all episodes."""
 
     async def main():
-        async with jaxft.open_session(
-            config_of(folder, workflow, **options), console=Console(io.StringIO())
-        ) as session:
+        config = config_of(folder, workflow, **options)
+        async with jaxft.open_session(config, console=Console(io.StringIO())) as session:
             evaluation = await session.builder.get_evaluation()
             return await evaluation.validate(await session.builder.get_dataset())
 
@@ -186,9 +187,8 @@ def test_a_run_is_the_same_with_an_agent_at_an_address(tmp_path, make_agent, gen
     assert all(episode_of_token(body["api_key"]) is None for body in agent.asked)
     written = b"".join(far.values()) + (tmp_path / "run" / "run.log").read_bytes()
     assert not any(body["api_key"].encode() in written for body in agent.asked)
-    assert b"the-key-of-the-agent" not in b"".join(
-        path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()
-    )
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"the-key-of-the-agent" in path.read_bytes() for path in files)
 
 
 def test_an_agent_calls_the_address_that_it_is_told(tmp_path, make_agent):
@@ -287,9 +287,6 @@ def test_the_model_must_be_named_where_there_are_several(tmp_path):
 @pytest.mark.slow
 def test_nothing_grows_in_a_thousand_episodes(tmp_path, make_agent):
     """File descriptors, threads, episodes and tasks after 100 and after 1,000 episodes."""
-    import gc
-    import os
-
     agent = make_agent()
     counts = []
 
@@ -299,23 +296,17 @@ def test_nothing_grows_in_a_thousand_episodes(tmp_path, make_agent):
             evaluation = await session.builder.get_evaluation()
             items = await session.builder.get_dataset()
             for _ in range(10):
-                outcomes = await evaluation.validate(items * 50, num_generations=1)
+                outcomes = await evaluation.validate(items * 50)
                 assert all(outcome.error is None for outcome in outcomes)
+                agent.asked.clear()
                 del outcomes
                 gc.collect()
-                from jaxft.rollout import recorder
-
-                counts.append(
-                    (
-                        len(os.listdir("/proc/self/fd")),
-                        threading.active_count(),
-                        len(recorder._episodes),
-                        len(asyncio.all_tasks()),
-                        len(gc.get_objects()),
-                    )
-                )
+                files, episodes = len(os.listdir("/proc/self/fd")), len(recorder._episodes)
+                tasks, threads = len(asyncio.all_tasks()), threading.active_count()
+                counts.append((files, episodes, tasks, threads, len(gc.get_objects())))
 
     asyncio.run(main())
-    first, last = counts[1], counts[-1]
-    assert last[:4] == first[:4], counts
-    assert last[4] <= first[4] * 1.01, counts
+    (*same, threads, objects), last = counts[1], counts[-1]
+    assert list(last[:3]) == same, counts
+    assert last[3] <= threads + 1, counts  # one of an executor may be ending
+    assert last[4] <= objects + 100, counts
