@@ -3,11 +3,13 @@
 A program that talks with its user may take SIGINT (Ctrl-C) for itself: see `interruptible` and `released`.
 
 A thread receives the signals (`signal.set_wakeup_fd`), because an agent or a tokenizer may block the main thread, which
-would then run no handler.
+would then run no handler. Code that holds Python's global lock keeps that thread from running, too. So each handler is
+good for one signal: for the next one of the kind, the system itself ends the process.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -15,9 +17,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+SA_RESETHAND = 0x80000000
+"""Flag of a handler that is good for one signal, after which the system's own is back."""
+
+SA_FLAGS_OFFSET = 8 + 128
+"""Bytes before the flags in a `struct sigaction` of glibc and musl on 64-bit machines: the handler and a mask."""
 
 
 class Shutdown:
@@ -52,6 +62,8 @@ class Shutdown:
         hearing.start()
         fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+        for number in SIGNALS:
+            _handle_once(number)
         token = _shutdown.set(self)
         try:
             yield
@@ -110,6 +122,7 @@ class Shutdown:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+                _handle_once(number)
             signal.set_wakeup_fd(fd_before)
 
     def _hear(self, reader: socket.socket) -> None:
@@ -123,13 +136,16 @@ class Shutdown:
         interrupt = self._interrupt
         if number == signal.SIGINT and interrupt is not None:
             assert self._loop is not None
+            _handle_once(number)
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 self._loop.call_soon_threadsafe(interrupt)
             return
-        if self.signal is not None:
+        if self.signal is not None:  # both came before this thread could run
             _tell(f"{number.name} again: ended at once")
             os._exit(128 + number)
         self.signal = number
+        for each in SIGNALS:
+            _LIBC.signal(each, None)  # the system ends the process
         _tell(f"{number.name}: stopping; a second signal ends at once")
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed just now
@@ -164,6 +180,25 @@ class Shutdown:
         assert self.signal is not None
         command = "" if self.resume_command is None else f"; continue with:\n  {self.resume_command}"
         return f"{WORDS[self.signal]}{command}"
+
+
+_LIBC = ctypes.CDLL(None)
+
+_actions: dict[int, Any] = {}
+"""The `struct sigaction` of Python's handler with the flag `SA_RESETHAND`, by signal."""
+
+
+def _handle_once(number: signal.Signals) -> None:
+    """Install Python's handler for one signal of a kind; for the one after it the system ends the process.
+
+    The main thread calls this after `signal.signal`; later any thread may, to install it once more.
+    """
+    if threading.current_thread() is threading.main_thread():
+        action = ctypes.create_string_buffer(512)  # more than any system's structure
+        _LIBC.sigaction(number, None, action)
+        ctypes.c_uint32.from_buffer(action, SA_FLAGS_OFFSET).value |= SA_RESETHAND
+        _actions[number] = action
+    _LIBC.sigaction(number, _actions[number], None)
 
 
 _writer: socket.socket | None = None
