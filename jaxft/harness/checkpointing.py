@@ -248,6 +248,7 @@ IMMUTABLE = (
     "llms.*.dtype",
     "llms.*.lora",
     "llms.*.lora.*",
+    "llms.*.snapshot_of",
     "trainers.*._type",
     "trajectory_builders.*._type",
     "trainer_adapters.*._type",

@@ -114,7 +114,7 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
                 show(f"memory       {adapter.peak_memory(memory):10.1f} MiB  in all, at the peak")
-                show("memory       per device, for the policy in training; other models need memory in addition")
+                show("memory       per device, for the policy in training and its snapshots; other models add to it")
                 advice = adapter.memory_advice(memory)
                 if advice is not None:
                     raise CheckFailed(advice)

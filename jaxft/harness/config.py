@@ -222,6 +222,17 @@ class Config(ConfigModel):
     trainers: dict[str, AnyTrainer] = Field(default={}, description="Trainers, by name.")
     finetuning: FinetuneConfig = FinetuneConfig()
 
+    @model_validator(mode="after")
+    def _llms_fit_together(self) -> "Config":
+        faults = [
+            InitErrorDetails(type=config_error(message), loc=tuple(path.split(".")), input=None)
+            for name, llm in self.llms.items()
+            for path, message in llm.faults(name, self)
+        ]
+        if faults:
+            raise ValidationError.from_exception_data("configuration", faults)
+        return self
+
 
 def load_config(
     path: str | Path,

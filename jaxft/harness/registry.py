@@ -68,6 +68,15 @@ class LLMConfig(ComponentConfig):
         """The address at which the run serves its language models; None if this one asks for none."""
         return None
 
+    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return path and message of each fault of this language model beside the others of a configuration.
+
+        Args:
+            name: its name in the configuration.
+            config: the whole `Config`, each field of which is valid.
+        """
+        return []
+
 
 class WorkflowConfig(ComponentConfig):
     """An agent: `async def f(example: dict) -> Any`."""

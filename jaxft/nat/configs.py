@@ -61,9 +61,9 @@ class _TrainerOptions(TrainerConfig):
 
 
 def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig:
-    """Return the configuration of jaxft's own component with the fields of the toolkit's component."""
-    fields = dict(config)
-    return own.model_validate({name: fields[name] for name in own.model_fields if name != "reward"})
+    """Return the configuration of jaxft's own component with the fields that the toolkit's component was given."""
+    given = {name: value for name, value in dict(config).items() if name in config.model_fields_set}
+    return own.model_validate({name: given[name] for name in own.model_fields if name in given and name != "reward"})
 
 
 def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type[ComponentConfig]) -> Any:

@@ -92,8 +92,13 @@ def run_of(config: Config) -> Run:
     policy = config.llms[adapter.llm]
     if not isinstance(policy, LocalPolicyConfig):
         raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+    snapshots = tuple(
+        llm.with_sampling_of(policy)
+        for llm in config.llms.values()
+        if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
+    )
     try:
-        return Run(policy, adapter, shape_of(policy))
+        return Run(policy, adapter, shape_of(policy), snapshots)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 

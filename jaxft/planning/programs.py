@@ -29,11 +29,15 @@ from jaxft.training.learner import Learner, loses_kernel
 
 
 class Run(NamedTuple):
-    """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model."""
+    """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model.
+
+    `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program.
+    """
 
     policy: LocalPolicyConfig
     adapter: LocalTrainerAdapterConfig
     model: DecoderConfig
+    snapshots: tuple[LocalPolicyConfig, ...] = ()
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -100,7 +104,9 @@ class Programs:
     @cached_property
     def runner(self) -> ModelRunner:
         """The runner of the sampler's programs."""
-        policy = self.run.policy
+        return self._runner_of(self.run.policy)
+
+    def _runner_of(self, policy: LocalPolicyConfig) -> ModelRunner:
         return ModelRunner(
             self.model,
             seed=0,
@@ -123,12 +129,15 @@ class Programs:
 
         The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
         """
-        sizes = self.learner.held_bytes(self.params)
-        relayout = Relayout(self.model)
-        return sizes | {
-            "sampling": self.runner.cache_bytes(relayout.dtype(self.params)),
-            "sampling weights": relayout.extra_bytes(self.params),
-        }
+        sizes, relayout = self.learner.held_bytes(self.params), Relayout(self.model)
+        dtype, snapshots = relayout.dtype(self.params), self.run.snapshots
+        caches = [self._runner_of(policy).cache_bytes(dtype) for policy in (self.run.policy, *snapshots)]
+        sizes |= {"sampling": sum(caches), "sampling weights": relayout.extra_bytes(self.params)}
+        if snapshots:
+            kept, weights = relayout.snapshot_bytes(self.params)
+            sizes["snapshots"] = len(snapshots) * kept
+            sizes["sampling weights"] += len(snapshots) * weights
+        return sizes
 
     def rows_and_width(self) -> tuple[int, int]:
         """Return rows and tokens per row of the largest microbatch, over the whole mesh."""

@@ -13,7 +13,7 @@ from jaxft.rollout.chat import Prompt
 from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall, canonical_messages
-from jaxft.rollout.policy import Policy
+from jaxft.rollout.policy import Policy, Snapshot
 from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
@@ -53,14 +53,14 @@ class Answered(NamedTuple):
 
 
 class ChatClient(LanguageModel):
-    """Chats with a live policy. Concurrent calls share one batch.
+    """Chats with a live policy, or a snapshot of one. Concurrent calls share one batch.
 
     Attributes:
-        policy: the policy that answers.
+        policy: the policy or snapshot that answers.
         long_prompts: treatment of prompts that leave no room for an answer.
     """
 
-    def __init__(self, policy: Policy, name: str = "policy", long_prompts: LongPrompts = "fail") -> None:
+    def __init__(self, policy: Policy | Snapshot, name: str = "policy", long_prompts: LongPrompts = "fail") -> None:
         self.policy = policy
         self.name = name
         self.long_prompts = long_prompts
@@ -144,7 +144,7 @@ class ChatClient(LanguageModel):
     ) -> tuple[int | None, tuple[int, ...]]:
         """Return the index of a new call in its episode, and the numbers that seed its sampling."""
         if episode is not None:
-            index, call_id = episode.begin_call(prompt.ids, request.seed)
+            index, call_id = episode.begin_call(prompt.ids, request.seed, llm=self.name)
             return index, (*episode.key_ids, call_id)
         if request.seed is not None:
             digest = hashlib.sha256(repr((request.seed, prompt.ids)).encode()).digest()

@@ -1,15 +1,19 @@
-"""A live policy: the weights that an agent samples from while they are trained, with tokenizer, engine and thread."""
+"""A live policy: the weights that an agent samples from while they are trained, with tokenizer, engine and thread.
+
+A policy may have snapshots, which are its own earlier versions: opponents that it plays against while it is trained.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxft.core.cache import compute_dtype
-from jaxft.core.partition import BASE
-from jaxft.core.sharding import device_bytes
+from jaxft.core.partition import BASE, combine, partition, trainable
+from jaxft.core.sharding import constrain, device_bytes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.models.hf import save_model
@@ -33,6 +37,7 @@ class Policy:
         tokenizer: a transformers tokenizer.
         template: turns conversations into token ids.
         engine: samples for any number of requests at once.
+        snapshots: earlier versions that can be sampled from, by name.
         compiles: counts the compilations of XLA.
         version: version of the parameters; each change adds 1.
         dtype: dtype of the parameters, of their base if there are adapters.
@@ -67,8 +72,7 @@ class Policy:
         Raises:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small.
         """
-        if slots < 1 or max_context_tokens < 2:
-            raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
+        check_sizes(slots, max_context_tokens)
         self.model = model
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, stop_ids)
@@ -82,16 +86,43 @@ class Policy:
         self._lost: str | None = None
         self._relayout = Relayout(model)
         self._device = DeviceThread()
-        self.engine = Engine(
-            model,
-            self._device,
+        self._make_engine = partial(
+            Engine, model, self._device, shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        )
+        self.engine = self._make_engine(
             self._sampling_params,
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
-            shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
             cache_tokens=cache_tokens,
         )
+        self.snapshots: dict[str, Snapshot] = {}
+
+    def add_snapshot(
+        self,
+        name: str,
+        *,
+        every: int,
+        seed: int,
+        slots: int = 64,
+        max_context_tokens: int = 512,
+        cache_tokens: int | None = None,
+    ) -> "Snapshot":
+        """Add a snapshot, which is the policy itself until the first training job.
+
+        Args:
+            name: name of the snapshot, under which checkpoints have it.
+            every: number of versions after which the snapshot is replaced; see `Snapshot`.
+            seed: seed of its own noise.
+            slots, max_context_tokens, cache_tokens: sizes of its own engine.
+
+        Raises:
+            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small.
+        """
+        check_sizes(slots, max_context_tokens)
+        sizes = {"slots": slots, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
+        self.snapshots[name] = Snapshot(self, every, partial(self._make_engine, seed=seed, **sizes))
+        return self.snapshots[name]
 
     async def update(
         self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True
@@ -111,10 +142,8 @@ class Policy:
 
         def run() -> T:
             self._check()
-            self.engine.drain()
-            self.engine.clear_prefix_cache()
+            self._stop_sampling()
             given = self._params
-            self._decode_params = None
             try:
                 params, result = job(given)
             except BaseException as error:
@@ -123,6 +152,8 @@ class Policy:
             self._params = params
             if params is not given and has_changed(result):
                 self.version += 1
+                for snapshot in self.snapshots.values():
+                    snapshot.follow(self.version)
             return result
 
         return await self._device.run(run)
@@ -130,18 +161,45 @@ class Policy:
     async def restore(self, job: Callable[[Params], Params], version: int) -> None:
         """Replace the parameters by `job(params)`, those of a checkpoint, even if they were lost.
 
-        The job may donate the parameters that it gets; if it raises, they count as lost.
+        The job may donate the parameters that it gets; if it raises, they count as lost. It also restores snapshots.
         """
 
         def run() -> None:
-            self.engine.drain()
-            self.engine.clear_prefix_cache()
-            self._decode_params = None
+            self._stop_sampling()
             self._lost = "a restore was cut off"
             self._params = job(self._params)
             self._lost, self.version = None, version
 
         await self._device.run(run)
+
+    def _stop_sampling(self) -> None:
+        """Finish the running requests of the policy and its snapshots, and drop all that depends on the parameters.
+
+        Snapshots that stay as they are drop it, too: on accelerators the bits of log-probabilities depend on what is
+        cached, and a resumed run has nothing cached.
+        """
+        engines = [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
+        for engine in engines:
+            engine.drain()
+            engine.clear_prefix_cache()
+        self._decode_params = None
+        for snapshot in self.snapshots.values():
+            snapshot.drop_decode_params()
+
+    def keep_snapshots(self, params: Params) -> None:
+        """Copy the parameters for each snapshot that is the policy itself, before a training job donates them.
+
+        Call it in the job of an `update`, on the device thread. Until the first call snapshots follow every update, so
+        that training begins with snapshots of a policy that a script has warmed up.
+        """
+        for snapshot in self.snapshots.values():
+            snapshot.keep(params)
+
+    async def warm_up(self) -> None:
+        """Compile every program that requests to the policy and its snapshots can need."""
+        await self.engine.warm_up()
+        for snapshot in self.snapshots.values():
+            await snapshot.warm_up()
 
     async def read(self, job: Callable[[Params], T]) -> T:
         """Return `job(params)`; the job must not donate the parameters."""
@@ -203,15 +261,27 @@ class Policy:
         ordered = sorted(found, key=lambda device: device.id)
         return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
 
-    def sampling_bytes(self, params: Params) -> tuple[int, int]:
-        """Bytes on each device of weights that only decoding uses, and of the key-value caches."""
-        return self._relayout.extra_bytes(params), self.engine.cache_bytes(self._relayout.dtype(params))
+    def sampling_bytes(self, params: Params) -> dict[str, int]:
+        """Return the bytes on each device, by purpose, of arrays that only sampling uses.
+
+        The purposes are `sampling weights`, `sampling` (keys and values) and, if there are any, `snapshots`: the
+        parameters that they keep, while their weights and caches are counted with the policy's.
+        """
+        dtype, snapshots = self._relayout.dtype(params), self.snapshots.values()
+        caches = [engine.cache_bytes(dtype) for engine in (self.engine, *(each.engine for each in snapshots))]
+        sizes = {"sampling": sum(caches), "sampling weights": self._relayout.extra_bytes(params)}
+        if snapshots:
+            kept, weights = self._relayout.snapshot_bytes(params)
+            sizes["snapshots"] = len(snapshots) * kept
+            sizes["sampling weights"] += len(snapshots) * weights
+        return sizes
 
     def sampling_temporary_bytes(self, params: Params) -> int:
         """Return the bytes per device of temporaries of the largest programs of sampling, which are compiled."""
-        programs = self.engine.programs(self._relayout.shapes(params))
-        compiled = [lower().compile().memory_analysis() for lower in programs.values()]
-        return max(each.temp_size_in_bytes for each in compiled)
+        engines = [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
+        distinct, shapes = {engine.sizes: engine for engine in engines}, self._relayout.shapes(params)
+        programs = [lower for engine in distinct.values() for lower in engine.programs(shapes).values()]
+        return max(lower().compile().memory_analysis().temp_size_in_bytes for lower in programs)
 
     def close(self) -> None:
         """Finish queued work and end the device thread."""
@@ -230,6 +300,134 @@ class Policy:
                 f"the policy's parameters were lost when an update failed ({self._lost}); "
                 "restore them from a checkpoint"
             )
+
+
+def check_sizes(slots: int, max_context_tokens: int) -> None:
+    """Raise unless an engine of these sizes can serve a request.
+
+    Raises:
+        ValueError: one of them is too small.
+    """
+    if slots < 1 or max_context_tokens < 2:
+        raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
+
+
+class Kept(NamedTuple):
+    """The trained parameters of an earlier version, with None in place of a frozen base."""
+
+    params: Params
+    version: int
+
+
+class Snapshot:
+    """An earlier version of a policy, sampled from beside it on the same device thread; it is never trained.
+
+    It is the version that training began with, and from then on the policy's latest one that is a multiple of `every`.
+    Nothing is copied while the policy itself has that version. A training job, which donates the parameters, copies
+    them first: in the dtype of products, or of adapters as they are, and without a frozen base, which is shared.
+
+    All methods but `read` and `warm_up` are called on the device thread.
+
+    Attributes:
+        every: number of versions of the policy after which the snapshot is replaced.
+        template: that of the policy.
+        engine: samples for any number of requests at once.
+    """
+
+    def __init__(self, policy: Policy, every: int, make_engine: Callable[..., Engine]) -> None:
+        """Make the engine.
+
+        Args:
+            policy: the policy that the snapshot is of.
+            every: number of versions after which the snapshot is replaced.
+            make_engine: returns an engine for a function that returns weights to decode with, and their version.
+        """
+        self.every, self.template = every, policy.template
+        self._policy = policy
+        self._dtype = policy._relayout.dtype(policy._params)
+        self._kept: Kept | None = None  # None: the parameters are the policy's own
+        self._decode_params: Params | None = None
+        self.engine = make_engine(self._sampling_params)
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that the parameters are."""
+        return self._policy.version if self._kept is None else self._kept.version
+
+    async def read(self, job: Callable[[Params], T]) -> T:
+        """Return `job(params)`; the job must not donate the parameters."""
+        return await self._policy.read(lambda params: job(self._whole(self._kept, params)))
+
+    async def warm_up(self) -> None:
+        """Compile every program that requests can need, and those that copy the parameters and lay them out."""
+
+        def copy(params: Params) -> None:
+            kept = Kept(self._copy(params), self._policy.version)
+            jax.block_until_ready(self._policy._relayout(self._whole(kept, params)))
+
+        await self._policy.read(copy)
+        await self.engine.warm_up()
+
+    def keep(self, params: Params) -> None:
+        """Copy the policy's parameters if they are the snapshot's, and the next version would not replace them."""
+        if self._kept is None and (self._policy.version + 1) % self.every:
+            self._kept = Kept(self._copy(params), self._policy.version)
+
+    def follow(self, version: int) -> None:
+        """Become the policy, which has a new version, if that is a multiple of `every`."""
+        if version % self.every == 0:
+            self._kept = None
+
+    def drop_decode_params(self) -> None:
+        """Drop the weights to decode with, which may share arrays with the policy's."""
+        self._decode_params = None
+
+    def state(self) -> dict[str, Any] | None:
+        """Return version and dtype of the kept parameters, for JSON; None while the snapshot is the policy."""
+        if self._kept is None:
+            return None
+        return {"version": self._kept.version, "dtype": str(jax.tree.leaves(self._kept.params)[0].dtype)}
+
+    def arrays(self) -> Params | None:
+        """Return the kept parameters; None while the snapshot is the policy."""
+        return None if self._kept is None else self._kept.params
+
+    def arrays_like(self, state: dict[str, Any], params: Params) -> Params:
+        """Return new arrays of the shapes, dtypes and shardings that the arrays of a `state` have."""
+        return copy_trained(self._policy.model, state["dtype"], params)
+
+    def restore(self, state: dict[str, Any] | None, arrays: Params | None) -> None:
+        """Restore a `state` and its `arrays`; where products have another dtype now, the arrays are cast to it."""
+        self._kept = None
+        if state is not None and arrays is not None:
+            is_same = state["dtype"] == str(self._dtype)
+            self._kept = Kept(arrays if is_same else self._copy(arrays), state["version"])
+
+    def _copy(self, params: Params) -> Params:
+        return copy_trained(self._policy.model, str(self._dtype), params)
+
+    def _whole(self, kept: Kept | None, params: Params) -> Params:
+        """Return all parameters of the snapshot, with the frozen base of `params`, the policy's."""
+        return params if kept is None else combine(kept.params, partition(self._policy.model, params)[1])
+
+    def _sampling_params(self) -> tuple[Params, int]:
+        if self._kept is None:
+            return self._policy._sampling_params()
+        self._policy._check()
+        if self._decode_params is None:
+            self._decode_params = self._policy._relayout(self._whole(self._kept, self._policy._params))
+        return self._decode_params, self._kept.version
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def copy_trained(model: Model, dtype: str, params: Params) -> Params:
+    """Return copies of the trained parameters in a dtype, or adapters in their own, and None for a frozen base."""
+
+    def copy(leaf: Any) -> Any:
+        is_cast = model.lora is None and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.copy(leaf).astype(dtype if is_cast else leaf.dtype)
+
+    return constrain(model.sharding, jax.tree.map(copy, trainable(model, params)))
 
 
 class Relayout:
@@ -253,6 +451,12 @@ class Relayout:
         new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
         sharding = None if self._model.sharding is None else self._model.sharding.gathered()
         return device_bytes(sharding, jax.tree.unflatten(structure, new))
+
+    def snapshot_bytes(self, params: Params) -> tuple[int, int]:
+        """Return the bytes per device that a snapshot keeps, and of its decoding weights that are not shared."""
+        kept = jax.eval_shape(partial(copy_trained, self._model, str(self.dtype(params))), params)
+        whole = combine(kept, partition(self._model, params)[1])
+        return device_bytes(self._model.sharding, kept), self.extra_bytes(whole)
 
     def shapes(self, params: Params) -> Params:
         """Return the shapes, with shardings, of the weights to decode with."""

@@ -101,7 +101,7 @@ class Episode:
     texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
-    _asked: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
+    _asked: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, repr=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
     _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
     _is_over: bool = field(default=False, repr=False, compare=False)
@@ -227,16 +227,16 @@ class Episode:
         """True once the episode has ended; its further calls are refused."""
         return self._is_over
 
-    def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None) -> tuple[int, int]:
-        """Begin a call: return its index, and the call id (uint32) that is folded into its key.
+    def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None, *, llm: str = "") -> tuple[int, int]:
+        """Begin a call of a language model: return its index, and the call id (uint32) that is folded into its key.
 
-        The id depends on the prompt, on the number of earlier calls with it and on the seed, if there is one, never on
-        the order in which concurrent calls are answered.
+        The id depends on the prompt, on the number of earlier calls of the same model with it and on the seed, if there
+        is one, never on other models or on the order in which concurrent calls are answered.
         """
         with _lock:
-            index, repeats = self._begun, self._asked[prompt_ids]
+            index, repeats = self._begun, self._asked[llm, prompt_ids]
             self._begun += 1
-            self._asked[prompt_ids] += 1
+            self._asked[llm, prompt_ids] += 1
         origin = (prompt_ids, repeats) if seed is None else (prompt_ids, repeats, seed)
         digest = hashlib.sha256(repr(origin).encode()).digest()
         return index, int.from_bytes(digest[:4], "big")

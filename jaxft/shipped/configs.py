@@ -1,10 +1,11 @@
 """Configuration of the shipped components. Nothing here imports jax."""
 
 import string
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
 
+from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, ServeConfig, config_error
 from jaxft.harness.registry import (
     EvaluatorConfig,
@@ -66,8 +67,18 @@ class LoraConfig(ConfigModel):
         return LoraSpec(self.rank, self.alpha, self.targets, self.use_rslora)
 
 
+SNAPSHOT_EVERY = 10
+"""Versions of a policy after which a snapshot of it is replaced, unless the configuration says otherwise."""
+
+
 class LocalPolicyConfig(LLMConfig, name="local_policy"):
-    """A model in this process: a Hugging Face checkpoint, or random weights in the shape of a preset."""
+    """A model in this process: a Hugging Face checkpoint, random weights in the shape of a preset, or a snapshot.
+
+    A snapshot is an earlier version of another policy. It is never trained, and has all fields of that policy but those
+    of `SAMPLING`, which may be its own.
+    """
+
+    SAMPLING: ClassVar = ("max_context_tokens", "slots", "cache_tokens", "long_prompts")
 
     sharding_table = "jaxft.shipped.local_policy:sharding_table"
     choices = "jaxft.shipped.local_policy:choices"
@@ -123,6 +134,19 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         "half of the context is left for the answer (truncated_prompts counts such calls).",
     )
 
+    snapshot_of: LLMRef | None = Field(
+        default=None,
+        description="Policy that this model is an earlier version of, as an opponent that is not trained: an entry of "
+        "llms of type local_policy. Beside it there may be every, slots, max_context_tokens, cache_tokens and "
+        "long_prompts, the last four of which are the policy's by default; all other fields are the policy's. null: a "
+        "model of its own.",
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="With snapshot_of: the snapshot becomes the policy whenever the policy's version, which grows by 1 "
+        f"with each job that makes an update, is a multiple of this number; null: {SNAPSHOT_EVERY}.",
+    )
     serve: ServeConfig | None = Field(
         default=None,
         description="Address under which the run serves its language models, by their names, as long as it runs; null: "
@@ -136,9 +160,69 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
-        if self.path is None and self.preset is None:
-            raise config_error("needs 'path' (a checkpoint) or 'preset' (the shape of a model of random weights)")
+        if self.snapshot_of is None:
+            if self.every is not None:
+                raise config_error("has 'every', but no 'snapshot_of': name the policy that this is a snapshot of")
+            if self.path is None and self.preset is None:
+                raise config_error(
+                    "needs 'path' (a checkpoint), 'preset' (the shape of a model of random weights) or 'snapshot_of'"
+                )
+            return self
+        allowed = ("snapshot_of", "every", *self.SAMPLING)
+        others = {name: field for name, field in type(self).model_fields.items() if name not in allowed}
+        for name, field in others.items():
+            if dict(self)[name] != field.default:
+                raise config_error(
+                    f"has '{name}' beside 'snapshot_of', but a snapshot has that of '{self.snapshot_of}': leave it out"
+                )
         return self
+
+    @model_serializer(mode="wrap")
+    def _with_type(self, serialize: Any) -> dict[str, Any]:
+        """Leave out the fields that a snapshot has from its policy, where alone a resumed run may then change them."""
+        values = {"_type": self.type_name, **serialize(self)}
+        if self.snapshot_of is None:
+            return values
+        kept = ("_type", "snapshot_of", *(name for name in self.SAMPLING if name in self.model_fields_set))
+        return {name: values[name] for name in kept} | {"every": self.snapshot_every}
+
+    @property
+    def snapshot_every(self) -> int:
+        """Number of versions after which a snapshot is replaced."""
+        return SNAPSHOT_EVERY if self.every is None else self.every
+
+    def with_sampling_of(self, policy: "LocalPolicyConfig") -> "LocalPolicyConfig":
+        """Return the configuration with the policy's fields of `SAMPLING` in place of those that were left out."""
+        return self.model_copy(
+            update={name: dict(policy)[name] for name in self.SAMPLING if name not in self.model_fields_set}
+        )
+
+    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return the faults of a snapshot: it is of no policy, or something would train it."""
+        if self.snapshot_of is None:
+            return []
+        of, path, found = self.snapshot_of, f"llms.{name}.snapshot_of", list[tuple[str, str]]()
+        policy = config.llms.get(of)
+        policies = [
+            other
+            for other, llm in config.llms.items()
+            if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of is None and other != name
+        ]
+        hint = did_you_mean(of, policies, what="policies")
+        if of == name:
+            found.append((path, f"'{of}' is this snapshot itself{hint}"))
+        elif not isinstance(policy, LocalPolicyConfig):
+            kind = "not in 'llms'" if policy is None else f"a model of type {policy.type_name}, not local_policy"
+            found.append((path, f"'{of}' is {kind}{hint}"))
+        elif policy.snapshot_of is not None:
+            found.append((path, f"'{of}' is a snapshot, too: name the policy that it is of, '{policy.snapshot_of}'"))
+        refusal = f"'{name}' is a snapshot, which is never trained: name the policy that it is of, '{of}'"
+        for adapter, each in config.trainer_adapters.items():
+            if isinstance(each, LocalTrainerAdapterConfig) and each.llm == name:
+                found.append((f"trainer_adapters.{adapter}.llm", refusal))
+        if config.finetuning.target_model == name:
+            found.append(("finetuning.target_model", refusal))
+        return found
 
 
 class OpenAILLMConfig(LLMConfig, name="openai"):

@@ -6,7 +6,7 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
-from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
@@ -134,9 +134,10 @@ class LocalTrainerAdapter(TrainerAdapter):
         limit = device_mebibytes(self.policy.model.sharding)
         if platform_of(self.policy.model.sharding) == "cpu" or limit is None:
             return "dots"  # that of the model
-        cache = self.policy.sampling_bytes(params)[1] / 2**20
+        held = {purpose: size / 2**20 for purpose, size in self.policy.sampling_bytes(params).items()}
+        del held["sampling weights"]  # an update does not have them
         longest = self.policy.engine.max_context_tokens
-        return self.learner.choose_remat(params, longest, lambda memory: peak({**memory, "sampling": cache}) <= limit)
+        return self.learner.choose_remat(params, longest, lambda memory: peak(memory | held) <= limit)
 
     async def is_healthy(self) -> bool:
         """Return True if all parameters are finite and a token can be sampled; otherwise show a warning with the cause.
@@ -157,7 +158,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Compile all programs of requests and jobs; parameters, optimizer state and policy version do not change."""
         longest = self.policy.engine.max_context_tokens
         with self._memory_errors():
-            await self.policy.engine.warm_up()
+            await self.policy.warm_up()
             await self.policy.update(
                 lambda params: (self.learner.warm_up(params, longest), None), has_changed=lambda result: False
             )
@@ -267,6 +268,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             return not job.is_cancelled
 
         job.report(status=TrainingStatusEnum.RUNNING)
+        self.policy.keep_snapshots(params)
         params, learned = self.learner.learn(data.rows, rewards, params, goes_on, bad_updates.append)
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**metrics, **learned, "policy_version": version}
@@ -317,15 +319,14 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def memory(self) -> dict[str, float]:
         """Return the MiB that each device needs, by purpose; compiles the largest update.
 
-        The purposes are those of `Learner.memory`, the caches of the sampler (`sampling`), its weights, and the
-        temporaries of its programs. An update and a rollout take turns, so what only one of them needs is not added.
+        The purposes are those of `Learner.memory` and of `Policy.sampling_bytes`, and the temporaries of sampling. An
+        update and a rollout take turns, so what only one of them needs is not added.
         """
 
         def needs(params: Any) -> dict[str, float]:
-            weights, cache = self.policy.sampling_bytes(params)
             training = self.learner.memory(params, self.policy.engine.max_context_tokens)
-            temporary = self.policy.sampling_temporary_bytes(params)
-            sizes = {"sampling": cache, "sampling weights": weights, "sampling temporaries": temporary}
+            sizes = self.policy.sampling_bytes(params)
+            sizes |= {"sampling temporaries": self.policy.sampling_temporary_bytes(params)}
             return training | {purpose: size / 2**20 for purpose, size in sizes.items()}
 
         with self._memory_errors():
@@ -345,8 +346,8 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Return `save(values, arrays)`, called on the device thread.
 
-        The values are counters; the arrays are those of policy, optimizer, reference and value head. A frozen base is
-        included only if it differs from its checkpoint.
+        The values are counters; the arrays are those of policy, snapshots, optimizer, reference and value head. A
+        frozen base is included only if it differs from its checkpoint, a snapshot only while it is not the policy.
         """
 
         def saved(params: Any) -> T:
@@ -355,11 +356,15 @@ class LocalTrainerAdapter(TrainerAdapter):
                 "has_warned": self._has_warned,
                 **self.learner.state(),
             }
-            if self.policy.model.lora is None:
-                return save(values, self.learner.arrays(params))
-            holds_base = not self.policy.has_own_base(params)
-            values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
-            return save(values, self.learner.arrays(params, with_base=holds_base))
+            holds_base = False
+            if self.policy.model.lora is not None:
+                holds_base = not self.policy.has_own_base(params)
+                values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
+            arrays, snapshots = self.learner.arrays(params, with_base=holds_base), self.policy.snapshots
+            if snapshots:
+                values["snapshots"] = {name: snapshot.state() for name, snapshot in snapshots.items()}
+                arrays["snapshots"] = {name: snapshot.arrays() for name, snapshot in snapshots.items()}
+            return save(values, arrays)
 
         with self._memory_errors():
             return await self.policy.read(saved)
@@ -368,13 +373,19 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Restore the state of a checkpoint.
 
         Raises:
-            RestoreError: the checkpoint has another model, another optimizer or another dtype.
+            RestoreError: the checkpoint has another model, another optimizer, another dtype or other snapshots.
         """
         llm, has_adapters = self.adapter_config.llm, "base" in values
         if has_adapters != (self.policy.model.lora is not None):
             held = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
             raise RestoreError(f"the checkpoint holds {held}: continue it with its own configuration")
         holds_base = values.get("holds_base", False)
+        states, snapshots = values.get("snapshots", {}), self.policy.snapshots
+        if states.keys() != snapshots.keys():
+            raise RestoreError(
+                f"the checkpoint holds {_listed(states)} of llms.{llm}, and the configuration has "
+                f"{_listed(snapshots)}: continue it with the llms that it was begun with"
+            )
 
         def restored(params: Any) -> Any:
             if has_adapters and not holds_base and values["base"] != self.policy.base_of(params):
@@ -382,7 +393,16 @@ class LocalTrainerAdapter(TrainerAdapter):
                     f"the checkpoint holds adapters of another base than that of llms.{llm}: continue it with the "
                     "base it was made with"
                 )
-            return self.learner.restore(values, read(self.learner.arrays(params, with_base=holds_base)), params)
+            like = self.learner.arrays(params, with_base=holds_base)
+            if states:
+                like["snapshots"] = {
+                    name: None if state is None else snapshots[name].arrays_like(state, params)
+                    for name, state in states.items()
+                }
+            arrays = read(like)
+            for name, state in states.items():
+                snapshots[name].restore(state, arrays["snapshots"][name])
+            return self.learner.restore(values, arrays, params)
 
         self._has_warned = values["has_warned"]
         with self._memory_errors():
@@ -391,6 +411,11 @@ class LocalTrainerAdapter(TrainerAdapter):
     async def export_model(self, folder: Path) -> Path:
         """Write model and tokenizer in Hugging Face's file format, and return the folder."""
         return await self.policy.save(folder)
+
+
+def _listed(snapshots: Iterable[str]) -> str:
+    names = sorted(snapshots)
+    return f"the snapshots {', '.join(names)}" if names else "no snapshots"
 
 
 def make_learner(
@@ -528,6 +553,11 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")
+    if not isinstance(llm.policy, Policy):
+        raise ComponentError(f"llm '{config.llm}' is a snapshot, which is never trained: name the policy that it is of")
+    for name, other in builder.config.llms.items():  # checkpoints have all snapshots, also those not asked for yet
+        if isinstance(other, LocalPolicyConfig) and other.snapshot_of == config.llm:
+            await builder.get_llm(name)
     log = builder.console.message
     bad_batches = BadBatches(builder.directory, log, llm.policy.tokenizer.decode)
     yield LocalTrainerAdapter(

@@ -1,6 +1,7 @@
-"""`_type: local_policy`: a model that samples and is trained in this process."""
+"""`_type: local_policy`: a model that samples and is trained in this process, or a snapshot of one."""
 
-from collections.abc import AsyncIterator
+import hashlib
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
 from jaxft.core.types import Model
+from jaxft.errors import ComponentError
+from jaxft.harness.registry import LLMConfig
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes, parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
@@ -23,7 +26,11 @@ from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
 
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
-    """Yield a chat client of a new policy; `path` overrides `preset`, so that one option selects a checkpoint."""
+    """Yield a chat client of a new policy or snapshot; `path` overrides `preset`: one option selects a checkpoint."""
+    name = next(name for name, llm in builder.config.llms.items() if llm is config)
+    if config.snapshot_of is not None:
+        yield await snapshot_client(name, config, builder)
+        return
     seed = builder.config.finetuning.seed
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
@@ -48,7 +55,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         params,
         tokenizer,
         stop_ids=find_stop_ids(tokenizer, folder),
-        seed=seed,
+        seed=sampling_seed(seed, name, builder.config.llms),
         slots=config.slots,
         max_context_tokens=config.max_context_tokens,
         cache_tokens=config.cache_tokens,
@@ -56,7 +63,6 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     )
     policy.compiles.show = builder.console.compiling
     builder.add_devices(policy.devices())
-    name = next(name for name, llm in builder.config.llms.items() if llm is config)
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     yield ChatClient(policy, name, config.long_prompts)
     policy.close()
@@ -68,6 +74,43 @@ def check_vocabulary(tokenizer: Any, model: Model) -> None:
     vocabulary = model.config.vocab_size
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+
+
+async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) -> ChatClient:
+    """Add a snapshot to the policy that `snapshot_of` names, and return its chat client.
+
+    Raises:
+        ComponentError: that language model is no local policy, or is a snapshot, too.
+    """
+    assert config.snapshot_of is not None
+    llm, llms = await builder.get_llm(config.snapshot_of), builder.config.llms
+    if not isinstance(llm, ChatClient) or not isinstance(llm.policy, Policy):
+        raise ComponentError(f"llms.{name}.snapshot_of: '{config.snapshot_of}' is no local_policy, or a snapshot, too")
+    own = config.with_sampling_of(llms[config.snapshot_of])
+    snapshot = llm.policy.add_snapshot(
+        name,
+        every=own.snapshot_every,
+        seed=sampling_seed(builder.config.finetuning.seed, name, llms),
+        slots=own.slots,
+        max_context_tokens=own.max_context_tokens,
+        cache_tokens=own.cache_tokens,
+    )
+    return ChatClient(snapshot, name, own.long_prompts)
+
+
+def sampling_seed(seed: int, name: str, llms: Mapping[str, LLMConfig]) -> int:
+    """Return the seed of a policy's noise: the run's for the first policy of `llms`, others depend on their names, too.
+
+    Two policies that are asked the same then draw different answers, even if they have the same weights.
+
+    >>> llms = {"policy": LocalPolicyConfig(preset="qwen3-1m"), "opponent": LocalPolicyConfig(snapshot_of="policy")}
+    >>> sampling_seed(3, "policy", llms), sampling_seed(3, "opponent", llms)
+    (3, 795890958)
+    """
+    policies = (each for each, llm in llms.items() if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of is None)
+    if name == next(policies, name):
+        return seed
+    return int.from_bytes(hashlib.sha256(repr((seed, name)).encode()).digest()[:4], "big")
 
 
 def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None]:
@@ -94,9 +137,13 @@ def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None
 def choices(config: LocalPolicyConfig) -> dict[str, str]:
     """Return the values of the fields set to `auto` on this machine's devices, and the platform they were chosen for.
 
+    Those of a snapshot are its policy's, which is named instead.
+
     Raises:
         ValueError: the mesh does not fit the number of devices.
     """
+    if config.snapshot_of is not None:
+        return {"snapshot_of": config.snapshot_of, "every": str(config.snapshot_every)}
     platform = platform_of(None if config.mesh is None else Sharding(mesh_of(config.mesh)))
     dtype, compute_dtype = dtypes_of(config, platform)
     remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"

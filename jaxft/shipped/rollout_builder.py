@@ -144,7 +144,7 @@ class RolloutBuilder(TrajectoryBuilder):
     def _is_penalized(self, outcome: EpisodeOutcome) -> bool:
         """Return True if an episode failed in a way that `failed_reward` is for."""
         is_left_out = self.failed_reward is None or outcome.episode.is_dropped
-        return outcome.has_agent_failed and bool(outcome.episode.calls) and not is_left_out
+        return outcome.has_agent_failed and any(map(self.is_target, outcome.episode.calls)) and not is_left_out
 
     def is_target(self, call: Call) -> bool:
         """Return True if a call is a training target, by `finetuning.target_functions` and `target_model`."""

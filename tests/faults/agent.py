@@ -1,4 +1,7 @@
-"""A small agent for runs that are killed: two turns, a reward from the tokens alone, and randomness of its own."""
+"""A small agent for runs that are killed: two turns, a reward from the tokens alone, and randomness of its own.
+
+With an opponent, that one is asked the same, and its points are taken off.
+"""
 
 import asyncio
 from typing import Any
@@ -8,12 +11,14 @@ import jaxft
 
 class KilledAgentConfig(jaxft.WorkflowConfig, name="killed_agent"):
     llm: jaxft.LLMRef
+    opponent: jaxft.LLMRef | None = None
     candidates: int = 1
 
 
 @jaxft.register_workflow(config_type=KilledAgentConfig)
 async def killed_agent(config: KilledAgentConfig, builder: Any) -> Any:
     llm = await builder.get_llm(config.llm)
+    opponent = None if config.opponent is None else await builder.get_llm(config.opponent)
 
     async def answer(example: dict) -> float:
         episode, messages, points = jaxft.episode(), [], []
@@ -27,6 +32,10 @@ async def killed_agent(config: KilledAgentConfig, builder: Any) -> Any:
                 episode.record_candidates(replies, scores)
             messages.append({"role": "assistant", "content": replies[0].content})
             points.append(scores[0])
+            if opponent is not None:
+                said = await opponent.chat([{"role": "user", "content": question}], max_tokens=6)
+                points[-1] -= sum(token % 2 == 0 for token in said.token_ids) / len(said.token_ids)
+                messages.append({"role": "user", "content": said.content})
         return sum(points) / 2
 
     yield answer

@@ -105,6 +105,13 @@ def test_adapters_have_a_base_of_bfloat16(planned, capsys):
     assert "parameters in bfloat16, 10.1 M trained; products in bfloat16" in shown
 
 
+def test_a_snapshot_is_a_copy_in_the_dtype_of_products_with_its_own_cache(planned, capsys):
+    assert plan("v5e-8", "llms.old={_type: local_policy, snapshot_of: policy, slots: 32}") == 0
+    shown = capsys.readouterr().out
+    assert "   0.139 GiB  snapshots\n" in shown  # 596,049,920 parameters of bfloat16 over 8 chips
+    assert "   2.625 GiB  sampling\n" in shown  # and half as many slots as the policy's
+
+
 @pytest.mark.parametrize(
     ("target", "settings", "code", "wanted"),
     [

@@ -4,10 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxft.core.partition import trainable
 from jaxft.errors import PolicyLostError
-from jaxft.models.load import load_model
+from jaxft.models.config import LoraSpec
+from jaxft.models.load import init_model, load_model
 from jaxft.rollout.chat import load_tokenizer
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.policy import Policy
+
+LORA = LoraSpec(2, 4.0, ("q_proj", "mlp/*"), False)
 
 
 def embedding_sum(params):
@@ -96,3 +102,115 @@ def test_closing_twice_does_no_harm(make_policy):
     policy = make_policy()
     policy.close()
     policy.close()
+
+
+# --- Snapshots.
+
+
+@jax.jit
+def grow(params):
+    return jax.tree.map(lambda leaf: 1.5 * leaf, params)
+
+
+def train(policy, times=1):
+    """Runs training jobs, each of which donates the parameters as an update does."""
+
+    def job(params):
+        policy.keep_snapshots(params)
+        grown = grow(params)
+        jax.tree.map(lambda leaf: leaf.delete(), params)
+        return grown, None
+
+    async def main():
+        for _ in range(times):
+            await policy.update(job)
+
+    asyncio.run(main())
+
+
+def add_snapshot(policy, name="earlier", every=3, **sizes):
+    return policy.add_snapshot(name, every=every, seed=5, **({"slots": 8, "max_context_tokens": 96} | sizes))
+
+
+def test_a_snapshot_is_the_latest_version_that_is_a_multiple(make_policy):
+    policy = make_policy()
+    snapshots = [add_snapshot(policy, f"every {every}", every) for every in (1, 3, 100)]
+    first, seen = asyncio.run(policy.read(embedding_sum)), []
+    for _ in range(8):
+        seen.append([snapshot.version for snapshot in snapshots])
+        for version, snapshot in zip(seen[-1], snapshots, strict=True):
+            assert asyncio.run(snapshot.read(embedding_sum)) == pytest.approx(first * 1.5**version, rel=1e-4)
+        train(policy)
+    assert seen == [[version, version // 3 * 3, 0] for version in range(8)]
+
+
+def test_updates_before_training_are_those_of_the_snapshot(make_policy):
+    """A script may warm up the policy by any number of updates before the first training job."""
+    policy = make_policy()
+    snapshot = add_snapshot(policy, every=100)
+    for _ in range(2):
+        asyncio.run(policy.update(lambda params: (grow(params), None)))
+    started = asyncio.run(policy.read(embedding_sum))
+    train(policy, 2)
+    assert (snapshot.version, policy.version) == (2, 4)
+    assert asyncio.run(snapshot.read(embedding_sum)) == started
+
+
+def test_a_snapshot_answers_as_the_policy_of_its_version_did(make_policy):
+    policy = make_policy(seed=5)
+    snapshot = add_snapshot(policy)  # with the same seed
+    one, other = ChatClient(policy, "policy"), ChatClient(snapshot, "earlier")
+
+    def ask(client):
+        message = [{"role": "user", "content": "x?"}]
+        return asyncio.run(client.chat(message, max_tokens=8, seed=1))
+
+    before = ask(one)
+    with counting_compiles() as compiles:
+        assert (ask(other).token_ids, ask(other).logprobs) == (before.token_ids, before.logprobs)
+        train(policy)
+        after = ask(other)
+        assert (after.token_ids, after.logprobs, after.policy_version) == (before.token_ids, before.logprobs, 0)
+        assert ask(one).logprobs != before.logprobs and ask(one).policy_version == 1
+    assert set(compiles.names()) <= {"jit(copy_trained)", "jit(grow)"}  # both engines have one set of programs
+    with pytest.raises(ValueError, match="slots is 0 and max_context_tokens 96"):
+        add_snapshot(policy, slots=0)
+
+
+def test_a_lost_policy_has_no_snapshots(make_policy):
+    policy = make_policy()
+    snapshot = add_snapshot(policy)
+    train(policy)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(policy.update(lambda params: 1 // 0))
+    with pytest.raises(PolicyLostError):
+        asyncio.run(ChatClient(snapshot, "earlier").chat([{"role": "user", "content": "x?"}]))
+
+
+@pytest.mark.parametrize(("compute_dtype", "lora"), [("bfloat16", None), ("bfloat16", LORA)])
+def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, compute_dtype, lora):
+    def make(dtype):
+        model, params = init_model("qwen3-50k", jax.random.key(1), compute_dtype=dtype, lora=lora)
+        policy = make_policy(model=model, params=params)
+        return policy, add_snapshot(policy)
+
+    policy, snapshot = make(compute_dtype)
+    train(policy)
+    kept, state = snapshot.arrays(), snapshot.state()
+    assert jax.tree.structure(kept) == jax.tree.structure(trainable(policy.model, policy._params))
+    dtype = "float32" if lora else compute_dtype
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(kept)} == {dtype} and state == {"version": 0, "dtype": dtype}
+    kept_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+    assert asyncio.run(policy.read(policy.sampling_bytes))["snapshots"] == kept_bytes
+
+    other, restored = make(None)
+
+    def restore(params):
+        like = restored.arrays_like(state, params)
+        jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail("another layout"), like, kept)
+        restored.restore(state, kept)
+        return params
+
+    asyncio.run(other.restore(restore, 1))
+    assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(restored.arrays())} == {"float32"}
+    jax.tree.map(lambda a, b: bool((a == b).all()) or pytest.fail("another value"), restored.arrays(), kept)

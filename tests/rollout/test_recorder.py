@@ -55,6 +55,13 @@ def test_call_ids_count_repeats_of_a_prompt_and_nothing_else():
     assert [other.begin_call(prompt)[1] for prompt in ((3,), (1, 2), (1, 2))] == [b[1], a[1], again[1]]
 
 
+def test_call_ids_of_a_model_do_not_depend_on_other_models():
+    first, other = make_episode(), make_episode()
+    order = ("policy", "opponent", "policy")
+    ids = [first.begin_call((1, 2), llm=llm)[1] for llm in order]
+    assert [other.begin_call((1, 2), llm=llm)[1] for llm in reversed(order)] == [ids[0], ids[1], ids[2]]
+
+
 def test_calls_are_kept_in_the_order_in_which_they_began(make_call):
     current = make_episode()
     for index in (1, 2, 0):

@@ -1,8 +1,10 @@
-"""A policy with low-rank adapters in the harness: trained, checkpointed, restored and exported."""
+"""A policy with low-rank adapters in the harness: trained, checkpointed, restored and exported; and snapshots."""
 
 import asyncio
+import io
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,18 @@ import pytest
 
 import jaxft
 from jaxft.core.partition import combine
-from jaxft.errors import ComponentError, RestoreError
+from jaxft.errors import ComponentError, ConfigError, RestoreError
+from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
 from jaxft.rollout.policy import Policy
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import lora_of
+from jaxft.shipped.local_policy import choices, lora_of, sharding_table
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
@@ -56,6 +62,12 @@ def run(adapter, *collections):
 
 def host(policy):
     return asyncio.run(policy.read(jax.device_get))
+
+
+def on_device(arrays, like):
+    """The `read` of a checkpoint that has these arrays."""
+    assert jax.tree.structure(like) == jax.tree.structure(arrays)
+    return jax.tree.map(jnp.asarray, arrays)
 
 
 def equal(a, b):
@@ -106,6 +118,40 @@ def test_checkpoints_hold_the_adapters_and_know_their_base(make_lora_policy, mak
     foreign = make_adapter(make_lora_policy(seed=7))
     with pytest.raises(RestoreError, match=r"adapters of another base than that of llms\.policy"):
         asyncio.run(foreign.restore_state(values, lambda like: arrays))
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_checkpoints_hold_the_snapshots(make_lora_policy, make_policy, make_collection, has_adapters):
+    def make():
+        policy = make_lora_policy() if has_adapters else make_policy()
+        policy.add_snapshot("old", every=2, seed=5, slots=8, max_context_tokens=96)
+        return make_adapter(policy, beta=0.1)
+
+    def saved(adapter):
+        return asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
+
+    adapter, parameters = make(), []
+    for jobs in range(4):  # versions 0 and 2 are those of the policy, and are not saved twice
+        parameters.append(host(adapter.policy))
+        values, arrays = saved(adapter)
+        kept = None if jobs % 2 == 0 else {"version": jobs - 1, "dtype": "float32"}
+        assert values["snapshots"] == {"old": kept} and (arrays["snapshots"]["old"] is None) == (kept is None)
+        fresh, old = make(), adapter.policy.snapshots["old"]
+        asyncio.run(fresh.restore_state(json.loads(json.dumps(values)), partial(on_device, arrays)))
+        restored = fresh.policy.snapshots["old"]
+        assert restored.version == old.version == jobs // 2 * 2
+        equal(asyncio.run(restored.read(jax.device_get)), parameters[old.version])
+        assert saved(fresh)[0] == values
+        run(adapter, make_collection(f"job {jobs}"))
+    if has_adapters:
+        assert jax.tree.leaves(arrays["snapshots"]["old"]["base"]) == []
+
+    without = make_adapter(make_lora_policy() if has_adapters else make_policy(), beta=0.1)
+    values, arrays = saved(without)
+    assert "snapshots" not in values and "snapshots" not in arrays  # as in every earlier checkpoint
+    for one, other, said in ((adapter, without, "the snapshots old"), (without, adapter, "no snapshots")):
+        with pytest.raises(RestoreError, match=rf"the checkpoint holds {said} of llms\.policy"):
+            asyncio.run(other.restore_state(saved(one)[0], lambda like: like))
 
 
 def test_a_base_that_was_changed_is_kept_and_exported(make_lora_policy, make_collection, tmp_path):
@@ -199,3 +245,163 @@ def test_adapters_of_a_folder_go_on(make_lora_policy, make_collection, tmp_path)
 def test_numbers_that_cannot_be(lora, said):
     with pytest.raises(ValueError, match=said):
         LocalPolicyConfig(preset="qwen3-50k", lora=lora)
+
+
+# --- Snapshots.
+
+
+def sections(**llms):
+    """The sections of a run that trains `policy`, with further language models."""
+    policy = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}
+    return {
+        "llms": {"policy": policy, **llms},
+        "workflow": {"_type": "snapshot_agent"},
+        "eval": {
+            "general": {"dataset": {"_type": "snapshot_rows"}},
+            "evaluators": {"points": {"_type": "snapshot_points"}},
+        },
+        "trajectory_builders": {"rollouts": {"_type": "grpo_trajectory_builder"}},
+        "trainer_adapters": {"local": {"_type": "local_trainer_adapter", "llm": "policy"}},
+        "trainers": {"loop": {"_type": "grpo_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "loop",
+            "trajectory_builder": "rollouts",
+            "trainer_adapter": "local",
+            "reward_function": {"name": "points"},
+        },
+    }
+
+
+class AgentConfig(jaxft.WorkflowConfig, name="snapshot_agent"):
+    pass
+
+
+class RowsConfig(jaxft.DatasetConfig, name="snapshot_rows"):
+    pass
+
+
+class PointsConfig(jaxft.EvaluatorConfig, name="snapshot_points"):
+    pass
+
+
+@jaxft.register_workflow(config_type=AgentConfig)
+async def snapshot_agent(config, builder):
+    yield lambda example: None
+
+
+@jaxft.register_dataset_loader(config_type=RowsConfig)
+async def snapshot_rows(config, builder):
+    yield [jaxft.EvalInputItem(id="a")]
+
+
+@jaxft.register_evaluator(config_type=PointsConfig)
+async def snapshot_points(config, builder):
+    yield lambda item: 0.0
+
+
+def snapshot(of="policy", **fields):
+    return {"_type": "local_policy", "snapshot_of": of, **fields}
+
+
+def configured(tmp_path, overrides=(), **llms):
+    return jaxft.config_from_mapping(sections(**llms), base_dir=tmp_path, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("llms", "overrides", "fault"),
+    [
+        ({"old": snapshot("polcy")}, (), "llms.old.snapshot_of: 'polcy' is not in 'llms'; did you mean 'policy'?"),
+        ({"old": snapshot("old")}, (), "llms.old.snapshot_of: 'old' is this snapshot itself; policies: policy"),
+        (
+            {"old": snapshot("older"), "older": snapshot()},
+            (),
+            "llms.old.snapshot_of: 'older' is a snapshot, too: name the policy that it is of, 'policy'",
+        ),
+        (
+            {"old": snapshot("judge"), "judge": {"_type": "openai", "model": "m"}},
+            (),
+            "llms.old.snapshot_of: 'judge' is a model of type openai, not local_policy; policies: policy",
+        ),
+        (
+            {"old": snapshot()},
+            [("trainer_adapters.local.llm", "old")],
+            "trainer_adapters.local.llm: 'old' is a snapshot, which is never trained: name the policy that it is of, "
+            "'policy'",
+        ),
+        (
+            {"old": snapshot()},
+            [("finetuning.target_model", "old")],
+            "finetuning.target_model: 'old' is a snapshot, which is never trained: name the policy that it is of, "
+            "'policy'",
+        ),
+        ({}, [("llms.policy.every", "3")], "llms.policy: has 'every', but no 'snapshot_of': name the policy that "),
+        ({"old": snapshot(every=0)}, (), "llms.old.every: must be greater than or equal to 1"),
+    ]
+    + [
+        (
+            {"old": snapshot(**{field: value})},
+            (),
+            f"llms.old: has '{field}' beside 'snapshot_of', but a snapshot has that of 'policy': leave it out",
+        )
+        for field, value in (
+            ("path", "somewhere"),
+            ("preset", "qwen3-50k"),
+            ("tokenizer", "somewhere"),
+            ("dtype", "bfloat16"),
+            ("compute_dtype", None),
+            ("remat", "full"),
+            ("mesh", {"data": 1}),
+            ("lora", LORA),
+        )
+    ],
+)
+def test_a_snapshot_that_cannot_be_is_refused_with_the_way_out(tmp_path, llms, overrides, fault):
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, overrides, **llms)
+    (said,) = caught.value.faults
+    assert said.startswith(fault)
+
+
+def test_the_configuration_of_a_snapshot_is_what_was_given(tmp_path):
+    config = configured(tmp_path, old=snapshot(slots=4), older=snapshot(every=50))
+    (tmp_path / "config.yml").write_text(resolved_yaml(config))
+    again = load_config(tmp_path / "config.yml", [("llms.policy.slots", "16")])  # as a resumed run may
+    for name, slots, every in (("old", 4, SNAPSHOT_EVERY), ("older", 16, 50)):
+        own = again.llms[name].with_sampling_of(again.llms["policy"])
+        assert (own.slots, own.max_context_tokens, own.snapshot_every) == (slots, 96, every)
+        assert choices(again.llms[name]) == {"snapshot_of": "policy", "every": str(every)}
+        assert sharding_table(again.llms[name]) is None
+    assert "older:\n    _type: local_policy\n    snapshot_of: policy\n    every: 50\n" in resolved_yaml(again)
+
+
+def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
+    config = configured(tmp_path, old=snapshot(slots=16, long_prompts="drop"), other=sections()["llms"]["policy"])
+
+    async def main():
+        with RunDirectory.create(tmp_path / "run") as directory:
+            async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
+                adapter = await builder.get_trainer_adapter("local")
+                assert list(adapter.policy.snapshots) == ["old"]  # though nothing has asked for it
+                old, other = await builder.get_llm("old"), await builder.get_llm("other")
+                assert (old.name, old.long_prompts, old.policy.engine.slots) == ("old", "drop", 16)
+                assert old.max_context_tokens == 96 and old.policy.template is adapter.policy.template
+                assert other.policy is not adapter.policy
+                memory = await adapter.memory()
+                assert memory["snapshots"] == memory["parameters"] and adapter.peak_memory(memory) > 0
+                assert memory["sampling"] == 3 * adapter.policy.engine.cache_bytes("float32") / 2**20
+                # The three draw different answers to one request, though all have the same weights.
+                message, asked = [{"role": "user", "content": "x?"}], ("policy", "old", "other")
+                replies = [await (await builder.get_llm(name)).chat(message, max_tokens=8, seed=1) for name in asked]
+                assert len({reply.token_ids for reply in replies}) == 3
+                builder.config.llms["older"] = LocalPolicyConfig(snapshot_of="old")
+                with pytest.raises(
+                    ComponentError, match=r"llms\.older\.snapshot_of: 'old' is no local_policy, or a sn"
+                ):
+                    await builder.get_llm("older")
+                builder.config.trainer_adapters["wrong"] = LocalTrainerAdapterConfig(llm="old")
+                with pytest.raises(ComponentError, match="'old' is a snapshot, which is never trained"):
+                    await builder.get_trainer_adapter("wrong")
+            return dict(builder.chosen)
+
+    assert {path.split(".")[1] for path in asyncio.run(main())} == {"policy", "other"}

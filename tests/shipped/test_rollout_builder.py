@@ -14,9 +14,10 @@ from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 
 @pytest.fixture
 def collect(make_items):
-    def collect(workflow, num_generations=1, **finetuning):
+    def collect(workflow, num_generations=1, failed_reward=None, **finetuning):
         async def main():
-            builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=num_generations))
+            config = GRPOTrajectoryBuilderConfig(num_generations=num_generations, failed_reward=failed_reward)
+            builder = GRPOTrajectoryBuilder(config)
             await builder.bind_evaluation(Evaluation(workflow, {"r": lambda item: 1.0}, "r", 4, 0), make_items("a"))
             await builder.initialize(FinetuneConfig(**finetuning))
             await builder.start_run("run")
@@ -95,6 +96,19 @@ def test_one_of_several_models(collect, record_call):
     assert trained(collect(agent, target_model="judge")) == [[30]]
     with pytest.raises(ConfigError, match=r"target_model: 'x' was not asked .*; asked: judge, policy"):
         collect(agent, target_model="x")
+
+
+def test_a_failed_episode_has_a_reward_only_after_an_answer_that_is_trained(collect, record_call):
+    async def agent(example):
+        record_call([1, 2], [30], llm="opponent")
+        if episode().generation:
+            record_call([1, 2], [10], llm="policy")
+        raise ValueError("an answer that nobody can read")
+
+    collection = collect(agent, num_generations=2, failed_reward=-1.0, target_model="policy")
+    ((trajectory,),) = collection.trajectories
+    assert (trajectory.generation, trajectory.reward) == (1, -1.0)
+    assert collection.metrics.items() >= {"failed_episodes": 2, "penalized_episodes": 1}.items()
 
 
 def test_parallel_calls_retries_and_system_prompts_of_their_own_make_rows(collect, record_call):
