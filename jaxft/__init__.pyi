@@ -189,6 +189,7 @@ from .rollout.client import (
 )
 from .rollout.chat_request import (
     ChatRequest as ChatRequest,
+    CompletionRequest as CompletionRequest,
     Delta as Delta,
     Reply as Reply,
 )

@@ -6,6 +6,7 @@ A block of commands is one shell session, in a copy of the checkout with what it
 a test adds to a command, `BEFORE` the commands that it runs first, and `NOT_RUN` the reason why a command is left out.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from types import ModuleType
 import pytest
 
 import jaxft
-from jaxft.serving.protocol import FIELDS
+from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -37,6 +38,7 @@ NOT_RUN = {
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
     "scripts/make_compilers.sh": "downloads 4 GB",
+    "python tests/serving/fuzz.py": "needs schemathesis",
     ".ci/more aot": "minutes of compiling, and downloads",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
@@ -180,11 +182,30 @@ def test_the_page_of_names_lists_every_public_name_and_no_other():
     assert listed == {"jaxft": set(jaxft.__all__) - spaces, **offered}
 
 
-def test_the_page_of_the_endpoint_lists_every_field_and_its_treatment():
-    page = (ROOT / "docs" / "openai-api.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \| (OpenAI|vLLM) \| (\w+) \| (.*?)\.?(?: Accepted: .*)? \|$", page, re.MULTILINE)
-    fields = [(field.name, field.api, field.treatment, field.note.rstrip(".").lower()) for field in FIELDS]
-    assert [(*rest, note.lower()) for *rest, note in listed] == fields
+def test_the_pages_of_the_endpoint_list_every_field_and_its_treatment():
+    row = r"^\| `([\w.]+)` \| (OpenAI|vLLM|Anthropic) \| (\w+) \| (.*?)\.?(?: Accepted: (.*)\.)? \|$"
+    objects = [messages_api.OBJECTS, responses_fields.OBJECTS]
+    of_messages, of_responses = ([(f"{name}.", fields) for name, fields in each.items()] for each in objects)
+    pages = {
+        "openai-api.md": [("", chat_completions.FIELDS)],
+        "dialects.md": [
+            *[("", messages_api.FIELDS), *of_messages],
+            *[("", responses_fields.FIELDS), *of_responses],
+            ("", completions.FIELDS),
+        ],
+    }
+    for page, tables in pages.items():
+        listed = re.findall(row, (ROOT / "docs" / page).read_text(), re.MULTILINE)
+        fields = [
+            (prefix + each.name, each.api, each.treatment, each.note.rstrip(".").lower(), _accepted(each))
+            for prefix, table in tables
+            for each in table
+        ]
+        assert [(*rest, note.lower(), accepted) for *rest, note, accepted in listed] == fields
+
+
+def _accepted(field):
+    return ", ".join(f"`{json.dumps(value)}`" for value in field.unused)
 
 
 def test_every_test_that_is_named_exists():

@@ -22,8 +22,8 @@ from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import ENDPOINT, Episode, episode
 from jaxft.serving.app import make_app
-from jaxft.serving.protocol import MAX_BODY_BYTES
 from jaxft.serving.transport import async_transport
+from jaxft.serving.wire import MAX_BODY_BYTES
 
 HARNESS = "jaxft"
 """Id, for verifiers, of the harness that plays in this process."""

@@ -34,7 +34,7 @@ from jaxft.harness.isolation import messages
 from jaxft.harness.isolation.messages import Identity, Work
 from jaxft.harness.isolation.zygote import children, data_bytes, kill_worker
 from jaxft.harness.supervision import Supervisor, is_async
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import (
     Episode,
@@ -158,7 +158,9 @@ class WorkerClient(LanguageModel):
         self._connection = connection
         self._texts: dict[int, str] = {}
 
-    async def answer(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None = None) -> Reply:
+    async def answer(
+        self, request: ChatRequest | CompletionRequest, on_delta: Callable[[Delta], None] | None = None
+    ) -> Reply:
         """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
         episode = find_episode()
         place = "episode" if episode is not None else "outside" if is_outside_on_purpose() else "unknown"

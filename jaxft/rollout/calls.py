@@ -15,10 +15,11 @@ class Call:
     Attributes:
         index: the number of calls that the episode began before this one.
         llm: name of the language model in the configuration.
-        messages: the conversation as the agent sent it.
+        messages: the conversation as the agent sent it; for a prompt of token ids, one message of the user with their
+            text.
         content: text of the answer as the agent got it; a stop string may be cut from it, but not from the ids.
             Reasoning and tool calls that were parsed are not in it.
-        prompt_text: the conversation as the chat template renders it.
+        prompt_text: the conversation as the chat template renders it; empty for a prompt of token ids.
         prompt_ids: token ids of the prompt as the policy was fed it.
         token_ids: sampled token ids, the stop token included.
         sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at `temperature`.

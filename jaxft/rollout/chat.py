@@ -313,6 +313,10 @@ class ChatTemplate:
         """Return the text of sampled ids, without control tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens included."""
+        return self.tokenizer.decode(list(token_ids))
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, control tokens included."""
         if token_id not in self._token_texts:

@@ -1,4 +1,4 @@
-"""Arguments and result of a chat, and the pieces in which a result is streamed."""
+"""Arguments of a chat and of a completion of token ids, their result, and the pieces in which it is streamed."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,11 @@ MAX_CHOICES = 128
 """Largest `n` of a request."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """The arguments of a chat; names and meanings are those of OpenAI's and vLLM's chat completions.
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """The arguments that a chat and a completion share; names and meanings are those of OpenAI's and vLLM's API.
 
     Attributes:
-        messages: the conversation, in OpenAI's format: `role`, `content` (text, parts of text, or null beside tool
-            calls), `tool_calls`, `tool_call_id`.
-        tools: functions that the model may call, in OpenAI's format.
-        tool_choice: `auto`, `none` (an answer is never parsed for calls), `required`, or
-            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call.
-        parallel_tool_calls: False if only the first tool call of an answer counts; the others stay in the sampled ids.
         temperature: divisor of the logits; 0 takes the most likely token every time.
         max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
         n: number of answers. All of them are recorded and trained.
@@ -37,13 +31,8 @@ class ChatRequest:
         logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
         top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
             complete, so that a stream comes at once, too.
-        chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
     """
 
-    messages: Sequence[Message]
-    tools: Sequence[Tool] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
-    parallel_tool_calls: bool = True
     temperature: float = 1.0
     max_tokens: int | None = None
     n: int = 1
@@ -56,12 +45,9 @@ class ChatRequest:
     min_p: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     top_logprobs: int = 0
-    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
-        check_tools(self.tools)
-        self._check_tool_choice()
         for name, number in vars(self).items():
             is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
             if name in ("temperature", "top_k", "top_p", "min_p") and not is_number:
@@ -84,11 +70,8 @@ class ChatRequest:
         bias = self.logit_bias or {}
         if not isinstance(bias, Mapping) or not all(isinstance(value, numbers.Real) for value in bias.values()):
             raise RequestError("logit_bias must give a number for each token id", param="logit_bias")
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", bias)):
-            if not isinstance(ids, list | tuple | Mapping) or not all(
-                isinstance(token, int) and 0 <= token < 2**31 for token in ids
-            ):
-                raise RequestError(f"{name} is {str(ids)[:100]}; wanted token ids", param=name)
+        check_ids("stop_token_ids", self.stop_token_ids)
+        check_ids("logit_bias", bias)
         if not isinstance(self.stop, str | list | tuple):
             raise RequestError(f"stop is {self.stop!r}; wanted a string or a list of strings", param="stop")
         for stop in self.stops:
@@ -97,14 +80,49 @@ class ChatRequest:
             check_text(stop, "stop")
             if not stop:
                 raise RequestError("stop contains an empty string, which every text ends with", param="stop")
-        if not isinstance(self.chat_template_kwargs, Mapping | None):
-            raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
-        check_json(self.chat_template_kwargs or {}, "chat_template_kwargs")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def check_ids(name: str, ids: Any) -> None:
+    """Raise a `RequestError` unless the argument `name` holds token ids, which fit int32."""
+    if not isinstance(ids, list | tuple | Mapping) or not all(
+        isinstance(token, int) and 0 <= token < 2**31 for token in ids
+    ):
+        raise RequestError(f"{name} is {str(ids)[:100]}; wanted token ids", param=name)
+
+
+@dataclass(frozen=True)
+class ChatRequest(SamplingRequest):
+    """The arguments of a chat; names and meanings are those of OpenAI's and vLLM's chat completions.
+
+    Attributes:
+        messages: the conversation, in OpenAI's format: `role`, `content` (text, parts of text, or null beside tool
+            calls), `tool_calls`, `tool_call_id`.
+        tools: functions that the model may call, in OpenAI's format.
+        tool_choice: `auto`, `none` (an answer is never parsed for calls), `required`, or
+            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call.
+        parallel_tool_calls: False if only the first tool call of an answer counts; the others stay in the sampled ids.
+        chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
+        check_tools(self.tools)
+        self._check_tool_choice()
+        super().__post_init__()
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
+            raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+        check_json(self.chat_template_kwargs or {}, "chat_template_kwargs")
 
     @property
     def may_call_tools(self) -> bool:
@@ -135,8 +153,28 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
+class CompletionRequest(SamplingRequest):
+    """The arguments of a completion of token ids, for an environment that renders its conversation itself.
+
+    All text of the answer is `content`: it is not parsed for reasoning or tool calls.
+
+    Attributes:
+        prompt_ids: token ids of the prompt, at least one.
+    """
+
+    prompt_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
+        check_ids("prompt_ids", self.prompt_ids)
+        if not self.prompt_ids:
+            raise RequestError("prompt_ids is empty; wanted at least one token id", param="prompt_ids")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
 class Reply:
-    """The answer to a chat.
+    """The answer to a chat, or to a completion.
 
     Attributes:
         content: text of the answer up to a stop string, which is included only with `include_stop`. Reasoning and tool
@@ -152,6 +190,7 @@ class Reply:
         top_logprobs: for each sampled token, pairs of a token id and its log-probability, the most likely first; empty
             unless the request asked for them.
         others: the other answers if the request asked for several.
+        stop_reason: the stop string or the token id of `stop_token_ids` that ended the answer; None if another end did.
     """
 
     content: str
@@ -165,6 +204,7 @@ class Reply:
     reasoning_content: str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
     others: tuple["Reply", ...] = ()
+    stop_reason: str | int | None = None
 
     @property
     def choices(self) -> tuple["Reply", ...]:

@@ -5,19 +5,19 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import Prompt
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall, canonical_messages
 from jaxft.rollout.policy import Policy, Snapshot
 from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
-from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop
+from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop, find_stop
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
@@ -27,13 +27,17 @@ LongPrompts = Literal["fail", "drop", "truncate_left"]
 
 
 class Answered(NamedTuple):
-    """One sampled and parsed answer; `text` includes reasoning, tool calls and what `tool_choice` forced."""
+    """One sampled and parsed answer.
+
+    `text` includes reasoning, tool calls and what `tool_choice` forced; `stop_reason` is that of `Reply`.
+    """
 
     call_index: int | None
     completion: Completion
     text: str
     parsed: ParsedAnswer
     tool_calls: tuple[ToolCall, ...]
+    stop_reason: str | int | None
 
     def reply(self, prompt_ids: tuple[int, ...]) -> Reply:
         """Return the answer as the agent gets it."""
@@ -49,6 +53,7 @@ class Answered(NamedTuple):
             tool_calls=self.tool_calls,
             reasoning_content=self.parsed.reasoning_content,
             top_logprobs=tuple(completion.top_logprobs),
+            stop_reason=self.stop_reason,
         )
 
 
@@ -67,7 +72,9 @@ class ChatClient(LanguageModel):
         self.max_context_tokens = policy.engine.max_context_tokens
         self._interactive_calls = itertools.count()
 
-    async def answer(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None = None) -> Reply:
+    async def answer(
+        self, request: ChatRequest | CompletionRequest, on_delta: Callable[[Delta], None] | None = None
+    ) -> Reply:
         """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
         episode = find_episode()
         if episode is None:
@@ -76,11 +83,7 @@ class ChatClient(LanguageModel):
             await episode.check_open()
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
-        prefill = ""
-        if request.may_call_tools:
-            self.policy.template.responses.template(has_tools=True)
-            if request.tool_choice != "auto":
-                prefill = self.policy.template.responses.forced_call(request.forced_function)
+        prefill = "" if isinstance(request, CompletionRequest) else self._prefill(request)
         prompt = self._prompt(request, prefill, episode)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
@@ -107,8 +110,9 @@ class ChatClient(LanguageModel):
             answered |= zip(stale, await sample(stale), strict=True)
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
+            messages = self._messages(request, prompt)
             for each in answered.values():
-                episode.record(self._call(request, prompt, each))
+                episode.record(self._call(request, messages, prompt, each))
         first, *others = (each.reply(prompt.ids) for each in answered.values())
         return replace(first, others=tuple(others))
 
@@ -120,10 +124,26 @@ class ChatClient(LanguageModel):
         """Raise a `PolicyError` if the parameters or the device thread are lost."""
         await self.policy.read(lambda params: None)
 
-    def _prompt(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
+    def _prefill(self, request: ChatRequest) -> str:
+        """Return the text that `tool_choice` forces an answer to begin with; empty if it forces none.
+
+        Raises:
+            RequestError: the tokenizer's model calls no tools, or none that can be forced.
+        """
+        if not request.may_call_tools:
+            return ""
+        responses = self.policy.template.responses
+        responses.template(has_tools=True)
+        return "" if request.tool_choice == "auto" else responses.forced_call(request.forced_function)
+
+    def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
-        # Calls of another language model may be in token ids of another tokenizer.
-        earlier = [] if episode is None else [call for call in tuple(episode.calls) if call.llm == self.name]
+        if isinstance(request, CompletionRequest):
+            return self._fitted(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
+        # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
+        # that a conversation could go on from.
+        known = () if episode is None else tuple(episode.calls)
+        earlier = [call for call in known if call.llm == self.name and call.prompt_text]
         try:
             prompt = self.policy.template.prompt(
                 request.messages,
@@ -139,8 +159,14 @@ class ChatClient(LanguageModel):
             raise
         return self._fitted(prompt, request.max_tokens, episode)
 
+    def _messages(self, request: ChatRequest | CompletionRequest, prompt: Prompt) -> tuple[dict[str, Any], ...]:
+        """Return the messages that are recorded; token ids are one message of the user, for people to read."""
+        if isinstance(request, CompletionRequest):
+            return ({"role": "user", "content": self.policy.template.text(prompt.ids)},)
+        return canonical_messages(request.messages)
+
     def _begin_call(
-        self, prompt: Prompt, request: ChatRequest, episode: Episode | None, choice: int
+        self, prompt: Prompt, request: ChatRequest | CompletionRequest, episode: Episode | None, choice: int
     ) -> tuple[int | None, tuple[int, ...]]:
         """Return the index of a new call in its episode, and the numbers that seed its sampling."""
         if episode is not None:
@@ -154,7 +180,7 @@ class ChatClient(LanguageModel):
 
     async def _answer(
         self,
-        request: ChatRequest,
+        request: ChatRequest | CompletionRequest,
         prompt: Prompt,
         prefill: str,
         choice: int,
@@ -164,7 +190,9 @@ class ChatClient(LanguageModel):
     ) -> "Answered":
         """Sample and parse one answer."""
         template, engine = self.policy.template, self.policy.engine
-        parser = template.responses.template(has_tools=request.may_call_tools)
+        parser = None
+        if not isinstance(request, CompletionRequest):
+            parser = template.responses.template(has_tools=request.may_call_tools)
         custom_stops = set(request.stop_token_ids) - set(template.stop_ids)
 
         def text_of(token_ids: Sequence[int]) -> str:
@@ -186,24 +214,36 @@ class ChatClient(LanguageModel):
             self._request(request, prompt, key_ids, text_of),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
-        text = cut_at_stop(text_of(completion.token_ids), request.stops, include_stop=request.include_stop)
-        parsed = template.responses.parse(prefill + text, prompt.text, has_tools=request.may_call_tools)
-        if not request.parallel_tool_calls:
-            parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
+        sampled = text_of(completion.token_ids)
+        text = cut_at_stop(sampled, request.stops, include_stop=request.include_stop)
+        found, last_id = find_stop(sampled, request.stops), completion.token_ids[-1]
+        stop_reason = found[1] if found is not None else last_id if last_id in custom_stops else None
+        parsed = ParsedAnswer(text)
+        if not isinstance(request, CompletionRequest):
+            parsed = template.responses.parse(prefill + text, prompt.text, has_tools=request.may_call_tools)
+            if not request.parallel_tool_calls:
+                parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
         if streamer is not None:
             if request.top_logprobs:
                 streamer.feed(completion.token_ids, completion.sampler_logprobs)
             streamer.finish(parsed)
-        return Answered(index, completion, prefill + text, parsed, number_tool_calls(parsed, key_ids[-1]))
+        tool_calls = number_tool_calls(parsed, key_ids[-1])
+        return Answered(index, completion, prefill + text, parsed, tool_calls, stop_reason)
 
-    def _call(self, request: ChatRequest, prompt: Prompt, answered: "Answered") -> Call:
+    def _call(
+        self,
+        request: ChatRequest | CompletionRequest,
+        messages: tuple[dict[str, Any], ...],
+        prompt: Prompt,
+        answered: "Answered",
+    ) -> Call:
         """Return the record of one answer."""
         completion, parsed = answered.completion, answered.parsed
         assert answered.call_index is not None
         return Call(
             index=answered.call_index,
             llm=self.name,
-            messages=canonical_messages(request.messages),
+            messages=messages,
             content=parsed.content,
             prompt_text=prompt.text,
             prompt_ids=prompt.ids,
@@ -224,7 +264,11 @@ class ChatClient(LanguageModel):
         )
 
     def _request(
-        self, request: ChatRequest, prompt: Prompt, key_ids: tuple[int, ...], text_of: Callable[[Sequence[int]], str]
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompt: Prompt,
+        key_ids: tuple[int, ...],
+        text_of: Callable[[Sequence[int]], str],
     ) -> Request:
         """Return the engine's request for one answer."""
         room = self.max_context_tokens - len(prompt.ids)

@@ -1,4 +1,4 @@
-"""A language model that a workflow chats with: messages go in, a reply comes out, and the call is recorded.
+"""A language model that a workflow chats with: messages or token ids go in, a reply comes out, the call is recorded.
 
 `ChatClient` answers with a policy of this process, `WorkerClient` asks the process that has the policy.
 """
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from typing import Any, Concatenate, ParamSpec
 
 from jaxft.errors import RequestError
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.messages import Message, Tool
 from jaxft.rollout.recorder import find_episode
 
@@ -118,7 +118,7 @@ class LanguageModel(ABC):
 
     chat_sync = _blocking(chat)
 
-    async def stream(self, request: ChatRequest) -> AsyncGenerator[Delta | Reply, None]:
+    async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[Delta | Reply, None]:
         """Yield the pieces of the answers as they are sampled, and at the end the reply.
 
         The pieces of an answer, joined, are its `content` and `reasoning_content`; tool calls come with the reply. If
@@ -136,8 +136,13 @@ class LanguageModel(ABC):
             await asyncio.gather(reply, return_exceptions=True)
 
     @abstractmethod
-    async def answer(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None = None) -> Reply:
-        """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
+    async def answer(
+        self, request: ChatRequest | CompletionRequest, on_delta: Callable[[Delta], None] | None = None
+    ) -> Reply:
+        """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled.
+
+        A completion of token ids is recorded, seeded and refused as a chat that is rendered to the same ids.
+        """
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:

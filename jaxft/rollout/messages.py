@@ -166,7 +166,8 @@ def _canonical(message: Any, place: str) -> dict[str, Any]:
         raise RequestError(f"{place} has no 'role'; wanted 'role' and 'content'", param=place)
     if message.get("function_call"):
         raise RequestError(f"{place}['function_call'] is OpenAI's former format; wanted 'tool_calls'", param=place)
-    calls = message.get("tool_calls") or ()
+    calls = message.get("tool_calls")
+    calls = () if calls is None else calls
     content = message.get("content")
     is_silent = role == "assistant" and (bool(calls) or "content" in message or "refusal" in message)
     if content is None and not is_silent:
@@ -180,9 +181,9 @@ def _canonical(message: Any, place: str) -> dict[str, Any]:
         canonical[name] = value
     for name, value in canonical.items():
         check_text(value, f"{place}[{name!r}]")
+    if not isinstance(calls, list | tuple) or (calls and role != "assistant"):
+        raise RequestError(f"{place}['tool_calls'] must be a list, in a message of the assistant", param=place)
     if calls:
-        if role != "assistant" or not isinstance(calls, list | tuple):
-            raise RequestError(f"{place}['tool_calls'] must be a list, in a message of the assistant", param=place)
         canonical["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return canonical
 
@@ -209,7 +210,8 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise RequestError(f"{place} calls no function; wanted {{'id', 'type', 'function'}}", param=place)
-    name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id") or ""
+    name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id")
+    call_id = "" if call_id is None else call_id
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise RequestError(f"{place} calls {name!r}; wanted {NAME_RULE}", param=place)
     if not isinstance(call_id, str) or not isinstance(arguments, str | Mapping | None):

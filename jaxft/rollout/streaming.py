@@ -186,15 +186,28 @@ class StopFinder:
         return any(stop in text for stop in self._stops)
 
 
+def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the first stop string of a text, behind its index; None if the text contains none.
+
+    >>> find_stop("yes. No.", ["No", "."]), find_stop("yes", ["."])
+    ((3, '.'), None)
+    """
+    # If two begin at one index, the shorter one ended the answer.
+    found = [(start, len(stop), stop) for start, stop in ((text.find(stop), stop) for stop in stops) if start >= 0]
+    if not found:
+        return None
+    start, _, stop = min(found)
+    return start, stop
+
+
 def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
     """Return the text before its first stop string; with `include_stop`, up to the end of that string.
 
     >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
     ('yes', 'yes.')
     """
-    # If two begin at one index, the shorter one ended the answer.
-    found = [(start, len(stop)) for start, stop in ((text.find(stop), stop) for stop in stops) if start >= 0]
-    if not found:
+    found = find_stop(text, stops)
+    if found is None:
         return text
-    start, length = min(found)
-    return text[: start + length] if include_stop else text[:start]
+    start, stop = found
+    return text[: start + len(stop)] if include_stop else text[:start]

@@ -1,4 +1,4 @@
-"""An ASGI app that serves language models by OpenAI's chat completions.
+"""An ASGI app that serves language models by OpenAI's and Anthropic's APIs.
 
 A call is recorded in the episode of its caller: the current one where the app runs in the caller's context
 (`jaxft.serving.transport`), else the one that its base URL (`/e/<token>/v1`) or key names; see `Episode.base_url`.
@@ -18,56 +18,61 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
-from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
-from jaxft.serving.protocol import (
-    LAST_EVENT,
+from jaxft.serving.chat_completions import CHAT_COMPLETIONS
+from jaxft.serving.completions import COMPLETIONS
+from jaxft.serving.messages_api import MESSAGES
+from jaxft.serving.openapi import openapi_schema
+from jaxft.serving.responses_api import RESPONSES
+from jaxft.serving.wire import (
     MAX_BODY_BYTES,
+    AnyCall,
     APIError,
-    ChatCall,
-    ChunkWriter,
-    completion,
+    Dialect,
+    EventWriter,
     encode,
-    event,
+    in_words_of,
+    openai_error,
     parse_body,
-    parse_call,
 )
 
 T = TypeVar("T")
 
+DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
+"""The APIs that are served."""
+
 OTHER_PATHS = {
-    "/v1/responses": (
-        "the Responses API is not served, only chat completions: with openai call client.chat.completions.create; "
-        "with openai-agents call set_default_openai_api('chat_completions') or use OpenAIChatCompletionsModel; with "
-        "LangChain give ChatOpenAI use_responses_api=False; with pydantic-ai use OpenAIChatModel; with llama-index use "
-        "OpenAILike"
-    ),
-    "/v1/completions": (
-        "completions of bare text are not served, only chat completions: with openai call "
-        "client.chat.completions.create; with llama-index give OpenAILike is_chat_model=True"
-    ),
     "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
+    "/v1/messages/count_tokens": "tokens are counted when they are read: usage.input_tokens of an answer counts them",
+    "/v1/messages/batches": "there are no batches: send the messages at once, without waiting for one another",
+    "/v1/v1": "anthropic's client adds /v1 to its base URL: give it the address without /v1",
+    "/v1/responses": "responses are not stored: send the whole input with each request",
 }
-"""Advice in the error for each path of OpenAI's API that is not served."""
+"""Advice in the error for other paths of these APIs, and those below them."""
 
 
 def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     """Return the app that serves these language models, by their names.
 
-    It serves `POST /v1/chat/completions`, `GET /v1/models` and `GET /health`, each also under `/e/<token>`.
+    It serves a POST to the path of each of `DIALECTS`, `GET /v1/models`, `GET /health`, and `GET /openapi.json` with
+    their schema, all also under `/e/<token>`.
     """
 
-    async def chat_completions(request: Request) -> Response:
-        call = parse_call(parse_body(await _body(request)))
-        llm = _find(llms, call.model)
-        if call.stream:
-            events = _events(llm, call, ChunkWriter(call, llm.token_text))
-            # Before the response begins, so that a request that cannot be answered gets the status of its error.
-            first = await _while_connected(request, _next(events))
-            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
-        reply = await _while_connected(request, llm.answer(call.request))
-        return _json(completion(call, reply, llm.token_text))
+    def answers(dialect: Dialect) -> Route:
+        async def answer(request: Request) -> Response:
+            call: AnyCall = dialect.parse(parse_body(await _body(request)))
+            llm = _find(llms, call.model)
+            if call.stream:
+                writer = dialect.make_writer(call, llm.token_text)
+                events = _events(llm, call, writer)
+                # Before the response begins, so that a request that cannot be answered gets the status of its error.
+                first = await _while_connected(request, _next(events))
+                return StreamingResponse(_joined(first, events, dialect, writer), media_type="text/event-stream")
+            reply = await _while_connected(request, llm.answer(call.request))
+            return _json(dialect.reply(call, reply, llm.token_text))
+
+        return Route(dialect.path, _answering(answer, dialect), methods=["POST"])
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_card(llm) for llm in llms.values()]})
@@ -80,13 +85,17 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
             await llm.check()
         return _json({"status": "ok"})
 
+    async def schema(request: Request) -> Response:
+        return _json(openapi_schema(DIALECTS, list(llms), request.scope["root_path"] or "/"))
+
     return _in_episode(
         Starlette(
             routes=[
-                Route("/v1/chat/completions", _answering(chat_completions), methods=["POST"]),
+                *map(answers, DIALECTS),
                 Route("/v1/models", _answering(models)),
                 Route("/v1/models/{model:path}", _answering(model)),
                 Route("/health", _answering(health)),
+                Route("/openapi.json", _answering(schema)),
             ],
             exception_handlers={HTTPException: _no_such_path},
         )
@@ -97,9 +106,11 @@ def _json(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | 
     return Response(encode(body), status_code=status, headers=headers, media_type="application/json")
 
 
-def error_response(error: APIError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response that tells a client of an error, in the form of the API that it calls."""
-    return _json(error.body, error.status, headers)
+def error_response(error: APIError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an error in the format of the API that a path belongs to."""
+    known = (dialect.error for dialect in DIALECTS if path == dialect.path or path.startswith(f"{dialect.path}/"))
+    status, body = next(known, openai_error)(error)
+    return _json(body, status, headers)
 
 
 def _in_episode(app: ASGIApp) -> ASGIApp:
@@ -115,7 +126,7 @@ def _in_episode(app: ASGIApp) -> ASGIApp:
                 if token is not None:
                     stack.enter_context(recording(_episode(token)))
             except APIError as error:
-                await error_response(error, scope)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             if (episode := find_episode()) is not None:
                 stack.enter_context(episode.cancelling())
@@ -128,12 +139,17 @@ def episode_token(scope: Scope) -> tuple[str | None, Scope]:
     """Return the token in the path or the key of a request, and the scope without it."""
     if scope["path"].startswith("/e/"):
         token, slash, path = scope["path"].removeprefix("/e/").partition("/")
-        return token, {**scope, "path": slash + path}
+        return token, {**scope, "path": slash + path, "root_path": f"{scope['root_path']}/e/{token}"}
     for name, value in scope["headers"]:
-        if name == b"authorization":
+        if name in KEY_HEADERS:
             key = value.decode("latin-1").removeprefix("Bearer ")
-            return (key if is_episode_token(key) else None), scope
+            if is_episode_token(key):
+                return key, scope
     return None, scope
+
+
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Headers that clients of OpenAI and of Anthropic send their key in."""
 
 
 def _episode(token: str) -> Episode:
@@ -149,9 +165,9 @@ def _episode(token: str) -> Episode:
 
 
 def _answering(
-    endpoint: Callable[[Request], Coroutine[Any, Any, Response]],
+    endpoint: Callable[[Request], Coroutine[Any, Any, Response]], dialect: Dialect = CHAT_COMPLETIONS
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return the endpoint, which answers every error in OpenAI's format."""
+    """Return the endpoint, which answers every error in the format of a dialect."""
 
     async def answering(request: Request) -> Response:
         try:
@@ -159,20 +175,21 @@ def _answering(
         except ClientDisconnect:  # nobody reads this
             return Response(status_code=499)
         except Exception as error:
-            refused = _refused(error)
-            return _json(refused.body, refused.status)
+            status, body = dialect.error(_refused(error, dialect))
+            return _json(body, status)
 
     return answering
 
 
-def _refused(error: Exception) -> APIError:
-    """Return an error in OpenAI's format; the episode keeps one of the policy, after which no call can succeed."""
+def _refused(error: Exception, dialect: Dialect) -> APIError:
+    """Return an error for clients; the episode keeps one of the policy, after which no call can succeed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
-        return APIError(str(error), param="messages", code="context_length_exceeded")
+        param = dialect.names.get("messages", "messages")
+        return APIError(str(error), param=param, code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return APIError(str(error), param=error.param)
+        return in_words_of(dialect.names, error)
     if isinstance(error, ValueError):
         return APIError(str(error))
     if isinstance(error, PolicyError):
@@ -186,10 +203,12 @@ def _refused(error: Exception) -> APIError:
 def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    known = next((told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/")), None)
-    served = "served are POST /v1/chat/completions, GET /v1/models and GET /health"
-    refused = APIError(known or f"{request.method} {path[:100]}: {served}", status=error.status_code, code="not_found")
-    return _json(refused.body, refused.status)
+    known = (told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/"))
+    posts = ", ".join(f"POST {dialect.path}" for dialect in DIALECTS)
+    served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models, GET /health and GET /openapi.json"
+    told = next(known, served) if error.status_code == 404 else served
+    refused = APIError(told, status=error.status_code, code="not_found")
+    return error_response(refused, path, error.headers)
 
 
 def _find(llms: Mapping[str, LanguageModel], name: str) -> LanguageModel:
@@ -213,7 +232,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     return bytes(body)
 
 
@@ -244,24 +263,25 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(llm: LanguageModel, call: ChatCall, writer: ChunkWriter) -> AsyncIterator[bytes]:
+async def _events(llm: LanguageModel, call: AnyCall, writer: EventWriter) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a call."""
     async with contextlib.aclosing(llm.stream(call.request)) as pieces:
         async for piece in pieces:
-            for chunk in writer.delta(piece) if isinstance(piece, Delta) else writer.reply(piece):
-                yield event(chunk)
-    yield LAST_EVENT
+            for event in writer.events(piece):
+                yield event
 
 
 async def _next(events: AsyncIterator[bytes]) -> bytes:
     return await anext(events)
 
 
-async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _joined(
+    first: bytes, rest: AsyncIterator[bytes], dialect: Dialect, writer: EventWriter
+) -> AsyncIterator[bytes]:
     """Yield the events; an error between them becomes the last one."""
     yield first
     try:
         async for each in rest:
             yield each
     except Exception as error:
-        yield event(_refused(error).body)
+        yield writer.error(_refused(error, dialect))

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxft.rollout.recorder import episode_of_token
 from jaxft.serving.addresses import Limits, is_loopback
 from jaxft.serving.app import episode_token, error_response
-from jaxft.serving.protocol import APIError
+from jaxft.serving.wire import APIError
 
 RETRY_SECONDS = 1
 """Time after which a client that is refused for lack of room may ask again."""
@@ -182,7 +182,8 @@ async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -
         headers["retry-after"] = str(RETRY_SECONDS)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    await error_response(error, scope, headers)(scope, receive, send)
+    _, without_token = episode_token(scope)
+    await error_response(error, without_token["path"], headers)(scope, receive, send)
 
 
 def _after(body: bytes, receive: Receive) -> Receive:

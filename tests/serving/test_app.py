@@ -14,7 +14,7 @@ from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
 from jaxft.serving.frameworks import client_of
-from jaxft.serving.protocol import MAX_BODY_BYTES
+from jaxft.serving.wire import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
@@ -251,14 +251,14 @@ def test_refusals_are_openais(client, options, kind, param, code, said, stream):
 
 def test_other_apis_are_refused_with_a_way_out(client):
     episode = make_episode()
-    with pytest.raises(openai.NotFoundError, match=r"chat_completions.*OpenAIChatCompletionsModel"):
-        run(client.responses.create(model="player", input="x?"))
-    with pytest.raises(openai.NotFoundError, match=r"chat\.completions\.create"):
+    with pytest.raises(openai.NotFoundError, match="whole input"):
+        run(client.responses.retrieve("resp_1"))
+    with pytest.raises(openai.BadRequestError, match=r"chat\.completions\.create"):
         run(client.completions.create(model="player", prompt="x?"))
     with pytest.raises(openai.NotFoundError, match="embedding"):
         run(client.embeddings.create(model="player", input="x?"))
-    with pytest.raises(openai.NotFoundError, match="chat_completions"):
-        run(client.with_options(base_url=episode.base_url).responses.create(model="player", input="x?"))
+    with pytest.raises(openai.NotFoundError, match="whole input"):
+        run(client.with_options(base_url=episode.base_url).responses.retrieve("resp_1"))
     with pytest.raises(openai.APIStatusError, match="POST /v1/chat/completions") as caught:
         run(client.get("/chat/completions", cast_to=object))
     assert caught.value.status_code == 405

@@ -1,4 +1,4 @@
-"""Requests that hypothesis makes up: each is answered or refused in OpenAI's format, and none is an error of ours."""
+"""Requests that hypothesis makes up: each is answered or refused in the format of its dialect, none with a 500."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import recording
+from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 from jaxft.serving.frameworks import client_of
-from jaxft.serving.protocol import FIELDS
 
 pytestmark = [
     pytest.mark.usefixtures("no_sockets"),
@@ -75,7 +75,79 @@ POSSIBLE = {
 }
 
 
-USUAL = {"model": "player", "messages": [{"role": "user", "content": "x?"}], "max_tokens": 3}
+blocks = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": texts | anything}),
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": texts, "signature": texts}),
+    st.fixed_dictionaries({"type": st.just("tool_use"), "id": texts, "name": texts, "input": st.just({}) | anything}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "tool_use_id": texts}, optional={"content": texts | anything}
+    ),
+)
+said = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system"]) | texts, "content": texts | st.lists(blocks, max_size=3)}
+)
+own_tools = st.fixed_dictionaries({"name": st.sampled_from(["f"]) | texts, "input_schema": st.just({}) | anything})
+item_parts = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text", "refusal"]), "text": texts})
+items = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant"]) | texts,
+            "content": texts | st.lists(item_parts, max_size=2) | anything,
+        }
+    ),
+    st.fixed_dictionaries({"type": st.just("function_call"), "call_id": texts, "name": texts, "arguments": texts}),
+    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": texts, "output": texts | anything}),
+    st.fixed_dictionaries({"type": st.just("reasoning"), "summary": st.lists(anything, max_size=2)}),
+)
+SAMPLING = ("temperature", "top_p", "top_k", "stream", "model")
+
+
+def sampling(*more):
+    return {name: POSSIBLE[name] for name in (*SAMPLING, *more)}
+
+
+DIALECTS = {
+    "/v1/chat/completions": (
+        chat_completions.FIELDS,
+        {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
+        POSSIBLE,
+    ),
+    "/v1/completions": (
+        completions.FIELDS,
+        {"prompt": [5, 6], "max_tokens": 3},
+        {
+            **sampling("min_p", "max_tokens", "n", "seed", "stop", "logit_bias", "stop_token_ids", "return_token_ids"),
+            "prompt": st.lists(st.integers(-1, 300), max_size=9),
+            "logprobs": st.integers(-1, 21),
+            "stream_options": POSSIBLE["stream_options"],
+        },
+    ),
+    "/v1/messages": (
+        messages_api.FIELDS,
+        {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
+        {
+            **sampling("max_tokens", "chat_template_kwargs"),
+            "messages": st.lists(said, min_size=1, max_size=4),
+            "system": texts | st.lists(blocks, max_size=2),
+            "tools": st.lists(own_tools, max_size=2),
+            "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}]),
+            "stop_sequences": st.lists(texts, max_size=3),
+        },
+    ),
+    "/v1/responses": (
+        responses_fields.FIELDS,
+        {"input": "x?", "max_output_tokens": 3},
+        {
+            **sampling("seed", "stop", "chat_template_kwargs"),
+            "input": texts | st.lists(items, min_size=1, max_size=4),
+            "instructions": texts,
+            "max_output_tokens": POSSIBLE["max_tokens"],
+            "tools": st.lists(functions.map(lambda tool: {"type": "function", **tool}), max_size=2),
+            "tool_choice": st.sampled_from(["none", "required", {"type": "function", "name": "f"}]),
+        },
+    ),
+}
+"""For each path: its fields, a usual request, and likely values of fields."""
 
 
 def mostly(likely, other):
@@ -83,67 +155,77 @@ def mostly(likely, other):
     return st.sampled_from([likely] * 7 + [other]).flatmap(lambda chosen: chosen)
 
 
-names = st.lists(mostly(st.sampled_from([*POSSIBLE]), st.sampled_from([field.name for field in FIELDS])), min_size=1)
-objects = names.flatmap(
-    lambda names: st.fixed_dictionaries({name: mostly(POSSIBLE.get(name, anything), anything) for name in names})
-).map(lambda chosen: USUAL | chosen)
-written = objects.map(lambda value: json.dumps(value).encode())
-damaged = st.builds(
-    lambda body, start, length, middle: body[: start % len(body)] + middle + body[start % len(body) + length :],
-    written,
-    st.integers(0, 10**4),
-    st.integers(0, 6),
-    st.binary(max_size=6),
-)
-bodies = mostly(written, damaged | anything.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40))
+def bodies(path):
+    """Draws bodies of requests to a path, some of them damaged."""
+    fields, usual, possible = DIALECTS[path]
+    names = st.lists(
+        mostly(st.sampled_from([*possible]), st.sampled_from([field.name for field in fields])), min_size=1
+    )
+    objects = names.flatmap(
+        lambda names: st.fixed_dictionaries({name: mostly(possible.get(name, anything), anything) for name in names})
+    ).map(lambda chosen: {"model": "player"} | usual | chosen)
+    written = objects.map(lambda value: json.dumps(value).encode())
+    damaged = st.builds(
+        lambda body, start, length, middle: body[: start % len(body)] + middle + body[start % len(body) + length :],
+        written,
+        st.integers(0, 10**4),
+        st.integers(0, 6),
+        st.binary(max_size=6),
+    )
+    return mostly(written, damaged | anything.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40))
 
 
 @pytest.fixture(scope="module")
 def post(policy):
-    """Sends a body, and returns status and text of the response."""
+    """Sends a body to a path, and returns status and text of the response."""
     client = client_of(ChatClient(policy, "player"), "openai")
 
-    async def main(body):
+    async def main(path, body):
         with recording(None):
             async with asyncio.timeout(60):
-                response = await client._client.post("http://jaxft.invalid/v1/chat/completions", content=body)
+                response = await client._client.post(f"http://jaxft.invalid{path}", content=body)
                 return response.status_code, response.text
 
-    return lambda body: asyncio.run(main(body))
+    return lambda path, body: asyncio.run(main(path, body))
 
 
-def check(status, text):
+def check(path, status, text):
     assert "Traceback" not in text and "/jaxft/" not in text
     if status == 200:
-        for line in text.split("\n") if text.startswith("data: ") else [f"data: {text}"]:
-            if line and line != "data: [DONE]":
-                assert "error" not in json.loads(line.removeprefix("data: ")), line
+        lines = text.split("\n") if text.startswith(("data: ", "event: ")) else [f"data: {text}"]
+        for line in lines:
+            assert line != "event: error"
+            if line.startswith("data: ") and line != "data: [DONE]":
+                assert json.loads(line.removeprefix("data: ")).get("error") is None, line
         return
     assert status in (400, 404), text
     error = json.loads(text)["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"] and "\n" not in error["type"]
+    names = {"message", "type"} if path == "/v1/messages" else {"message", "type", "param", "code"}
+    assert set(error) == names and error["message"] and "\n" not in error["type"]
 
 
-def run(post, num_requests):
+def run(post, path, num_requests):
     """The statuses of generated requests, all of which had a proper answer."""
     statuses = []
 
     @settings(max_examples=num_requests, deadline=None)
-    @given(bodies)
+    @given(bodies(path))
     def run_all(body):
-        status, text = post(body)
+        status, text = post(path, body)
         statuses.append(status)
-        check(status, text)
+        check(path, status, text)
 
     run_all()
     return statuses
 
 
-def test_generated_requests_are_answered_or_refused(post):
-    assert {200, 400} <= set(run(post, 300))
+@pytest.mark.parametrize("path", DIALECTS)
+def test_generated_requests_are_answered_or_refused(post, path):
+    assert {200, 400} <= set(run(post, path, 300 if path == "/v1/chat/completions" else 150))
 
 
 @pytest.mark.slow
-def test_two_thousand_generated_requests_are_answered_or_refused(post):
-    statuses = run(post, 2000)
+@pytest.mark.parametrize("path", DIALECTS)
+def test_two_thousand_generated_requests_are_answered_or_refused(post, path):
+    statuses = run(post, path, 2000)
     assert len(statuses) >= 2000 and min(map(statuses.count, (200, 400, 404))) >= 5

@@ -10,7 +10,7 @@ import struct
 from typing import Any, NamedTuple
 
 from jaxft.rollout.calls import Call, RemoteCall
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 
 _LENGTH = struct.Struct("!Q")
 
@@ -137,7 +137,7 @@ class Ask(NamedTuple):
 
     number: int
     llm: str
-    request: ChatRequest
+    request: ChatRequest | CompletionRequest
     is_streamed: bool
     functions: tuple[str, ...]
     place: str

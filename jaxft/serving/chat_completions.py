@@ -1,59 +1,144 @@
-"""OpenAI's chat completions: from the JSON of a request to a `ChatRequest`, and from a `Reply` to JSON.
+"""OpenAI's chat completions: from the JSON of a request to a `ChatRequest`, and from a `Reply` to JSON."""
 
-`FIELDS` says of every field of OpenAI's and vLLM's API how it is treated; a field that is not in it is refused. So no
-field is without effect unless the table says why that does no harm.
-"""
-
-import itertools
-import json
-import math
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxft.errors import RequestError
 from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.messages import MAX_TOOLS
+from jaxft.serving.fields import (
+    NAME,
+    STREAM_OPTIONS,
+    Field,
+    any_of,
+    list_of,
+    make_table,
+    object_schema,
+    read_fields,
+    read_logit_bias,
+    read_stream_options,
+)
+from jaxft.serving.wire import (
+    LAST_EVENT,
+    LOWEST_LOGPROB,
+    APIError,
+    Dialect,
+    event,
+    fingerprint,
+    in_words_of,
+    make_id,
+    openai_error,
+    openai_usage,
+)
 
-MAX_BODY_BYTES = 2**24
-"""Largest body of a request."""
+ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""Fields of a reply's message that a client may send back; the policy has the token ids already."""
 
-MAX_DEPTH = 100
-"""Most levels of lists and objects in a body."""
+TEXT = {"type": "string"}
+EMPTY: dict[str, Any] = {"enum": [None, "", [], {}]}
 
-MAX_INTEGER = 2**31 - 1
-"""Largest integer of a field; arrays on the device hold no larger one."""
+TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": NAME,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
 
-LOWEST_LOGPROB = -9999.0
-"""The log-probability that stands for minus infinity, which JSON cannot hold."""
+TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+
+PART = any_of(
+    *(
+        {"type": "object", "properties": {"type": {"const": kind}, kind: TEXT}, "required": ["type", kind]}
+        for kind in ("text", "refusal")
+    )
+)
 
 
-class Field(NamedTuple):
-    """A field of a request.
+def _message_schema(role: Mapping[str, Any], required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"role": role, **properties, "function_call": EMPTY, **{name: {} for name in ECHOED}},
+        "required": ["role", *required],
+        "additionalProperties": any_of(TEXT, EMPTY),
+    }
 
-    Attributes:
-        name: its name.
-        api: whose API has it.
-        treatment: `taken`: it has an effect; `refused`: an error unless the value is null or in `unused`; `ignored`: it
-            has no effect, and that does no harm.
-        note: its effect, what to do in the place of a refused one, or why ignoring it does no harm.
-        kind: the kind of JSON that a taken field wants (a key of `KINDS`).
-        unused: values of a refused field that ask for nothing.
-    """
 
-    name: str
-    api: Literal["OpenAI", "vLLM"]
-    treatment: Literal["taken", "refused", "ignored"]
-    note: str
-    kind: str = ""
-    unused: tuple[Any, ...] = ()
+CONTENT, NULL = any_of(TEXT, list_of(PART)), {"type": "null"}
+ASSISTANT, CALLS = {"const": "assistant"}, list_of(TOOL_CALL)
 
+MESSAGE = any_of(
+    # A chat template decides which roles it knows.
+    _message_schema(
+        any_of({"enum": ["system", "user", "tool"]}, TEXT),
+        ("content",),
+        content=CONTENT,
+        tool_calls=any_of(NULL, {"type": "array", "maxItems": 0}),
+    ),
+    _message_schema(ASSISTANT, ("content",), content=any_of(CONTENT, NULL), tool_calls=any_of(CALLS, NULL)),
+    _message_schema(ASSISTANT, ("tool_calls",), content=NULL, tool_calls=CALLS | {"minItems": 1}),
+    _message_schema(ASSISTANT, ("refusal",), refusal=any_of(TEXT, EMPTY), content=NULL, tool_calls=any_of(CALLS, NULL)),
+)
 
 FIELDS = (
-    Field("messages", "OpenAI", "taken", "The conversation, of text only.", "list of objects"),
-    Field("model", "OpenAI", "taken", "Name of the language model in the configuration.", "text"),
-    Field("tools", "OpenAI", "taken", "Functions that the model may call.", "list of objects"),
-    Field("tool_choice", "OpenAI", "taken", "`auto`, `none`, `required` or a function.", "text or object"),
+    Field(
+        "messages",
+        "OpenAI",
+        "taken",
+        "The conversation, of text only.",
+        "list of objects",
+        required=True,
+        schema=list_of(MESSAGE, minItems=1),
+    ),
+    Field("model", "OpenAI", "taken", "Name of the language model in the configuration.", "text", required=True),
+    Field(
+        "tools",
+        "OpenAI",
+        "taken",
+        "Functions that the model may call.",
+        "list of objects",
+        schema=list_of(TOOL, maxItems=MAX_TOOLS),
+    ),
+    Field(
+        "tool_choice",
+        "OpenAI",
+        "taken",
+        "`auto`, `none`, `required` or a function.",
+        "text or object",
+        schema=any_of(
+            {"enum": ["auto", "none", "required"]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+                },
+                "required": ["type", "function"],
+            },
+        ),
+    ),
     Field("parallel_tool_calls", "OpenAI", "taken", "False: the first call of an answer counts.", "boolean"),
     Field("temperature", "OpenAI", "taken", "An episode may set its own, as evaluations do.", "number"),
     Field("top_p", "OpenAI", "taken", "Nucleus sampling.", "number"),
@@ -66,7 +151,14 @@ FIELDS = (
     Field("logprobs", "OpenAI", "taken", "Log-probabilities over the whole vocabulary.", "boolean"),
     Field("top_logprobs", "OpenAI", "taken", "With `logprobs`: the most likely tokens, up to 20.", "integer"),
     Field("stream", "OpenAI", "taken", "Server-sent events; tool calls come whole, at the end.", "boolean"),
-    Field("stream_options", "OpenAI", "taken", "`include_usage`; `include_obfuscation` is ignored.", "object"),
+    Field(
+        "stream_options",
+        "OpenAI",
+        "taken",
+        "`include_usage`; `include_obfuscation` is ignored.",
+        "object",
+        schema=object_schema(STREAM_OPTIONS),
+    ),
     Field("metadata", "OpenAI", "ignored", "Labels of stored completions; the run records every call."),
     Field("store", "OpenAI", "ignored", "The run records every call."),
     Field("user", "OpenAI", "ignored", "Names the end user, for OpenAI's monitoring."),
@@ -153,65 +245,7 @@ FIELDS = (
 )
 """Every field of a request of chat completions."""
 
-_FIELDS = {field.name: field for field in FIELDS}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
-
-
-def _is_integer(value: Any, largest: int = MAX_INTEGER) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= largest
-
-
-def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_one, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-KINDS: dict[str, Callable[[Any], bool]] = {
-    "text": _is_text,
-    "boolean": lambda value: isinstance(value, bool),
-    "number": _is_number,
-    "integer": _is_integer,
-    "seed": lambda value: _is_integer(value, 2**63 - 1),
-    "object": _is_object,
-    "text or object": lambda value: _is_text(value) or _is_object(value),
-    "list of objects": lambda value: _is_list_of(_is_object, value),
-    "list of integers": lambda value: _is_list_of(_is_integer, value),
-    "text or list of texts": lambda value: _is_text(value) or _is_list_of(_is_text, value),
-    "object of numbers": lambda value: _is_object(value) and all(map(_is_number, value.values())),
-}
-"""Tests of values, by the words that messages name them with."""
-
-
-class APIError(Exception):
-    """A refusal, as OpenAI's API words it.
-
-    Attributes:
-        status: HTTP status.
-        body: JSON of the response.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+_FIELDS = make_table(FIELDS)
 
 
 class ChatCall(NamedTuple):
@@ -236,51 +270,6 @@ class ChatCall(NamedTuple):
     tokens_as_ids: bool
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request.
-
-    Raises:
-        APIError: the body is no such object, or one that cannot be worked with: NaN, half characters, deep nesting.
-
-    >>> parse_body(b'{"n": 2}')
-    {'n': 2}
-    """
-    try:
-        text = body.decode()
-        value = _DECODER.decode(text)
-        if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()  # raises on half of a character
-    except (ValueError, RecursionError) as error:
-        raise APIError(f"the body is not JSON that can be read: {str(error)[:200]}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise APIError(f"the body is a JSON {type(value).__name__}; wanted an object")
-    level: list[Any] = [value]
-    depth = 0
-    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
-        depth += 1
-        if depth == MAX_DEPTH:
-            raise APIError(f"the body is nested deeper than {MAX_DEPTH} levels")
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"it holds {name}, which is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"it holds {text[:30]}, which is too large")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _children(node: Any) -> Any:
-    return node.values() if isinstance(node, dict) else node
-
-
 def parse_call(body: Mapping[str, Any]) -> ChatCall:
     """Return the call that the JSON of a request asks for.
 
@@ -292,16 +281,10 @@ def parse_call(body: Mapping[str, Any]) -> ChatCall:
     ('policy', 5, False)
     >>> parse_call({"model": "policy", "messages": [], "presence_penalty": 0.5})
     Traceback (most recent call last):
-    jaxft.serving.protocol.APIError: presence_penalty is 0.5: sampling has no penalties
+    jaxft.serving.wire.APIError: presence_penalty is 0.5: sampling has no penalties
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        _check_field(name, value)
-    for name in ("messages", "model"):
-        if name not in given:
-            raise APIError(f"{name} is missing", param=name)
-    options = given.get("stream_options", {})
-    _check_stream_options(options, is_stream=given.get("stream", False))
+    given = read_fields(_FIELDS, body)
+    options = read_stream_options(given)
     if "top_logprobs" in given and not given.get("logprobs", False):
         raise APIError("top_logprobs is given; it needs logprobs to be true", param="top_logprobs")
     tokens_as_ids = given.get("return_tokens_as_token_ids", False)
@@ -309,44 +292,12 @@ def parse_call(body: Mapping[str, Any]) -> ChatCall:
         model=given["model"],
         request=_chat_request(given),
         stream=given.get("stream", False),
-        include_usage=options.get("include_usage") or False,
+        include_usage=options.get("include_usage", False),
         logprobs=given.get("logprobs", False),
         token_ids=given.get("return_token_ids", False) or tokens_as_ids,
         tokens_as_ids=tokens_as_ids,
     )
 
-
-def _check_field(name: str, value: Any) -> None:
-    """Raise an `APIError` unless a field may have this value, which is not null."""
-    field = _FIELDS.get(name)
-    if field is None:
-        raise APIError(f"{name[:100]} is no known parameter: leave it out", param=name[:100], code="unknown_parameter")
-    if field.treatment == "taken" and not KINDS[field.kind](value):
-        raise APIError(f"{name} is {_short(value)}; wanted {field.kind}", param=name, code="invalid_type")
-    # True equals 1, but is another value.
-    is_unused = any(value == unused and isinstance(value, bool) == isinstance(unused, bool) for unused in field.unused)
-    if field.treatment == "refused" and not is_unused:
-        raise APIError(f"{name} is {_short(value)}: {field.note}", param=name, code="unsupported_parameter")
-
-
-def _check_stream_options(options: Mapping[str, Any], *, is_stream: bool) -> None:
-    if options and not is_stream:
-        raise APIError("stream_options is given; it needs stream to be true", param="stream_options")
-    for name, value in options.items():
-        place = f"stream_options.{name[:100]}"
-        if name not in ("include_usage", "include_obfuscation"):
-            raise APIError(f"{place} is no known parameter: leave it out", param=place, code="unknown_parameter")
-        if not isinstance(value, bool | None):
-            raise APIError(f"{place} is {_short(value)}; wanted boolean", param=place, code="invalid_type")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""Fields of a reply's message that a client may send back; the policy has the token ids already."""
 
 ARGUMENTS = {
     **{field.name: field.name for field in FIELDS if field.name in ChatRequest.__dataclass_fields__},
@@ -367,46 +318,14 @@ def _chat_request(given: Mapping[str, Any]) -> ChatRequest:
     if arguments.get("top_k") == -1:
         arguments["top_k"] = 0
     if "logit_bias" in arguments:
-        arguments["logit_bias"] = {_token_id(key): value for key, value in arguments["logit_bias"].items()}
+        arguments["logit_bias"] = read_logit_bias(arguments["logit_bias"])
     arguments["messages"] = [
         {name: value for name, value in each.items() if name not in ECHOED} for each in given["messages"]
     ]
     try:
         return ChatRequest(**arguments)
     except RequestError as error:
-        raise APIError(str(error), param=error.param) from None
-
-
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise APIError(f"logit_bias has the key {_short(key)}; wanted a token id", param="logit_bias")
-    return int(key)
-
-
-_PREFIX, _numbers = uuid.uuid4().hex[:16], itertools.count()
-
-
-def _id() -> str:
-    return f"chatcmpl-{_PREFIX}{next(_numbers):016x}"  # random bits for each would cost a tenth of a millisecond
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    prompt_tokens = len(reply.prompt_ids)
-    completion_tokens = sum(len(choice.token_ids) for choice in reply.choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def fingerprint(*choices: Reply) -> str:
-    """Return the `system_fingerprint` of choices: the versions of the parameters that sampled them.
-
-    It is one version, unless an update came between the choices of one reply.
-    """
-    versions = sorted({choice.policy_version for choice in choices})
-    return f"policy_version_{'_'.join(map(str, versions))}"
+        raise in_words_of({}, error) from None
 
 
 def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -424,14 +343,14 @@ def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]
             message |= _token_ids(choice)
         choices.append({"index": index, "message": message, **_ending(call, choice, text_of_token)})
     return {
-        "id": _id(),
+        "id": make_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
         "system_fingerprint": fingerprint(*reply.choices),
         **({"prompt_token_ids": reply.prompt_ids} if call.token_ids else {}),
         "choices": choices,
-        "usage": _usage(reply),
+        "usage": openai_usage(reply),
     }
 
 
@@ -480,7 +399,12 @@ class ChunkWriter:
         self._call = call
         self._text_of_token = text_of_token
         self._begun: set[int] = set()
-        self._head = {"id": _id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": call.model}
+        self._head = {
+            "id": make_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": call.model,
+        }
 
     def delta(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a delta: none if it has no text."""
@@ -499,7 +423,7 @@ class ChunkWriter:
             end["choices"][0] |= _ending(self._call, choice, self._text_of_token)
             yield {**end, "system_fingerprint": fingerprint(choice)}
         if self._call.include_usage:
-            yield {**self._head, "choices": [], "usage": _usage(reply)}
+            yield {**self._head, "choices": [], "usage": openai_usage(reply)}
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         if index not in self._begun:
@@ -508,15 +432,17 @@ class ChunkWriter:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self._head, "choices": [choice], **({"usage": None} if self._call.include_usage else {})}
 
+    def events(self, piece: Delta | Reply) -> Iterator[bytes]:
+        """Yield the server-sent events of a delta, or of the reply, which ends the stream."""
+        if isinstance(piece, Delta):
+            yield from map(event, self.delta(piece))
+        else:
+            yield from map(event, self.reply(piece))
+            yield LAST_EVENT
 
-def event(chunk: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + encode(chunk) + b"\n\n"
+    def error(self, error: APIError) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return event(openai_error(error)[1])
 
 
-LAST_EVENT = b"data: [DONE]\n\n"
-
-
-def encode(value: dict[str, Any]) -> bytes:
-    """Return a value as JSON."""
-    return _ENCODER.encode(value).encode()
+CHAT_COMPLETIONS = Dialect("/v1/chat/completions", object_schema(FIELDS), parse_call, completion, ChunkWriter)

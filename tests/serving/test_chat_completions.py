@@ -7,17 +7,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 from jaxft.rollout.messages import ToolCall
-from jaxft.serving.protocol import (
-    FIELDS,
-    KINDS,
-    MAX_DEPTH,
-    APIError,
-    ChunkWriter,
-    completion,
-    encode,
-    parse_body,
-    parse_call,
-)
+from jaxft.serving.chat_completions import FIELDS, ChunkWriter, completion, parse_call
+from jaxft.serving.fields import KINDS
+from jaxft.serving.wire import MAX_DEPTH, APIError, encode, openai_error, parse_body
 
 MESSAGES = [{"role": "user", "content": "?"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -32,7 +24,7 @@ def refused(**fields):
     with pytest.raises(APIError) as caught:
         call(**fields)
     assert caught.value.status == 400
-    return caught.value.body["error"]
+    return openai_error(caught.value)[1]["error"]
 
 
 def rows(treatment):
@@ -94,7 +86,7 @@ def values(call):
 def test_a_taken_field_has_its_effect_and_no_other(field):
     value, needed, changes = TAKEN[field.name]
     assert values(call(**{field.name: value}, **needed)) == values(call()) | changes
-    assert KINDS[field.kind](value) and not KINDS[field.kind](WRONG[field.kind])
+    assert KINDS[field.kind].is_one(value) and not KINDS[field.kind].is_one(WRONG[field.kind])
     error = refused(**{field.name: WRONG[field.kind]})
     assert (error["type"], error["param"]) == ("invalid_request_error", field.name)
     if field.name not in ("messages", "model"):
