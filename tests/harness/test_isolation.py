@@ -148,15 +148,15 @@ def test_each_fault_costs_its_episode_and_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "seconds", "reason"),
     [
-        ("sleep_in_c", "no score within 1 s, at "),
-        ("segfault", "ended by SIGSEGV"),
-        ("leak", "workers.memory_mb, 256 MiB"),
+        ("sleep_in_c", 1, "no score within 1 s, at "),
+        ("segfault", 60, "ended by SIGSEGV"),
+        ("leak", 60, "workers.memory_mb, 256 MiB"),
     ],
 )
-def test_a_fault_of_an_evaluator_costs_its_episode(tmp_path, fault, reason):
-    evaluators = {"size": {"_type": "isolated_size", "fault": fault, "timeout_seconds": 1}}
+def test_a_fault_of_an_evaluator_costs_its_episode(tmp_path, fault, seconds, reason):
+    evaluators = {"size": {"_type": "isolated_size", "fault": fault, "timeout_seconds": seconds}}
     section = {
         "general": {"dataset": {"_type": "isolated_examples"}, **PROCESS, "isolation": "none"},
         "evaluators": evaluators,
