@@ -214,8 +214,8 @@ class UserCodeError(JaxftError):
     def of_another_process(cls, error: BaseException, summary: str, traceback: str, tail: str) -> "UserCodeError":
         """Return the error for an exception in another process, whose traceback is known as text only."""
         self = cls(error)
-        self.summary, self.traceback, self.tail = summary, traceback, tail
-        self.args = (summary,)
+        self.summary, self.traceback, self.tail = redacted(summary), redacted(traceback), redacted(tail)
+        self.args = (self.summary,)
         return self
 
 

@@ -23,6 +23,7 @@ from jaxft.errors import (
     TooManyFailures,
     TrajectoryError,
     UserCodeError,
+    WorkerError,
     user_code,
 )
 from jaxft.harness.config import Config, validation_config
@@ -359,6 +360,8 @@ class ComponentBuilder(ConfigBuilder):
             await pool.check(name)
         except UserCodeError as failure:
             raise _failure(place, failure) from failure.error
+        except WorkerError as error:
+            raise ComponentError(f"{place}: making it: {error}") from error
         return pool.function(name, seconds, late)
 
     async def _make_pool(self) -> Any:

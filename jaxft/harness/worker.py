@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from logging.handlers import QueueHandler
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock
 
@@ -32,7 +31,7 @@ from jaxft.harness.config import Config
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.isolation import messages
 from jaxft.harness.isolation.messages import Identity, Work
-from jaxft.harness.isolation.zygote import children, data_bytes, kill_worker
+from jaxft.harness.isolation.zygote import command_of, flush_output, kill_descendants, kill_worker, started_by
 from jaxft.harness.supervision import Supervisor, is_async
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
@@ -62,6 +61,8 @@ def work(connection: socket.socket, trace: int, config: Config, memory_bytes: in
     """
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
+    # Or the last lines before a crash would be lost, as standard output is a pipe.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     asyncio.run(_Worker(connection, config, memory_bytes).serve())
 
 
@@ -82,10 +83,11 @@ class RunConnection:
         """Read messages in a new thread; the process ends when the run has gone."""
         threading.Thread(target=self._listen, name="jaxft worker", daemon=True).start()
 
-    def send(self, message: Any) -> None:
-        """Send a message.
+    def send(self, message: Any, episode: Episode | None = None) -> None:
+        """Send a message, of an episode if one is given.
 
         Raises:
+            CancelledError: the episode has ended.
             RuntimeError: this is another process, that the agent made by a fork.
             WorkerError: the agent has closed the connection.
         """
@@ -97,17 +99,24 @@ class RunConnection:
         content = messages.pack(message)
         try:
             with self._sending:
+                if episode is not None and episode.is_over:  # the run takes what it asks for one of the next episode
+                    raise episode.closed()
                 self._socket.sendall(content)
         except OSError as error:
             raise WorkerError(f"the connection to the run is closed: {error}") from None
 
-    async def ask(self, make: Callable[[int], Any], on_delta: Callable[[Delta], None] | None = None) -> Any:
+    async def ask(
+        self,
+        make: Callable[[int], Any],
+        on_delta: Callable[[Delta], None] | None = None,
+        episode: Episode | None = None,
+    ) -> Any:
         """Send the request that `make` returns for a number, and return the answer to it."""
         loop = asyncio.get_running_loop()
         number, future = next(self._numbers), loop.create_future()
         self._waiting[number] = future, on_delta
         try:
-            self.send(make(number))
+            self.send(make(number), episode)
             return await future
         except asyncio.CancelledError:
             with contextlib.suppress(WorkerError):
@@ -123,6 +132,7 @@ class RunConnection:
             except OSError:  # the agent has closed it
                 return
             if message is None:
+                kill_descendants(self._pid)
                 os._exit(1)
             if isinstance(message, Work | messages.Make | messages.Close):
                 self.work.put(message)
@@ -144,7 +154,7 @@ def _set(future: "asyncio.Future[Any]", message: Any) -> None:
     if future.done():
         return
     if isinstance(message, messages.Refusal):
-        future.set_exception(pickle.loads(message.error))
+        future.set_exception(messages.unpack_error(message.error, message.summary))
     else:
         future.set_result(message)
 
@@ -170,6 +180,7 @@ class WorkerClient(LanguageModel):
         answer = await self._connection.ask(
             lambda number: messages.Ask(number, self.name, request, on_delta is not None, current_functions(), place),
             on_delta,
+            episode,
         )
         self._texts |= answer.texts
         if episode is not None:
@@ -247,23 +258,23 @@ class _Worker:
         self._connection.on_work = lambda: loop.call_soon_threadsafe(has_work.set)
         self._connection.listen()
         _send_logs(self._connection)
-        async with self._builder:
-            while True:
-                await has_work.wait()
-                has_work.clear()
-                work = self._connection.work.get()
-                if isinstance(work, messages.Close):
-                    return
-                self._connection.send(
-                    await self._make(work) if isinstance(work, messages.Make) else await self._do(work)
-                )
+        while True:
+            await has_work.wait()
+            has_work.clear()
+            work = self._connection.work.get()
+            done = await (self._do(work) if isinstance(work, Work) else self._make_or_close(work))
+            flush_output()
+            self._connection.send(done)
 
-    async def _make(self, work: messages.Make) -> Any:
-        """Make a component and return the message about that."""
+    async def _make_or_close(self, work: messages.Make | messages.Close) -> Any:
+        """Make a component or close all, and return the message about that."""
         before = set(sys.modules)
         try:
             with user_code():
-                await self._component(work.name)
+                if isinstance(work, messages.Make):
+                    await self._component(work.name)
+                else:
+                    await self._builder.__aexit__()
         except UserCodeError as failure:
             return _failed(failure, is_fatal=True)
         # Python adds a module before those that it imports, but to import them one after the other is the same.
@@ -274,7 +285,7 @@ class _Worker:
 
     async def _do(self, work: Work) -> Any:
         """Do a work and return the message about its result; end all processes that it leaves behind."""
-        before = set(children(os.getpid()))
+        before = started_by(os.getpid())
         episode = None if work.episode is None else _episode(work.episode)
         outside = outside_calls()
         try:
@@ -283,25 +294,22 @@ class _Worker:
                 left = await _left_behind(before)
                 if left:
                     raise WorkerError(f"it left {len(left)} processes behind, the first of which is {left[0]}")
-                done = messages.Done(
-                    pickle.dumps(result),
+                return messages.Done(
+                    result,
                     {} if episode is None else episode.step_rewards,
                     [] if episode is None else [_indices(each) for each in episode.candidates],
                     [] if episode is None else episode.remote_calls,
                     outside_calls() - outside,
-                    data_bytes(),
                 )
-                messages.pack(done)  # raises here if something in it cannot be pickled
-                return done
         except UserCodeError as failure:
             error = failure.error
             if isinstance(error, MemoryError) and self._memory_bytes is not None:
-                limit = f"{self._memory_bytes / 2**20:.0f} MiB"
-                error = WorkerError(f"it took more memory than eval.general.workers.memory_mb, {limit}")
+                error = messages.out_of_memory(self._memory_bytes)
                 failure = UserCodeError(error.with_traceback(failure.error.__traceback__))
             return _failed(failure, is_fatal=isinstance(error, WorkerError | MemoryError))
 
-    async def _call(self, work: Work, episode: Episode | None) -> Any:
+    async def _call(self, work: Work, episode: Episode | None) -> bytes:
+        """Call a component and return its result, pickled."""
         function = await self._component(work.name)
         with recording(episode):
             try:
@@ -317,13 +325,12 @@ class _Worker:
                 if episode is not None:
                     episode.end()
         try:
-            pickle.dumps(result)
+            return pickle.dumps(result)
         except Exception as error:
             raise TypeError(
                 f"the result is of type {type(result).__name__}, which cannot leave the agent's process ({error}): "
                 "return plain values, or set isolation to none"
             ) from None
-        return result
 
 
 def _failed(failure: UserCodeError, *, is_fatal: bool) -> messages.Failed:
@@ -348,13 +355,10 @@ def _indices(candidates: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
 async def _left_behind(before: set[int]) -> list[str]:
     """End the processes that were started meanwhile and are still running, and return their command lines."""
     deadline = time.monotonic() + CHILD_GRACE_SECONDS
-    while (left := set(children(os.getpid())) - before) and time.monotonic() < deadline:
+    while (left := started_by(os.getpid()) - before) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    commands = []
-    for pid in sorted(left):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            commands.append(f"'{words.strip()[:100]}'")
+    commands = [f"'{command_of(pid)[:100]}'" for pid in sorted(left)]
+    for pid in left:
         kill_worker(pid)
     return commands
 
@@ -364,7 +368,9 @@ def _send_logs(connection: RunConnection) -> None:
 
     class Sender(QueueHandler):
         def enqueue(self, record: logging.LogRecord) -> None:
-            connection.send(messages.LogEntry(dict(vars(record))))
+            # `extra` may be anything; what the others hold is in the message by now.
+            plain = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float | None)}
+            connection.send(messages.LogEntry(plain))
 
     root = logging.getLogger()
     root.handlers[:] = [Sender(queue.SimpleQueue())]

@@ -123,7 +123,7 @@ class Episode:
         self._refusals += 1
         if self._refusals > 1:  # an agent that catches the error and asks again must not busy-loop
             await asyncio.sleep(1.0)
-        raise self._closed()
+        raise self.closed()
 
     def check_open_sync(self) -> None:
         """`check_open` for code that cannot await."""
@@ -132,9 +132,10 @@ class Episode:
         self._refusals += 1
         if self._refusals > 1:
             time.sleep(1.0)
-        raise self._closed()
+        raise self.closed()
 
-    def _closed(self) -> asyncio.CancelledError:
+    def closed(self) -> asyncio.CancelledError:
+        """Return the error of a call after the episode's end."""
         return asyncio.CancelledError(f"episode {self.id} has ended; its calls are not answered any more")
 
     def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
@@ -148,7 +149,7 @@ class Episode:
         try:
             return answer.result()
         except concurrent.futures.CancelledError:
-            raise self._closed() from None
+            raise self.closed() from None
         finally:
             with _lock:
                 self._waiting.discard(answer)

@@ -28,6 +28,11 @@ REASONS = {
     "system_exit": "SystemExit: 4",
     "fork_asks": "ValueError: its child ended with 0",
     "local_result": "Local: an error that no pickle holds",
+    "small_leak": "WorkerError: it took more memory than eval.general.workers.memory_mb, 256 MiB",
+    "forkserver_child": "WorkerError: it left 1 processes behind, the first of which is ",
+    "daemon": "WorkerError: it left ",
+    "unreadable_error": "Unreadable: an error that no process reads",
+    "foreign_error": "Foreign: an error of another module",
 }
 """What the run says of each fault."""
 

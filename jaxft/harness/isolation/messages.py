@@ -4,11 +4,13 @@ The run asks a worker for one result at a time. Meanwhile the worker asks the ru
 Both sides are one user's processes: a pickle protects a run from accidents of an agent, not from its malice.
 """
 
+import contextlib
 import pickle
 import socket
 import struct
 from typing import Any, NamedTuple
 
+from jaxft.errors import WorkerError
 from jaxft.rollout.calls import Call, RemoteCall
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 
@@ -16,7 +18,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Identity(NamedTuple):
-    """The fields of an episode that a worker needs: those that determine its random numbers, and its addresses."""
+    """The fields of an episode that a worker needs: those that agents read, and its addresses."""
 
     run_seed: int
     stream: int
@@ -24,6 +26,7 @@ class Identity(NamedTuple):
     example_id: str
     generation: int
     temperature: float | None
+    input_obj: Any
     server_url: str
     token: str | None
 
@@ -57,7 +60,7 @@ class Made(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Run to worker: close the components and end."""
+    """Run to worker: close the components; the answer is `Made`, without modules."""
 
 
 class Done(NamedTuple):
@@ -69,7 +72,6 @@ class Done(NamedTuple):
         candidates: indices of answers and their scores, for each decision.
         remote_calls: answers of remote models.
         outside_calls: number of calls of remote models outside of any episode.
-        data_bytes: memory of the worker after the work.
     """
 
     result: bytes
@@ -77,7 +79,6 @@ class Done(NamedTuple):
     candidates: list[tuple[tuple[int, ...], tuple[float, ...]]]
     remote_calls: list[RemoteCall]
     outside_calls: int
-    data_bytes: int
 
 
 class Failed(NamedTuple):
@@ -167,10 +168,11 @@ class Answer(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Run to worker: the error in the place of an answer, pickled."""
+    """Run to worker: the error in the place of an answer, pickled, and its type and message."""
 
     number: int
-    error: bytes
+    error: bytes | None
+    summary: str
 
 
 class Cancel(NamedTuple):
@@ -228,6 +230,21 @@ def pack_error(error: BaseException) -> bytes | None:
     except Exception:  # of a user's class
         return None
     return content
+
+
+def unpack_error(content: bytes | None, summary: str) -> BaseException:
+    """Return the error of `pack_error`, or a `RuntimeError` with this text if this process cannot read it."""
+    if content is not None:
+        with contextlib.suppress(Exception):  # its class is one of the other process, or has a fault
+            error = pickle.loads(content)
+            if isinstance(error, BaseException):
+                return error
+    return RuntimeError(summary)
+
+
+def out_of_memory(memory_bytes: int) -> WorkerError:
+    """Return the error of a worker that took more memory than it may."""
+    return WorkerError(f"it took more memory than eval.general.workers.memory_mb, {memory_bytes / 2**20:.0f} MiB")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:

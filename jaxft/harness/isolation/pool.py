@@ -5,9 +5,9 @@ calls of an episode are recorded here, and its random numbers depend on nothing 
 """
 
 import asyncio
+import codecs
 import contextlib
 import contextvars
-import errno
 import json
 import logging
 import os
@@ -18,10 +18,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from jaxft.errors import ComponentError, PolicyError, UserCodeError, WorkerError
+from jaxft.errors import ComponentError, PolicyError, UserCodeError, WorkerError, one_line
 from jaxft.harness.config import Config
 from jaxft.harness.isolation import messages, zygote
 from jaxft.harness.isolation.messages import Identity, Work
@@ -68,6 +69,7 @@ class WorkerPool:
         self._get_llm, self._get_server_url, self._log = get_llm, get_server_url, log
         self._free = asyncio.Semaphore(max_workers)
         self._idle: list[_Process] = []
+        self._running: set[_Process] = set()
         self._zygote: _Zygote | None = None
         self._starting = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -99,9 +101,16 @@ class WorkerPool:
             task = asyncio.current_task()
             label = "" if task is None else task.get_name()
             identity = None if episode is None else _identity(episode)
-            work = Work(name, argument, identity, label)
+            try:
+                work = messages.pack(Work(name, argument, identity, label))
+            except Exception as error:  # of a user's class
+                raise TypeError(
+                    f"what it is given cannot be handed to another process ({error}): use plain values, or set "
+                    f"{'isolation' if name is None else 'judge_isolation'} to none"
+                ) from None
             async with self._free, self._taken(name) as process:
                 result = await process.do(work, episode, seconds, late)
+                process.num_done += 1
             if isinstance(result, UserCodeError):
                 raise result
             return result
@@ -112,15 +121,23 @@ class WorkerPool:
         """End all workers."""
         for process in self._idle:
             self._retire(process)
+        self._idle = []
         await asyncio.gather(*self._retiring)
         if self._zygote is not None:
             await self._zygote.close()
+        # Those of a call that was cancelled twice.
+        await asyncio.gather(*(process.has_ended() for process in self._running))
 
     @contextlib.asynccontextmanager
     async def _taken(self, name: str | None) -> AsyncIterator["_Process"]:
         """Yield a worker that has made a component; afterwards it is idle, or is replaced if it cannot go on."""
-        self._idle = [process for process in self._idle if process.is_running]
-        process = self._idle.pop() if self._idle else await self._start()
+        process = None
+        while self._idle and process is None:
+            process = self._idle.pop()
+            if not process.is_fit:  # a thread that an agent left behind has ended it, or flooded its output
+                self._retire(process)
+                process = None
+        process = await self._start() if process is None else process
         try:
             if name not in process.made:
                 modules = await process.make(name)
@@ -130,7 +147,7 @@ class WorkerPool:
         finally:
             if not process.is_usable:
                 process.kill()
-                await asyncio.shield(process.has_ended())
+                await process.has_ended()
             elif process.num_done < (self._limits.max_episodes or sys.maxsize):
                 self._idle.append(process)
             else:
@@ -138,11 +155,14 @@ class WorkerPool:
 
     async def _start(self) -> "_Process":
         async with self._starting:
-            if self._zygote is None or self._zygote.has_ended:
+            if self._zygote is not None and self._zygote.has_ended:
+                await self._zygote.close()
+                self._zygote = None
+            if self._zygote is None:
                 self._zygote = await _Zygote.start(self._config)
             self.num_started += 1
             memory = self._limits.memory_mb
-            return await _Process.start(
+            process = await _Process.start(
                 self._zygote,
                 None if memory is None else memory * 2**20,
                 self._limits.max_output_mb * 2**20,
@@ -150,6 +170,9 @@ class WorkerPool:
                 get_server_url=self._get_server_url,
                 log=self._log,
             )
+        self._running.add(process)
+        process.on_end(self._running.discard)
+        return process
 
     def _retire(self, process: "_Process") -> None:
         task = asyncio.create_task(process.close())
@@ -158,13 +181,17 @@ class WorkerPool:
 
 
 class _Zygote:
-    """The process that forks the workers, from the side of the run."""
+    """The process that forks the workers, from the side of the run.
+
+    Attributes:
+        has_ended: True once it can fork no more workers.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
         self._process, self._control = process, control
         self._control.setblocking(False)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._forked: asyncio.Queue[int] = asyncio.Queue()
+        self._forking: deque[asyncio.Future[int]] = deque()  # in the order in which it answers
         self._codes: dict[int, asyncio.Future[int | None]] = {}
         self.has_ended = False
         self._listening = asyncio.create_task(self._listen())
@@ -183,21 +210,32 @@ class _Zygote:
                 f"eval.general.isolation: the configuration cannot be handed to another process ({error}): define its "
                 "classes at the top level of modules that can be imported, or set isolation to none"
             ) from error
-        made = cls(*await asyncio.to_thread(zygote.start, preparation))
-        await made._ready
+        made = cls(*zygote.start(preparation))
+        try:
+            await made._ready
+        except BaseException:
+            await made.close()
+            raise
         return made
 
-    async def fork(self, files: tuple[int, int, int], memory_bytes: int | None) -> int:
-        """Start a worker and return its process id."""
-        try:
-            zygote.fork(self._control, files, memory_bytes)
-            pid = await self._forked.get()
-        except OSError as error:
-            raise WorkerError(f"no worker can be started: {error}") from error
-        if pid < 0:
-            raise WorkerError("no worker can be started: the process that forks them has ended")
-        self._codes[pid] = asyncio.get_running_loop().create_future()
-        return pid
+    async def fork(self, files: Sequence[int], memory_bytes: int | None) -> int:
+        """Start a worker and return its process id.
+
+        Raises:
+            WorkerError: there are too many processes, or the zygote has ended.
+        """
+        while True:
+            try:
+                zygote.fork(self._control, files, memory_bytes)
+                break
+            except BlockingIOError:  # its queue is full
+                await asyncio.sleep(0.01)
+            except OSError as error:
+                raise WorkerError(f"no worker can be started: {error}") from error
+        # If the caller is cancelled, it closes the files, and a worker without them ends.
+        pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._forking.append(pid)
+        return await pid
 
     def preload(self, modules: tuple[str, ...]) -> None:
         """Let the zygote import what a worker has imported, so that later ones need not."""
@@ -206,38 +244,52 @@ class _Zygote:
 
     async def code_of(self, pid: int) -> int | None:
         """Wait for the end of a worker and return its exit code; None if nobody knows it."""
-        code = await asyncio.shield(self._codes[pid])
+        code = await self._codes[pid]
+        del self._codes[pid]
         return code
 
     async def close(self) -> None:
         """End the zygote, and with it all workers."""
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_WR)
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # a module that it imports hangs
+            zygote.kill_worker(self._process.pid)
+            await asyncio.to_thread(self._process.wait)
+        await self._listening
         self._control.close()
-        await asyncio.to_thread(self._process.wait)
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        try:
+        with contextlib.suppress(OSError):
             while report := await loop.sock_recv(self._control, zygote.MAX_MESSAGE_BYTES):
                 self._take(json.loads(report))
-        except OSError:
-            pass
         self.has_ended = True
-        self._forked.put_nowait(-1)
-        if not self._ready.done():
-            self._ready.set_exception(WorkerError("the process that forks workers ended before it was ready"))
-        for code in self._codes.values():
+        ended = WorkerError("no worker can be started: the process that forks them has ended")
+        unanswered: list[asyncio.Future[Any]] = [self._ready, *self._forking]
+        for waiting in unanswered:
+            if not waiting.done():
+                waiting.set_exception(ended)
+        for pid, code in self._codes.items():
             if not code.done():
+                zygote.kill_worker(pid)  # unless the zygote has done that at its own end
                 code.set_result(None)
 
     def _take(self, report: dict[str, Any]) -> None:
-        if "forked" in report:
-            self._forked.put_nowait(report["forked"])
+        if "forked" in report or "refused" in report:
+            pid = self._forking.popleft()
+            if "forked" in report:  # before its end is reported, and even if nobody waits for it any more
+                self._codes[report["forked"]] = asyncio.get_running_loop().create_future()
+            if not pid.done():
+                if "forked" in report:
+                    pid.set_result(report["forked"])
+                else:
+                    pid.set_exception(WorkerError(f"no worker can be started: {report['refused']}"))
         elif "ended" in report:
-            code = self._codes.get(report["ended"])
-            if code is not None and not code.done():
-                code.set_result(report["code"])
+            self._codes[report["ended"]].set_result(report["code"])
+        elif self._ready.done():
+            return
         elif "failed" in report:
             self._ready.set_exception(
                 ComponentError(f"eval.general.isolation: a worker cannot import the agent: {report['failed']}")
@@ -253,6 +305,7 @@ class _Process:
         num_done: calls of components that it has done.
         made: names of the components that it has made, None for the workflow.
         is_usable: False while it works, and for good after an error that it cannot recover from.
+        place: the user's code that it was in when it was asked last, or crashed; empty if it has not said.
     """
 
     def __init__(
@@ -263,6 +316,7 @@ class _Process:
         writer: asyncio.StreamWriter,
         output: int,
         trace: int,
+        memory_bytes: int | None,
         max_output_bytes: int,
         *,
         get_llm: Find,
@@ -272,12 +326,14 @@ class _Process:
         self._zygote, self._pid = zygote, pid
         self._reader, self._writer = reader, writer
         self._output, self._trace = output, trace
-        self._max_output_bytes = max_output_bytes
+        self._memory_bytes, self._max_output_bytes = memory_bytes, max_output_bytes
         self._get_llm, self._get_server_url, self._log = get_llm, get_server_url, log
         self._told: dict[str, set[int]] = {}
         self._output_bytes = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._has_flooded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._code: int | None = None
+        self.place = ""
         self._ending = asyncio.create_task(self._wait_for_end())
         self.num_done = 0
         self.made: set[str | None] = set()
@@ -291,22 +347,22 @@ class _Process:
         cls, zygote: _Zygote, memory_bytes: int | None, max_output_bytes: int, **functions: Any
     ) -> "_Process":
         """Start a worker."""
-        ours, theirs = socket.socketpair()
-        output_reader, output_writer = os.pipe()
-        trace_reader, trace_writer = os.pipe()
-        try:
-            pid = await zygote.fork((theirs.fileno(), output_writer, trace_writer), memory_bytes)
-        except BaseException:
-            ours.close()
-            os.close(output_reader)
-            os.close(trace_reader)
-            raise
-        finally:
-            theirs.close()
-            os.close(output_writer)
-            os.close(trace_writer)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(zygote, pid, reader, writer, output_reader, trace_reader, max_output_bytes, **functions)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+
+            def pipe() -> tuple[int, int]:
+                ends = os.pipe()
+                for stack, end in zip((ours, theirs), ends, strict=True):
+                    stack.callback(os.close, end)
+                return ends
+
+            connection, connection_of_worker = socket.socketpair()
+            ours.enter_context(connection)
+            theirs.enter_context(connection_of_worker)
+            (output, output_writer), (trace, trace_writer) = pipe(), pipe()
+            pid = await zygote.fork((connection_of_worker.fileno(), output_writer, trace_writer), memory_bytes)
+            reader, writer = await asyncio.open_unix_connection(sock=connection)
+            ours.pop_all()
+        return cls(zygote, pid, reader, writer, output, trace, memory_bytes, max_output_bytes, **functions)
 
     async def make(self, name: str | None) -> tuple[str, ...]:
         """Let the worker make a component; return the modules that it has imported for it.
@@ -315,14 +371,14 @@ class _Process:
             UserCodeError: the factory raised an error.
             WorkerError: the worker ended.
         """
-        made = await self.do(messages.Make(name), None, None, "")
+        made = await self.do(messages.pack(messages.Make(name)), None, None, "")
         if isinstance(made, UserCodeError):
             raise made
         self.made.add(name)
         return made
 
-    async def do(self, work: Any, episode: Episode | None, seconds: float | None, late: str) -> Any:
-        """Let the worker do a work; return its result, or a `UserCodeError`.
+    async def do(self, work: bytes, episode: Episode | None, seconds: float | None, late: str) -> Any:
+        """Let the worker do a work, a packed message; return its result, or a `UserCodeError`.
 
         Raises:
             TimeoutError: it took longer than `seconds`.
@@ -336,24 +392,25 @@ class _Process:
             await asyncio.wait(watched, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if working.done() and not isinstance(working.exception(), asyncio.IncompleteReadError | OSError):
                 result, self.is_usable = working.result()
-                self.num_done += isinstance(work, Work)
                 return result
             if self._has_flooded.done():
                 raise WorkerError(
                     f"it wrote more than eval.general.workers.max_output_mb, {self._max_output_bytes / 2**20:.0f} MiB"
                 )
             if not working.done() and not self._ending.done():
-                raise TimeoutError(f"{late} within {seconds:g} s{await self._place()}")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._ending), 1.0)
+                await self._ask_for_place()
+                raise TimeoutError(f"{late} within {seconds:g} s{self._at_place()}")
+            await asyncio.wait({self._ending}, timeout=1.0)
+            if self._code == zygote.OUT_OF_MEMORY and self._memory_bytes is not None:
+                raise messages.out_of_memory(self._memory_bytes)
             raise WorkerError(self._why_it_ended())
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             await answering.close()
 
-    async def _work(self, work: Any, episode: Episode | None, answering: "_Answering") -> tuple[Any, bool]:
-        self.send(work)
+    async def _work(self, work: bytes, episode: Episode | None, answering: "_Answering") -> tuple[Any, bool]:
+        self._writer.write(work)
         await self._writer.drain()
         while True:
             message = await messages.read(self._reader)
@@ -363,16 +420,17 @@ class _Process:
                 if episode is not None:
                     _take_over(message, episode)
                 add_outside_calls(message.outside_calls)
-                return pickle.loads(message.result), True
+                return _unpickled_result(message.result), True
             if isinstance(message, messages.Failed):
-                error = RuntimeError(message.summary) if message.error is None else pickle.loads(message.error)
+                error = messages.unpack_error(message.error, message.summary)
                 failure = UserCodeError.of_another_process(error, message.summary, message.traceback, message.tail)
                 return failure, not message.is_fatal
             answering.take(message)
 
     def send(self, message: Any) -> None:
         """Send a message to the worker."""
-        self._writer.write(messages.pack(message))
+        if not self._writer.is_closing():
+            self._writer.write(messages.pack(message))
 
     async def found(self, message: messages.Find) -> messages.Found:
         """Return what the worker needs to know of a language model."""
@@ -405,25 +463,28 @@ class _Process:
             zygote.kill_worker(self._pid)
 
     @property
-    def is_running(self) -> bool:
-        """True until the process has ended."""
-        return not self._ending.done()
+    def is_fit(self) -> bool:
+        """True if it can be given work."""
+        return not self._ending.done() and not self._has_flooded.done()
 
     async def has_ended(self) -> None:
-        """Wait for the end of the process, and close what belongs to it."""
-        await self._ending
-        if self._trace >= 0:
-            os.close(self._trace)
-            self._trace = -1
+        """Wait for the end of the process."""
+        await asyncio.shield(self._ending)
+
+    def on_end(self, call: Callable[["_Process"], object]) -> None:
+        """Call a function with this worker when it has ended."""
+        self._ending.add_done_callback(lambda _: call(self))
 
     async def close(self) -> None:
-        """Let the worker close its components and end; kill it if that takes too long."""
-        with contextlib.suppress(OSError):
-            self.send(messages.Close())
+        """Let the worker close its components, and end it."""
         try:
-            await asyncio.wait_for(asyncio.shield(self._ending), CLOSE_SECONDS)
-        except TimeoutError:
-            self._log(f"a worker did not close its components within {CLOSE_SECONDS:g} s and is killed")
+            if self.is_fit:
+                close = messages.pack(messages.Close())
+                failure = await self.do(close, None, CLOSE_SECONDS, "it did not close its components")
+                if isinstance(failure, UserCodeError):
+                    self._log(f"a worker at its end: {failure.tail}")
+        except (TimeoutError, WorkerError) as error:
+            self._log(f"a worker at its end: {error}")
         finally:
             self.kill()
             await self.has_ended()
@@ -431,8 +492,10 @@ class _Process:
     async def _wait_for_end(self) -> None:
         self._code = await self._zygote.code_of(self._pid)
         self._pass_on_output()
+        self._read_place()
         asyncio.get_running_loop().remove_reader(self._output)
         os.close(self._output)
+        os.close(self._trace)
         self._writer.close()
 
     def _pass_on_output(self) -> None:
@@ -451,30 +514,34 @@ class _Process:
                 if not self._has_flooded.done():
                     self._has_flooded.set_result(None)
                 return
-            sys.stdout.write(content.decode(errors="replace"))
-            sys.stdout.flush()
+            # What is written to the console meanwhile must not stand within a character.
+            text, encoding = self._decoder.decode(content), sys.stdout.encoding or "utf-8"
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+                sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+                sys.stdout.flush()
 
-    async def _place(self) -> str:
-        """Return where the worker is now, for the end of a message; empty if it does not say."""
+    async def _ask_for_place(self) -> None:
+        """Let the worker say where it is, if it can."""
         with contextlib.suppress(OSError):
             os.kill(self._pid, signal.SIGUSR1)
         deadline = time.monotonic() + TRACE_SECONDS
-        told = ""
-        while time.monotonic() < deadline and not told:
+        while time.monotonic() < deadline and not self.place and not self._ending.done():
             await asyncio.sleep(0.01)
-            told = self._last_place()
-        return told
+            self._read_place()
 
-    def _last_place(self) -> str:
+    def _read_place(self) -> None:
         try:
             trace = os.read(self._trace, 2**16).decode(errors="replace")
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EBADF):
-                return ""
-            raise
+        except BlockingIOError:  # it has said nothing
+            return
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', trace)
         users = [frame for frame in frames if not is_library(frame[0]) and not frame[0].startswith("<")]
-        return "" if not users else ", at {}:{} in {}".format(*users[0])
+        if users:
+            self.place = "{}:{} in {}".format(*users[0])
+
+    def _at_place(self) -> str:
+        """Return the end of a message, which says where the worker is or was."""
+        return f", at {self.place}" if self.place else ""
 
     def _why_it_ended(self) -> str:
         if not self._ending.done():
@@ -484,7 +551,7 @@ class _Process:
             return "its process has ended"
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"its process was ended by {signal.Signals(-code).name}{self._last_place()}"
+                return f"its process was ended by {signal.Signals(-code).name}{self._at_place()}"
             return f"its process was ended by signal {-code}"
         if code == zygote.BROKEN:
             return "its process broke down, as when an agent closes files that it has not opened"
@@ -526,15 +593,13 @@ class _Answering:
     async def _answer(self, message: Any) -> None:
         try:
             answer = await self._answer_to(message)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:  # a thread that the agent left behind may wait
+            self._process.send(messages.Refusal(message.number, messages.pack_error(error), ""))
             raise
         except Exception as error:
             if isinstance(error, PolicyError) and self._episode is not None:
                 self._episode.policy_error = error
-            content = messages.pack_error(error)
-            if content is None:
-                content = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-            answer = messages.Refusal(message.number, content)
+            answer = messages.Refusal(message.number, messages.pack_error(error), one_line(error))
         self._process.send(answer)
 
     async def _answer_to(self, message: Any) -> Any:
@@ -569,6 +634,16 @@ def _scope(message: messages.Ask) -> Iterator[None]:
         yield
 
 
+def _unpickled_result(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # of a user's class
+        raise TypeError(
+            f"the result cannot be read outside of the process that made it ({type(error).__name__}: {error}): return "
+            "plain values, or set isolation to none"
+        ) from None
+
+
 def _identity(episode: Episode) -> Identity:
     return Identity(
         episode.run_seed,
@@ -577,6 +652,7 @@ def _identity(episode: Episode) -> Identity:
         episode.example_id,
         episode.generation,
         episode.temperature,
+        episode.input_obj,
         episode.server_url,
         episode.api_key if episode.is_served else None,
     )

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing import spawn
+from multiprocessing import current_process, spawn
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +34,17 @@ MAX_MESSAGE_BYTES = 2**17
 
 MODULES_PER_MESSAGE = 500
 
+MAX_REASON_CHARACTERS = MAX_MESSAGE_BYTES // 16
+"""Maximum length of a reason in a report; as JSON, a character has up to 12 bytes."""
+
 BROKEN = 70
 """Exit code of a worker that cannot go on, as after an agent has closed its files; sysexits.h calls it EX_SOFTWARE."""
 
+OUT_OF_MEMORY = 71
+"""Exit code of a worker that has no memory left even for a message about that."""
+
 NOT_LEFT_BEHIND = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Words in the command lines of Python's own helpers, which live as long as the process that started them."""
-
 
 WORK = "jaxft.harness.worker:work"
 """What a worker does; imported in the zygote, as it needs the modules that start this one."""
@@ -73,19 +78,18 @@ def prepare(config: Any) -> bytes:
 def start(preparation: bytes) -> "tuple[subprocess.Popen[bytes], socket.socket]":
     """Start a zygote; return its process, and the socket for `fork` and its reports."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = f"from jaxft.harness.isolation.zygote import main; main({theirs.fileno()})"
+    with theirs, os.fdopen(os.memfd_create("preparation"), "w+b") as stdin:  # a pipe would hold up the event loop
+        stdin.write(preparation)
+        stdin.seek(0)
+        command = f"from jaxft.harness.isolation.zygote import main; main({theirs.fileno()}, {os.getpid()})"
         process = subprocess.Popen(
             [sys.executable, "-c", command],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             pass_fds=(theirs.fileno(),),
             # Agents get no accelerator: the run has it.
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             start_new_session=True,  # Ctrl-C is for the run
         )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(preparation)
     return process, ours
 
 
@@ -100,55 +104,86 @@ def preload(control: socket.socket, modules: Sequence[str]) -> None:
         control.send(json.dumps({"import": modules[start : start + MODULES_PER_MESSAGE]}).encode())
 
 
-def main(control_number: int) -> None:
-    """Be a zygote until the run closes the socket of this number."""
+def main(control_number: int, run: int) -> None:
+    """Be a zygote until the run closes the socket of this number, or ends.
+
+    Args:
+        control_number: number of the socket to the run.
+        run: process id of the run.
+    """
     control = socket.socket(fileno=control_number)
     adopt_orphans()
     preparation: Preparation = pickle.loads(sys.stdin.buffer.read())
     try:
+        # As in a process of `multiprocessing`, a main script that starts workers again is told about `__main__`.
+        current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(preparation.main)
         import_installed()
         for name in preparation.imports:
             import_module(name)
         config = pickle.loads(preparation.config)
+        del current_process()._inheriting  # type: ignore[attr-defined]
         work = pkgutil.resolve_name(WORK)
         logging.getLogger().setLevel(preparation.log_level)
     except (Exception, SystemExit) as error:
-        report = {"failed": f"{type(error).__name__}: {error}"[: MAX_MESSAGE_BYTES // 2]}
-        control.send(json.dumps(report).encode())
+        _send(control, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]})
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages of all that was imported
-    control.send(json.dumps({"ready": True}).encode())
+    try:
+        _fork_on_demand(control, run, work, config)
+    finally:
+        kill_descendants(os.getpid())
+
+
+def _fork_on_demand(control: socket.socket, run: int, work: Any, config: Any) -> None:
+    """Fork workers as the run asks for them, and report their ends, until the run has gone."""
     wake_reader, wake_writer = socket.socketpair()
     wake_writer.setblocking(False)
     signal.set_wakeup_fd(wake_writer.fileno())
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    watched: list[Any] = [control, wake_reader]
+    run_end = None
+    with contextlib.suppress(OSError):  # the kernel has no such files, or the run has ended, which `control` tells
+        # A process that the run has forked may hold the run's end of `control` open.
+        run_end = os.pidfd_open(run)
+        watched.append(run_end)
+    _send(control, {"ready": True})
     workers: set[int] = set()
+    kept = set(children(os.getpid()))  # the user's modules may have started them
     while True:
-        readable, _, _ = select.select([control, wake_reader], [], [])
+        readable, _, _ = select.select(watched, [], [])
+        if run_end in readable:
+            return
         if wake_reader in readable:
             wake_reader.recv(4096)
-            _report_ended(control, workers)
+            _report_ended(control, workers, kept)
         if control not in readable:
             continue
         message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 3)
         if not message:
-            break
+            return
         request = json.loads(message)
         if "import" in request:
             _import_quietly(request["import"])
+            kept |= set(children(os.getpid())) - workers
             continue
-        pid = os.fork()
-        if pid == 0:
-            for other in (control, wake_reader, wake_writer):
-                other.close()
-            _be_worker(work, config, files, request["fork"])
-        workers.add(pid)
+        flush_output()  # or each worker would print the rest, too
+        try:
+            pid = os.fork()
+        except OSError as error:  # there are too many processes
+            _send(control, {"refused": str(error)})
+        else:
+            if pid == 0:
+                for other in (control, wake_reader, wake_writer):
+                    other.close()
+                if run_end is not None:
+                    os.close(run_end)
+                _be_worker(work, config, files, request["fork"])
+            workers.add(pid)
+            _send(control, {"forked": pid})
         for file in files:
             os.close(file)
-        _send(control, {"forked": pid})
-    kill_descendants(os.getpid())
 
 
 def _import_quietly(modules: Sequence[str]) -> None:
@@ -167,7 +202,7 @@ def _send(control: socket.socket, report: dict[str, Any]) -> None:
         return
 
 
-def _report_ended(control: socket.socket, workers: set[int]) -> None:
+def _report_ended(control: socket.socket, workers: set[int], kept: set[int]) -> None:
     """Report the exit codes of workers that have ended, negative ones for signals, and end what they left behind."""
     has_ended = False
     while True:
@@ -182,7 +217,7 @@ def _report_ended(control: socket.socket, workers: set[int]) -> None:
             has_ended = True
             _send(control, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
     if has_ended:
-        for orphan in set(children(os.getpid())) - workers:
+        for orphan in set(children(os.getpid())) - workers - kept:
             kill_worker(orphan)
 
 
@@ -204,11 +239,20 @@ def _be_worker(work: Any, config: Any, files: Sequence[int], memory_bytes: int |
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         work(socket.socket(fileno=connection), trace, config, memory_bytes)
         code = 0
+    except MemoryError:
+        code = OUT_OF_MEMORY
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the agent may have closed it
-                stream.flush()
-        os._exit(code)
+        try:
+            flush_output()
+        finally:
+            os._exit(code)
+
+
+def flush_output() -> None:
+    """Write what is buffered of standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the agent may have replaced or closed it
+            stream.flush()
 
 
 def adopt_orphans() -> None:
@@ -225,7 +269,7 @@ def data_bytes() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process that are running; Python's own helpers are left out."""
+    """Return the children of a process that are running."""
     found = []
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -238,17 +282,38 @@ def children(pid: int) -> list[int]:
 def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
         return False
-    return state not in ("Z", "X") and not any(word in command for word in NOT_LEFT_BEHIND)
+    return state not in ("Z", "X")
+
+
+def started_by(pid: int) -> set[int]:
+    """Return the running descendants of a process, without Python's own helpers, but with what these have started."""
+    # A process that a helper forks has the helper's command line.
+    return {
+        child
+        for child, parent in _descendants(pid).items()
+        if not _is_helper(command_of(child)) or _is_helper(command_of(parent))
+    }
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _is_helper(command: str) -> bool:
+    return any(word in command for word in NOT_LEFT_BEHIND)
 
 
 def kill_descendants(pid: int) -> None:
     """End all descendants of a process; each is stopped first, so that it starts no others meanwhile."""
     known: set[int] = set()
     for _ in range(100):  # a process that forks without end is killed with its descendants before that
-        new = _descendants(pid) - known
+        new = set(_descendants(pid)) - known
         if not new:
             break
         for each in new:
@@ -258,11 +323,14 @@ def kill_descendants(pid: int) -> None:
         _signal(each, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> set[int]:
-    found: set[int] = set()
+def _descendants(pid: int) -> dict[int, int]:
+    """Return the running descendants of a process, each with its parent."""
+    found: dict[int, int] = {}
     level = [pid]
-    while level := [child for each in level for child in children(each) if child not in found]:
-        found.update(level)
+    while level:
+        new = {child: each for each in level for child in children(each) if child not in found}
+        found |= new
+        level = list(new)
     return found
 
 

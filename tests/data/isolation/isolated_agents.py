@@ -7,7 +7,9 @@ import logging
 import multiprocessing
 import os
 import subprocess
+import sys
 import time
+import types
 from typing import Any
 
 import jaxft
@@ -150,14 +152,51 @@ async def local_result() -> None:
     raise Local(1, 2)
 
 
+async def small_leak() -> None:
+    """Nothing is left for the message about it."""
+    held: list = []
+    while True:
+        held.append([held])
+
+
+async def forkserver_child() -> None:
+    """Python's own server has forked it."""
+    multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,)).start()
+
+
+async def daemon() -> None:
+    """A process that has left its parents and their session, ignores SIGTERM, and goes on writing."""
+    script = "trap '' TERM; while true; do echo x; sleep 0.1; done"
+    subprocess.run(["sh", "-c", f'setsid sh -c "{script}" &'], check=True)
+
+
+class Unreadable(Exception):
+    def __reduce__(self) -> Any:
+        return eval, ("1 / 0",)
+
+
+async def unreadable_error() -> None:
+    raise Unreadable("an error that no process reads")
+
+
+async def foreign_error() -> None:
+    """Its class is one of a module that only this process has."""
+    module = types.ModuleType("foreign_module")
+    sys.modules[module.__name__] = module
+    module.Foreign = type("Foreign", (Exception,), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    raise module.Foreign("an error of another module")
+
+
 async def log() -> None:
-    logging.getLogger("isolated_agents").warning("a warning of %s", "the agent")
+    logger = logging.getLogger("isolated_agents")
+    logger.warning("a warning of %s", "the agent", extra={"function": lambda: None})
     print("printed by the agent")
 
 
 FAULTS = {each.__name__: each for each in (
     busy_loop, sleep_in_c, swallowed_cancellation, leak, segfault, exit_at_once, children_left_behind, filled_output,
-    closed_descriptors, never_answers, killed, system_exit, fork_asks, local_result, log,
+    closed_descriptors, never_answers, killed, system_exit, fork_asks, local_result, small_leak,
+    forkserver_child, daemon, unreadable_error, foreign_error, log,
 )}  # fmt: skip
 
 
