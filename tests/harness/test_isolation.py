@@ -1,14 +1,21 @@
 """Agents and evaluators in workers: the same tokens as in process, and faults that cost their episode only."""
 
 import asyncio
+import contextlib
 import io
 import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import jaxft
-from jaxft.harness.isolation.zygote import children
+from jaxft.harness.isolation.pool import WorkerPool
+from jaxft.harness.isolation.zygote import children, command_of, started_by
+from jaxft.redaction import hiding
 from jaxft.runs.console import Console
 
 AGENTS = Path(__file__).parents[1] / "data" / "isolation" / "isolated_agents.py"
@@ -104,17 +111,15 @@ def tokens(outcome):
     return [(call.token_ids, call.sampler_logprobs, call.functions) for call in outcome.episode.calls]
 
 
+def open_files():
+    """What the file descriptors of this process are, in order."""
+    numbers = [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").exists()]
+    return sorted(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{number}")) for number in numbers)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Fails a test that leaves a process or a file descriptor behind."""
-
-    def open_files():
-        return {
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if Path(f"/proc/self/fd/{fd}").exists()
-        }
-
+    """Fails a test that leaves a process behind."""
     before = set(children(os.getpid()))
     yield
     assert set(children(os.getpid())) == before
@@ -196,3 +201,90 @@ def test_workers_are_replaced_after_their_episodes(tmp_path):
 def test_a_factory_that_fails_is_an_error_of_the_configuration(tmp_path):
     with pytest.raises(jaxft.ComponentError, match="KeyError: 'none'"):
         evaluate(tmp_path, general=PROCESS, workflow={"_type": "isolated_agent", "llm": "policy", "how": "none"})
+
+
+async def no_llm(name):
+    raise AssertionError(name)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(folder, **options):
+    """Workers without a policy, for evaluators; they leave no file descriptor and no task."""
+    files, shown = open_files(), []
+    pool = WorkerPool(config_of(folder, **options), 4, get_llm=no_llm, get_server_url=no_llm, log=shown.append)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        assert len(asyncio.all_tasks()) == 1
+        assert open_files() == files
+        assert shown == []
+
+
+def example(question):
+    return jaxft.EvalInputItem(id=question, full_dataset_entry={"question": question}, output_obj=1.0, trajectory=[])
+
+
+def test_the_run_goes_on_when_the_zygote_is_killed(tmp_path):
+    async def main():
+        async with pool_of(tmp_path, judge_fault="hangs_with_child") as pool:
+            score = pool.function("size", None, "")
+            hanging = asyncio.create_task(score(example("bb?")))
+            while len(workers := started_by(os.getpid())) < 3:  # the zygote, a worker and what that has started
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.2)
+            os.kill(pool._zygote._process.pid, signal.SIGKILL)
+            with pytest.raises(jaxft.errors.WorkerError):
+                await hanging
+            await asyncio.sleep(0.1)
+            assert not [pid for pid in workers if command_of(pid)]
+            assert await score(example("a?")) == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_start_may_be_cancelled(tmp_path):
+    async def main():
+        async with pool_of(tmp_path) as pool:
+            score = pool.function("size", None, "")
+            for seconds in (0.01, None, 0.0, 0.002, 0.004, 0.01):  # the first cancels the start of the zygote
+                if seconds is None:
+                    await pool.check("size")
+                    continue
+                starting = asyncio.create_task(score(example("a?")))
+                await asyncio.sleep(seconds)
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                for process in pool._idle:  # or the next one would not be started
+                    process.kill()
+            assert await asyncio.gather(*(score(example("a?")) for _ in range(4))) == [1.0] * 4
+
+    asyncio.run(main())
+
+
+def test_secrets_in_errors_of_workers_are_masked(tmp_path):
+    async def main():
+        async with pool_of(tmp_path, judge_fault="tells_secret") as pool:
+            with pytest.raises(jaxft.errors.UserCodeError) as caught:
+                await pool.function("size", None, "")(example("bb?"))
+            return caught.value
+
+    with hiding(["sk-of-the-run"]):
+        failure = asyncio.run(main())
+    assert failure.summary == "ValueError: the key *** is refused"
+    assert "sk-of-the-run" not in failure.traceback + failure.tail
+
+
+def test_a_script_from_standard_input_may_have_workers(tmp_path):
+    script = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.harness.test_isolation import example, pool_of
+from pathlib import Path
+async def main():
+    async with pool_of(Path({str(tmp_path)!r})) as pool:
+        print(await pool.function("size", None, "")(example("a?")))
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert run.stdout == "1.0\n", run.stderr

@@ -279,20 +279,21 @@ class _Zygote:
     def _take(self, report: dict[str, Any]) -> None:
         if "forked" in report or "refused" in report:
             pid = self._forking.popleft()
-            if "forked" in report:  # before its end is reported, and even if nobody waits for it any more
-                self._codes[report["forked"]] = asyncio.get_running_loop().create_future()
-            if not pid.done():
-                if "forked" in report:
-                    pid.set_result(report["forked"])
-                else:
-                    pid.set_exception(WorkerError(f"no worker can be started: {report['refused']}"))
+            if pid.done():  # nobody waits for it any more
+                return
+            if "refused" in report:
+                pid.set_exception(WorkerError(f"no worker can be started: {report['refused']}"))
+                return
+            self._codes[report["forked"]] = asyncio.get_running_loop().create_future()
+            pid.set_result(report["forked"])
         elif "ended" in report:
-            self._codes[report["ended"]].set_result(report["code"])
+            if report["ended"] in self._codes:
+                self._codes[report["ended"]].set_result(report["code"])
         elif self._ready.done():
             return
         elif "failed" in report:
             self._ready.set_exception(
-                ComponentError(f"eval.general.isolation: a worker cannot import the agent: {report['failed']}")
+                ComponentError(f"eval.general.isolation: a worker cannot import {report['failed']}")
             )
         else:
             self._ready.set_result(None)

@@ -70,6 +70,8 @@ def prepare(config: Any) -> bytes:
     """Return the preparation of a zygote for a configuration, pickled."""
     main = spawn.get_preparation_data("jaxft zygote")
     main["authkey"] = bytes(main["authkey"])  # in its own class it refuses to be pickled
+    if not Path(main.get("init_main_from_path", "")).is_file():  # Python reads the program from standard input
+        main.pop("init_main_from_path", None)
     return pickle.dumps(
         Preparation(main, tuple(config.imports), pickle.dumps(config), logging.getLogger().getEffectiveLevel())
     )
@@ -114,25 +116,29 @@ def main(control_number: int, run: int) -> None:
     control = socket.socket(fileno=control_number)
     adopt_orphans()
     preparation: Preparation = pickle.loads(sys.stdin.buffer.read())
+    what = "the main script, whose program must be under `if __name__ == '__main__':`"
     try:
-        # As in a process of `multiprocessing`, a main script that starts workers again is told about `__main__`.
+        # A script without that, which makes workers here again, gets the error of `multiprocessing`.
         current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(preparation.main)
+        what = "the modules of the agent"
         import_installed()
         for name in preparation.imports:
             import_module(name)
+        what = "the configuration, whose classes must be in modules that can be imported"
         config = pickle.loads(preparation.config)
         del current_process()._inheriting  # type: ignore[attr-defined]
         work = pkgutil.resolve_name(WORK)
         logging.getLogger().setLevel(preparation.log_level)
     except (Exception, SystemExit) as error:
-        _send(control, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]})
+        _send(control, {"failed": f"{what}: {type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]})
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages of all that was imported
     try:
         _fork_on_demand(control, run, work, config)
     finally:
+        signal.set_wakeup_fd(-1)
         kill_descendants(os.getpid())
 
 

@@ -187,6 +187,16 @@ async def foreign_error() -> None:
     raise module.Foreign("an error of another module")
 
 
+async def hangs_with_child() -> None:
+    """It holds Python's global lock, so no other thread can end it."""
+    subprocess.Popen(["sleep", "1000"])
+    ctypes.PyDLL(None).sleep(1000)
+
+
+async def tells_secret() -> None:
+    raise ValueError("the key sk-of-the-run is refused")
+
+
 async def log() -> None:
     logger = logging.getLogger("isolated_agents")
     logger.warning("a warning of %s", "the agent", extra={"function": lambda: None})
@@ -196,7 +206,8 @@ async def log() -> None:
 FAULTS = {each.__name__: each for each in (
     busy_loop, sleep_in_c, swallowed_cancellation, leak, segfault, exit_at_once, children_left_behind, filled_output,
     closed_descriptors, never_answers, killed, system_exit, fork_asks, local_result, small_leak,
-    forkserver_child, daemon, unreadable_error, foreign_error, log,
+    forkserver_child, daemon, unreadable_error, foreign_error, hangs_with_child,
+    tells_secret, log,
 )}  # fmt: skip
 
 
