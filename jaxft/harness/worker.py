@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from filelock import FileLock
 
-from jaxft.errors import UserCodeError, WorkerError, user_code
+from jaxft.errors import RequestError, UserCodeError, WorkerError, user_code
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config
 from jaxft.harness.config_types import ServeConfig
@@ -177,11 +177,18 @@ class WorkerClient(LanguageModel):
         if episode is not None:
             await episode.check_open()
             episode.count_begun(request.n)
-        answer = await self._connection.ask(
-            lambda number: messages.Ask(number, self.name, request, on_delta is not None, current_functions(), place),
-            on_delta,
-            episode,
-        )
+        try:
+            answer = await self._connection.ask(
+                lambda number: messages.Ask(
+                    number, self.name, request, on_delta is not None, current_functions(), place
+                ),
+                on_delta,
+                episode,
+            )
+        except RequestError:  # the run refused it before it began
+            if episode is not None:
+                episode.count_begun(-request.n)
+            raise
         self._texts |= answer.texts
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
@@ -366,8 +373,13 @@ async def _left_behind(before: set[int]) -> list[str]:
 def _send_logs(connection: RunConnection) -> None:
     """Send records of `logging` to the run, which shows them as it shows its own."""
 
+    own = os.getpid()
+
     class Sender(QueueHandler):
         def enqueue(self, record: logging.LogRecord) -> None:
+            if os.getpid() != own:  # one that the agent has forked
+                os.write(2, f"{record.levelname} {record.name}: {record.getMessage()}\n".encode(errors="replace"))
+                return
             # `extra` may be anything; what the others hold is in the message by now.
             plain = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float | None)}
             connection.send(messages.LogEntry(plain))

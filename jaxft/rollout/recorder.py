@@ -205,7 +205,7 @@ class Episode:
             _episodes[_digest(token)] = self
 
     def count_begun(self, count: int) -> None:
-        """Count calls that another process begins for this episode."""
+        """Count calls that another process begins for this episode; a negative number takes back what it refused."""
         with _lock:
             self._begun += count
 

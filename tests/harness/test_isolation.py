@@ -179,7 +179,9 @@ def test_a_fault_of_an_evaluator_costs_its_episode(tmp_path, fault, seconds, rea
 def test_what_an_agent_prints_and_logs_is_shown(tmp_path, capfd, caplog):
     outcomes, _ = evaluate(tmp_path, faults=["log"], general=PROCESS)
     assert outcomes["log"].error is None
-    assert "printed by the agent" in capfd.readouterr().out
+    written = capfd.readouterr().out
+    assert "printed by the agent, which was asked x?\n" in written
+    assert "WARNING isolated_agents: a warning of a child\n" in written
     assert "a warning of the agent" in caplog.text
 
 

@@ -200,7 +200,12 @@ async def tells_secret() -> None:
 async def log() -> None:
     logger = logging.getLogger("isolated_agents")
     logger.warning("a warning of %s", "the agent", extra={"function": lambda: None})
-    print("printed by the agent")
+    print("printed by the agent, which was asked", jaxft.episode().input_obj)
+    child = os.fork()
+    if child == 0:
+        logger.warning("a warning of a child")
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 FAULTS = {each.__name__: each for each in (
@@ -242,4 +247,7 @@ class ListConfig(jaxft.DatasetConfig, name="isolated_examples"):
 async def examples(config: ListConfig, builder: Any) -> Any:
     rows = [{"question": text} for text in ("a?", "bb?")]
     rows += [{"question": "x?", "fault": fault} for fault in config.faults]
-    yield [jaxft.EvalInputItem(id=row.get("fault", row["question"]), full_dataset_entry=row) for row in rows]
+    yield [
+        jaxft.EvalInputItem(id=row.get("fault", row["question"]), full_dataset_entry=row, input_obj=row.get("question"))
+        for row in rows
+    ]
