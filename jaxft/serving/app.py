@@ -82,24 +82,24 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     async def health(request: Request) -> Response:
         for llm in llms.values():
-            await llm.check()
+            await _while_connected(request, llm.check())
         return _json({"status": "ok"})
 
     async def schema(request: Request) -> Response:
         return _json(openapi_schema(DIALECTS, list(llms), request.scope["root_path"] or "/"))
 
-    return _in_episode(
-        Starlette(
-            routes=[
-                *map(answers, DIALECTS),
-                Route("/v1/models", _answering(models)),
-                Route("/v1/models/{model:path}", _answering(model)),
-                Route("/health", _answering(health)),
-                Route("/openapi.json", _answering(schema)),
-            ],
-            exception_handlers={HTTPException: _no_such_path},
-        )
+    app = Starlette(
+        routes=[
+            *map(answers, DIALECTS),
+            Route("/v1/models", _answering(models)),
+            Route("/v1/models/{model:path}", _answering(model)),
+            Route("/health", _answering(health)),
+            Route("/openapi.json", _answering(schema)),
+        ],
+        exception_handlers={HTTPException: _no_such_path},
     )
+    app.router.redirect_slashes = False  # to a path without the token of the episode
+    return _in_episode(app)
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -140,16 +140,18 @@ def episode_token(scope: Scope) -> tuple[str | None, Scope]:
     if scope["path"].startswith("/e/"):
         token, slash, path = scope["path"].removeprefix("/e/").partition("/")
         return token, {**scope, "path": slash + path, "root_path": f"{scope['root_path']}/e/{token}"}
-    for name, value in scope["headers"]:
-        if name in KEY_HEADERS:
-            key = value.decode("latin-1").removeprefix("Bearer ")
-            if is_episode_token(key):
-                return key, scope
-    return None, scope
+    keys = (key.decode("latin-1") for key in keys_of(scope))
+    return next(filter(is_episode_token, keys), None), scope
 
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
 """Headers that clients of OpenAI and of Anthropic send their key in."""
+
+
+def keys_of(scope: Scope) -> list[bytes]:
+    """Return the keys that a request has."""
+    values = [value for name, value in scope["headers"] if name in KEY_HEADERS]
+    return [(value[7:] if value[:7].lower() == b"bearer " else value).strip() for value in values]
 
 
 def _episode(token: str) -> Episode:
@@ -202,7 +204,7 @@ def _refused(error: Exception, dialect: Dialect) -> APIError:
 
 def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]
     known = (told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/"))
     posts = ", ".join(f"POST {dialect.path}" for dialect in DIALECTS)
     served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models, GET /health and GET /openapi.json"
@@ -232,7 +234,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     return bytes(body)
 
 

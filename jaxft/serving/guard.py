@@ -7,25 +7,28 @@ origin, and the server's key or the token of a running episode. Its body is read
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxft.rollout.recorder import episode_of_token
 from jaxft.serving.addresses import Limits, is_loopback
-from jaxft.serving.app import episode_token, error_response
+from jaxft.serving.app import episode_token, error_response, keys_of
 from jaxft.serving.wire import APIError
 
 RETRY_SECONDS = 1
 """Time after which a client that is refused for lack of room may ask again."""
+
+BODIES_AT_ONCE = 16
+"""Bodies of the largest size that are held while they come; more bytes than theirs are refused with the status 429."""
 
 
 class Guard:
     """The app around another one.
 
     Attributes:
-        num_requests: requests that are being answered.
+        num_requests: requests that are being answered, or whose body is being read.
         num_answered: requests that were answered so far.
     """
 
@@ -50,11 +53,12 @@ class Guard:
         self._app = app
         self._key_digest = None if api_key is None else _digest(api_key.encode())
         self._limits = limits
-        self._hosts: frozenset[str] | None = frozenset(name.lower() for name in (host, *allowed_hosts))
+        self._hosts: frozenset[str] | None = frozenset(map(_normal_name, (host, *allowed_hosts)))
         if not is_loopback(host) and not allowed_hosts:
             self._hosts = None  # a key protects what a rebound name would reach
         self.num_requests = 0
         self.num_answered = 0
+        self._num_bytes = 0  # of the bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, by the app or by a refusal."""
@@ -64,30 +68,22 @@ class Guard:
         try:
             self._check_source(scope)
             self._check_key(scope)
-            body = await self._body(scope, receive)
-            if body is None:  # the client went away
-                return
             if self.num_requests >= self._limits.max_requests:
-                raise APIError(
-                    f"{self.num_requests} requests are being answered, which is the most: ask again later",
-                    status=429,
-                    kind="rate_limit_error",
-                    code="rate_limit_exceeded",
-                )
+                raise _busy(f"{self.num_requests} requests are being answered, which is the most")
         except APIError as error:
-            await _refuse(error, scope, receive, response.send)
+            await refuse(error, scope, receive, response.send)
             return
         self.num_requests += 1
         try:
-            await self._app(scope, _after(body, receive), response.send)
+            receive_body = await self._body(scope, receive)
+            if receive_body is not None:  # else the client went away
+                await self._app(scope, receive_body, response.send)
+        except APIError as error:
+            await refuse(error, scope, receive, response.send)
         except asyncio.CancelledError:  # the server stops, or the episode of the call has ended
             if not response.has_begun:
-                ended = APIError(
-                    "the episode of this call has ended, or the server is stopping",
-                    status=503,
-                    kind="service_unavailable_error",
-                )
-                await _refuse(ended, scope, receive, response.send)
+                ended = unavailable("the episode of this call has ended, or the server is stopping")
+                await refuse(ended, scope, receive, response.send)
         finally:
             self.num_requests -= 1
             self.num_answered += 1
@@ -104,9 +100,11 @@ class Guard:
                 code="unknown_host",
             )
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise APIError(
-                f"requests of web pages of {origin[:100]!r} are not answered", status=403, code="foreign_origin"
+                f"requests of web pages of {origin[:100]!r} are not answered",
+                status=403,
+                code="foreign_origin",
             )
 
     def _check_key(self, scope: Scope) -> None:
@@ -119,7 +117,7 @@ class Guard:
             return
         if self._key_digest is None:
             return
-        digests = [_digest(key) for key in map(_key_in, scope["headers"]) if key is not None]
+        digests = map(_digest, keys_of(scope))
         # All of them, so that the time says nothing about the key.
         if not any([hmac.compare_digest(digest, self._key_digest) for digest in digests]):
             raise _unauthorized(
@@ -127,8 +125,8 @@ class Guard:
                 "the base_url of a running episode"
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body of a request; None if the client went away before its end."""
+    async def _body(self, scope: Scope, receive: Receive) -> Receive | None:
+        """Read the body of a request, and return a `receive` that gives it; None if the client went away meanwhile."""
         limit = self._limits.max_body_bytes
         too_large = APIError(
             f"the body is larger than {limit} bytes", status=413, kind="invalid_request_error", code="body_too_large"
@@ -143,15 +141,30 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    body += part
+                    self._num_bytes += len(part)
                     if len(body) > limit:
                         raise too_large
+                    if self._num_bytes > BODIES_AT_ONCE * limit:
+                        raise _busy(f"{self._num_bytes} bytes of bodies are being read, which are the most")
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return _after(bytes(body), receive)
         except TimeoutError:
             raise APIError(
                 f"the body did not come within {self._limits.body_seconds:g} seconds", status=408, code="body_timeout"
             ) from None
+        finally:
+            self._num_bytes -= len(body)
+
+
+def unavailable(message: str) -> APIError:
+    """Return the refusal of a request that the server cannot answer now."""
+    return APIError(message, status=503, kind="service_unavailable_error")
+
+
+def _busy(message: str) -> APIError:
+    return APIError(f"{message}: ask again later", status=429, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
 def _unauthorized(message: str) -> APIError:
@@ -175,7 +188,7 @@ class _Response:
         await self._send(message)
 
 
-async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send a refusal, and close the connection, on which the rest of a body may still come."""
     headers = {"connection": "close"}
     if error.status == 429:
@@ -188,33 +201,27 @@ async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -
 
 def _after(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body at first, and then what the server gives."""
-    is_given = False
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_body() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return first.pop() if first else await receive()
 
     return receive_body
 
 
-def _key_in(header: tuple[bytes, bytes]) -> bytes | None:
-    """Return the key that a header holds; None if it holds none."""
-    name, value = header
-    if name == b"authorization" and value[:7].lower() == b"bearer ":
-        return value[7:].strip()
-    return value.strip() if name == b"x-api-key" else None
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][/?#@:\s]+)(:[0-9]*)?")
 
 
 def _host_name(host: str) -> str:
-    """Return the name in a `Host` header, without its port and brackets; empty if there is none.
+    """Return the name in a `Host` header, without its port and brackets; empty if it is malformed.
 
-    >>> _host_name("127.0.0.1:80"), _host_name("[::1]:80"), _host_name("Localhost"), _host_name("[")
-    ('127.0.0.1', '::1', 'localhost', '')
+    >>> _host_name("127.0.0.1:80"), _host_name("[::1]:80"), _host_name("Localhost."), _host_name("a@b"), _host_name("[")
+    ('127.0.0.1', '::1', 'localhost', '', '')
     """
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else _normal_name(found[1].strip("[]"))
+
+
+def _normal_name(name: str) -> str:
+    """Return a name of a host as all its spellings are compared; the dot at the end is DNS's root."""
+    return name.lower().removesuffix(".")

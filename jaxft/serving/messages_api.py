@@ -457,8 +457,10 @@ def _event(kind: str, **more: Any) -> bytes:
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
 }
 
 
@@ -468,9 +470,8 @@ def anthropic_error(error: APIError) -> tuple[int, dict[str, Any]]:
     >>> anthropic_error(APIError("there is no model 'x'", status=404))
     (404, {'type': 'error', 'error': {'type': 'not_found_error', 'message': "there is no model 'x'"}})
     """
-    status = 413 if error.code == "body_too_large" else error.status
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, {"type": "error", "error": {"type": kind, "message": error.message}}
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 MESSAGES = Dialect(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxft.serving.fields import any_of, list_of
-from jaxft.serving.wire import APIError, Dialect, openai_error
+from jaxft.serving.wire import Dialect, openai_error
 
 TEXT = {"type": "string"}
 COUNT = {"type": "integer", "minimum": 0}
@@ -131,12 +131,19 @@ ANTHROPIC_ERROR = _object({"type": {"const": "error"}, "error": _object({"type":
 STATUSES = {
     200: "The answer.",
     400: "A field is missing, unknown, refused or impossible.",
-    401: "The address or key is of an episode that is over.",
+    401: "The key is missing or wrong, or the address is of an episode that is over.",
+    403: "The request is one of a web page of another site.",
     404: "There is no such model.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
+    421: "The server is not called by its name.",
+    429: "Too many requests are being answered.",
     500: "A fault of the policy or of jaxft.",
-    503: "The policy can do no further work.",
+    503: "The policy can do no further work, or the server is stopping.",
 }
+
+OF_EVERY_ROUTE = (401, 403, 408, 413, 421, 429, 500, 503)
+"""Statuses of errors on any route; most of them come from the `Guard` of a server."""
 
 
 def openapi_schema(dialects: Sequence[Dialect], models: Sequence[str], address: str) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def openapi_schema(dialects: Sequence[Dialect], models: Sequence[str], address: 
             **{dialect.path: {"post": _post(dialect, known)} for dialect in dialects},
             "/v1/models": {"get": _get("All language models.", cards)},
             "/v1/models/{model}": {"get": {**_get("A language model.", MODEL, 404), "parameters": [name]}},
-            "/health": {"get": _get("Whether all language models can answer.", health, 503)},
+            "/health": {"get": _get("Whether all language models can answer.", health)},
             "/openapi.json": {"get": _get("This schema.", schema)},
         },
     }
@@ -168,9 +175,8 @@ def openapi_schema(dialects: Sequence[Dialect], models: Sequence[str], address: 
 
 def _post(dialect: Dialect, models: Mapping[str, Any]) -> dict[str, Any]:
     properties = {**dialect.schema["properties"], "model": models}
-    too_large = dialect.error(APIError("", code="body_too_large"))[0]
     error = OPENAI_ERROR if dialect.error is openai_error else ANTHROPIC_ERROR
-    responses = _responses(REPLIES[dialect.path], error, 400, 404, too_large, 503)
+    responses = _responses(REPLIES[dialect.path], error, 400, 404)
     responses["200"]["content"]["text/event-stream"] = {"schema": {"description": "Events, each with its JSON."}}
     body = {"application/json": {"schema": {**dialect.schema, "properties": properties}}}
     return {
@@ -185,8 +191,8 @@ def _get(summary: str, schema: Mapping[str, Any], *statuses: int) -> dict[str, A
 
 
 def _responses(schema: Mapping[str, Any], error: Mapping[str, Any], *statuses: int) -> dict[str, Any]:
-    """Return the responses of a route; every one may be that the address is of no episode, or a fault."""
-    schemas = {status: error for status in sorted({401, 500, *statuses})}
+    """Return the responses of a route, which beside its own statuses has those of every route."""
+    schemas = {status: error for status in sorted({*OF_EVERY_ROUTE, *statuses})}
     return {
         str(status): {"description": STATUSES[status], "content": {"application/json": {"schema": each}}}
         for status, each in {200: schema, **schemas}.items()

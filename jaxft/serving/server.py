@@ -1,10 +1,12 @@
 """A server of an app: uvicorn in a thread with an event loop of its own, which no agent can block.
 
-uvicorn limits neither the time for the head of a request nor that for which a client leaves a response unread; a
-protocol class of it does that here. All other limits are those of the `Guard` around the app.
+uvicorn limits neither the time for the head of a request nor that for which a client leaves a response unread, and
+accepts any number of connections; a protocol class of it limits them here. All other limits are those of the `Guard`
+around the app.
 """
 
 import asyncio
+import resource
 import socket
 import threading
 from collections.abc import Sequence
@@ -12,19 +14,25 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxft.serving.addresses import Limits
-from jaxft.serving.guard import Guard
+from jaxft.serving.app import episode_token, error_response
+from jaxft.serving.guard import Guard, refuse, unavailable
+from jaxft.serving.wire import APIError
 
 MAX_HEAD_BYTES = 2**16
 """Largest size of the first line and the headers of a request."""
 
 CONNECTIONS_PER_REQUEST = 4
-"""Connections that may be open for each request that may be answered at the same time; further ones get a 503."""
+"""Connections that may be open for each request that may be answered at the same time; requests of further ones get a
+503, and beyond twice as many none is accepted."""
 
 MIN_CONNECTIONS = 1024
+
+SHARE_OF_FILES = 4
+"""Connections take at most this part of the files that the process may open, as the run itself needs some."""
 
 KEEP_ALIVE_SECONDS = 30
 """Time that a connection may be idle. Clients give theirs up earlier, mostly after 5 seconds, so that none sends a
@@ -37,6 +45,7 @@ class Server:
     Attributes:
         guard: the app with its limits, and counts of requests.
         url: address, such as `http://127.0.0.1:8000`; it is open from the moment on that the server is made.
+        max_connections: connections that are served at the same time.
     """
 
     def __init__(
@@ -68,9 +77,13 @@ class Server:
         listening = _listen(host, port)
         name = host if ":" not in host else f"[{host}]"
         self.url = f"http://{name}:{listening.getsockname()[1]}"
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS)
+        self.max_connections = most if most_files < 0 else min(most, most_files // SHARE_OF_FILES)
         config = uvicorn.Config(
-            self.guard,
-            http=_protocol(limits),
+            self._admit,
+            interface="asgi3",
+            http=_protocol(limits, 2 * self.max_connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -79,7 +92,6 @@ class Server:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            limit_concurrency=max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS),
             timeout_graceful_shutdown=max(round(limits.drain_seconds), 1),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
@@ -90,6 +102,13 @@ class Server:
     def _serve(self, listening: socket.socket) -> None:
         with listening:
             asyncio.run(self._server.serve([listening]))
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request unless too many connections are open."""
+        if self.num_connections > self.max_connections:
+            await refuse(unavailable(f"{self.num_connections} connections are open"), scope, receive, send)
+        else:
+            await self.guard(scope, receive, send)
 
     @property
     def num_connections(self) -> int:
@@ -120,20 +139,47 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _protocol(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly."""
+def _protocol(limits: Limits, max_accepted: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly.
 
-    class TimedProtocol(H11Protocol):
+    Args:
+        limits: limits of times.
+        max_accepted: connections beyond this number are closed at once.
+    """
+
+    class LimitedProtocol(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
+            if len(self.connections) > max_accepted:
+                transport.abort()
             self._time_head()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._time_head()
+            # uvicorn stops reading when a further request comes, and would not hear that the client goes away.
+            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
+                self.flow.resume_reading()
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse bytes that are no HTTP, in the format of the path if they are in the body of a request."""
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun
+                self.transport.abort()
+                return
+            path = ""
+            if self.cycle is not None and not self.cycle.response_complete:
+                path = episode_token(self.scope)[1]["path"]
+                self.cycle.disconnected = True  # the app's own answer would be a second one
+            error = APIError("the request is no valid HTTP/1.1", code="invalid_http")
+            response = error_response(error, path, {"connection": "close"})
+            head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -168,4 +214,4 @@ def _protocol(limits: Limits) -> type[H11Protocol]:
                 if timer is not None:
                     timer.cancel()
 
-    return TimedProtocol
+    return LimitedProtocol

@@ -14,6 +14,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.serving.addresses import Limits
 from jaxft.serving.app import make_app
+from jaxft.serving.guard import BODIES_AT_ONCE
 from jaxft.serving.server import Server
 
 QUESTION = [{"role": "user", "content": "x?"}]
@@ -111,7 +112,8 @@ def test_the_base_url_of_an_episode_records_its_calls_and_ends_with_it(llm):
         episode = make_episode(server)
         path = episode.base_url.removeprefix(server.url) + "/chat/completions"
         assert request(server, path=path)[0] == 200
-        assert request(server, Authorization=f"Bearer {episode.api_key}")[0] == 200
+        assert request(server, Authorization=f"bearer  {episode.api_key}")[0] == 200
+        assert request(server, path=f"{path}/")[0] == 404  # no redirect to a path without the token
 
         async def ask():
             with recording(make_episode(server)) as other:
@@ -149,7 +151,8 @@ def test_the_end_of_an_episode_ends_its_running_call(llm):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a@127.0.0.1.x"]
+    "host",
+    ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a@127.0.0.1.x", "a@127.0.0.1", "::1"],
 )
 def test_another_host_is_refused(llm, host):
     with serving(llm) as server:
@@ -158,7 +161,7 @@ def test_another_host_is_refused(llm, host):
         assert status == 400 or answer["error"]["code"] == "unknown_host"
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:80", "Trainer.Example"])
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:80", "127.0.0.1:1", "[::1]:80", "Trainer.Example"])
 def test_names_of_this_machine_and_allowed_ones_are_served(llm, host):
     with serving(llm, allowed_hosts=["trainer.example"]) as server:
         assert request(server, Host=host)[0] == 200
@@ -166,8 +169,9 @@ def test_names_of_this_machine_and_allowed_ones_are_served(llm, host):
 
 def test_web_pages_of_other_sites_are_refused(llm):
     with serving(llm) as server:
-        status, answer, _ = request(server, Origin="https://evil.example")
-        assert (status, answer["error"]["code"]) == (403, "foreign_origin")
+        for origin in ("https://evil.example", "http://[", "null", ""):
+            status, answer, _ = request(server, Origin=origin)
+            assert (status, answer["error"]["code"]) == (403, "foreign_origin")
         assert request(server, Origin=server.url)[0] == 200
 
 
@@ -179,6 +183,38 @@ def test_an_address_that_others_reach_needs_a_key(llm):
 def test_a_port_in_use_is_an_error(llm):
     with serving(llm) as server, pytest.raises(OSError, match="in use"):
         Server(make_app({"player": llm}), port=int(server.url.rpartition(":")[2]))
+
+
+def test_bodies_are_refused_beyond_a_number_of_bytes_that_are_read_at_once(llm):
+    with serving(llm, limits=Limits(max_body_bytes=1000)) as server:
+        host = server.url.removeprefix("http://")
+        head = "POST /v1/messages HTTP/1.1", f"Host: {host}", "Content-Length: 1000"
+        reading = [send(server, *head, body=b" " * 999) for _ in range(BODIES_AT_ONCE)]
+        wait_until(lambda: server.guard._num_bytes == 999 * BODIES_AT_ONCE)
+        status, answer, head = request(server, b" " * 999, "/v1/messages")
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        assert "retry-after: 1" in head
+        for connection in reading:
+            connection.close()
+        wait_until(lambda: not server.guard.num_requests)
+        assert request(server)[0] == 200
+
+
+def test_bytes_that_are_no_http_are_refused_in_the_format_of_their_path(llm):
+    with serving(llm) as server:
+        host = server.url.removeprefix("http://")
+        answer = read(send(server, "GET /health HTTP/1.1", f"Host: {host}", "Host: other"))
+        assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
+        head = "POST /v1/messages HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked"
+        answer = read(send(server, *head, body=b"no length\r\n"))
+        assert answer.startswith(b"HTTP/1.1 400 ") and b'{"type":"error",' in answer
+
+
+def test_connections_are_limited(llm):
+    with serving(llm) as server:
+        server.max_connections = 0
+        status, answer, _ = request(server, path="/v1/messages")
+        assert (status, answer["error"]["type"]) == (503, "api_error")
 
 
 def test_large_bodies_are_refused(llm):
@@ -247,6 +283,29 @@ def test_a_client_that_goes_away_frees_its_slot(llm, is_stream):
             wait_until(lambda: not server.guard.num_requests)
         assert request(server)[0] == 200
         assert not llm.policy.engine._scheduler.running
+
+
+def test_a_client_that_goes_away_after_a_further_request_frees_its_slot(llm):
+    with serving(llm) as server:
+        content = json.dumps({**ENDLESS, "n": 64}).encode()
+        host = server.url.removeprefix("http://")
+        head = "POST /v1/chat/completions HTTP/1.1", f"Host: {host}", f"Content-Length: {len(content)}"
+        connection = send(server, *head, body=content)
+        wait_until(lambda: llm.policy.engine._scheduler.running)
+        (protocol,) = server._server.server_state.connections
+        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        wait_until(lambda: protocol.conn.trailing_data[0])
+        connection.close()
+        wait_until(lambda: not server.guard.num_requests)
+        assert server.guard.num_answered == 1 and protocol.cycle.disconnected
+
+
+def test_a_body_that_comes_while_the_server_ends_gets_an_answer(llm):
+    with serving(llm, limits=Limits(drain_seconds=1.0)) as server:
+        host = server.url.removeprefix("http://")
+        sent = send(server, "POST /v1/messages HTTP/1.1", f"Host: {host}", "Content-Length: 9", body=b"{")
+        wait_until(lambda: server.guard.num_requests)
+    assert read(sent).startswith(b"HTTP/1.1 503 ")
 
 
 def test_running_requests_end_before_the_server_does(llm):
