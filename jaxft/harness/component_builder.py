@@ -184,9 +184,10 @@ class ComponentBuilder(ConfigBuilder):
             )
         try:
             server = Server(make_app(llms), **config.server_arguments())
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second for a name that DNS cannot hold
             place = f"{config.host}:{config.port}"
-            raise ConfigError([f"llms.{first or '<name>'}.serve: cannot listen on {place}: {error.strerror}"]) from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError([f"llms.{first or '<name>'}.serve: cannot listen on {place}: {reason}"]) from None
         self._closing.push_async_callback(server.close)
         self.console.message(f"serving {', '.join(llms)} at {server.url}/v1")
         return config.url or reachable_url(server.url, config.host)

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxft.errors import did_you_mean
+from jaxft.rollout.recorder import is_episode_token
 from jaxft.serving.addresses import Limits, is_loopback
 
 
@@ -156,6 +157,18 @@ def at_json_path(value: Any, text: str) -> Any:
     return found[0] if len(found) == 1 else found
 
 
+def http_address(url: str) -> str:
+    """Return `url` if it is an address of HTTP with a host; else raise a config error."""
+    try:
+        parsed = urlsplit(url)
+        is_address = bool(parsed.hostname) and parsed.port != 0 and url.isprintable() and " " not in url
+    except ValueError:  # of brackets or a port
+        is_address = False
+    if not is_address or parsed.scheme not in ("http", "https"):
+        raise config_error("must begin with http:// or https://, and name a host, as in http://localhost:9000")
+    return url
+
+
 class ServeConfig(ConfigModel):
     """An address under which a run serves its language models, by their names, to OpenAI's and Anthropic's clients."""
 
@@ -227,9 +240,17 @@ class ServeConfig(ConfigModel):
             )
         return self
 
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, api_key: SecretStr | None) -> SecretStr | None:
+        key = "" if api_key is None else api_key.get_secret_value()
+        if not (key.isascii() and key == key.strip() and key.isprintable()):
+            raise config_error("must be printable ASCII without spaces around it: no header carries anything else")
+        if is_episode_token(key):
+            raise config_error("begins as the keys of episodes do, and would be taken for one")
+        return api_key
+
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise config_error("must begin with http:// or https://")
-        return None if url is None else url.rstrip("/")
+        return None if url is None else http_address(url).rstrip("/")

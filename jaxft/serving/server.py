@@ -172,7 +172,7 @@ def _protocol(limits: Limits, max_accepted: int) -> type[H11Protocol]:
                 return
             path = ""
             if self.cycle is not None and not self.cycle.response_complete:
-                path = episode_token(self.scope)[1]["path"]
+                path = episode_token(dict(self.scope))[1]["path"]
                 self.cycle.disconnected = True  # the app's own answer would be a second one
             error = APIError("the request is no valid HTTP/1.1", code="invalid_http")
             response = error_response(error, path, {"connection": "close"})

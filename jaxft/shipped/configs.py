@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
 
 from jaxft.errors import did_you_mean
-from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, ServeConfig, config_error
+from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, ServeConfig, config_error, http_address
 from jaxft.harness.registry import (
     EvaluatorConfig,
     LLMConfig,
@@ -258,9 +258,7 @@ class OpenAILLMConfig(LLMConfig, name="openai"):
     @field_validator("base_url")
     @classmethod
     def _is_an_address(cls, base_url: str | None) -> str | None:
-        if base_url is not None and not base_url.startswith(("http://", "https://")):
-            raise config_error("must begin with http:// or https://, as in http://localhost:8000/v1")
-        return base_url
+        return None if base_url is None else http_address(base_url)
 
 
 class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
@@ -290,9 +288,7 @@ class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise config_error("must begin with http:// or https://, as in http://localhost:9000/episode")
-        return url
+        return http_address(url)
 
 
 JUDGE_PROMPT = """Question: {question}

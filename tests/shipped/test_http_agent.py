@@ -199,6 +199,38 @@ def test_an_agent_calls_the_address_that_it_is_told(tmp_path, make_agent):
     assert all("status 500" in outcome.error for outcome in outcomes)  # there is no such machine
 
 
+@pytest.mark.parametrize(
+    ("serve", "reason"),
+    [
+        ({"api_key": " key"}, "serve.api_key: must be printable ASCII"),
+        ({"api_key": "key\n"}, "serve.api_key: must be printable ASCII"),
+        ({"api_key": "schlüssel"}, "serve.api_key: must be printable ASCII"),
+        ({"api_key": "jaxft-episode-1"}, "serve.api_key: begins as the keys of episodes do"),
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 can be reached from other machines"),
+        *(
+            ({"url": url}, "serve.url: must begin with http")
+            for url in ("http://", "http://[", "ftp://a", "http://a:b")
+        ),
+    ],
+)
+def test_keys_and_addresses_that_no_client_can_use_are_refused(tmp_path, serve, reason):
+    with pytest.raises(jaxft.ConfigError, match=reason):
+        config_of(tmp_path, {"_type": "http_agent", "url": "http://127.0.0.1:9/"}, serve=serve)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http:///episode", "http://a b/", "http://[::1/", "http://a:99999"])
+def test_an_agent_has_an_address(tmp_path, url):
+    with pytest.raises(jaxft.ConfigError, match=r"workflow\.url: must begin with http"):
+        config_of(tmp_path, {"_type": "http_agent", "url": url})
+
+
+@pytest.mark.parametrize("host", ["none.invalid", "192.0.2.1", "a" * 64, "a..b"])
+def test_an_address_that_cannot_be_listened_on_is_named(tmp_path, host):
+    workflow = {"_type": "http_agent", "url": "http://127.0.0.1:9/"}
+    with pytest.raises(jaxft.ConfigError, match=rf"llms\.policy\.serve: cannot listen on {host}:0: ."):
+        evaluate(tmp_path, workflow, serve={"host": host, "port": 0, "api_key": "key"})
+
+
 async def _fail(body):
     raise ValueError("in the agent")
 
