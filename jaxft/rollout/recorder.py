@@ -243,8 +243,14 @@ class Episode:
         return index, int.from_bytes(digest[:4], "big")
 
     def record(self, call: Call) -> None:
-        """Add an answered call."""
+        """Add an answered call.
+
+        Raises:
+            CancelledError: the episode has ended meanwhile, and its calls are being read.
+        """
         with _lock:
+            if self._is_over:
+                raise self._closed()
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

@@ -69,6 +69,15 @@ def test_calls_are_kept_in_the_order_in_which_they_began(make_call):
     assert [call.index for call in current.calls] == [0, 1, 2]
 
 
+def test_a_call_that_is_answered_after_the_end_of_its_episode_is_not_recorded(make_call):
+    current = make_episode()
+    current.record(make_call(0, [1], [2]))
+    current.end()
+    with pytest.raises(asyncio.CancelledError, match="training/0/a/0 has ended"):
+        current.record(make_call(1, [1], [2]))
+    assert len(current.calls) == 1
+
+
 def test_calls_of_remote_models_are_kept_apart_in_the_order_of_their_requests(make_call):
     current, messages = make_episode(), ({"role": "user", "content": "asked"},)
     begun = [current.begin_remote_call()]
