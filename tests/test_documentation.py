@@ -30,7 +30,8 @@ PAGES = [
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 ]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
-ELSEWHERE = ("CONTRIBUTING.md", "docs/from-nemo-agent-toolkit.md")  # commands of .ci/run, and of test_porting_guide.py
+# Commands of .ci/run, and pages that have tests of their own.
+ELSEWHERE = ("CONTRIBUTING.md", "docs/from-nemo-agent-toolkit.md", "docs/agents-elsewhere.md")
 DOCUMENTS = [name for name in PAGES if name not in ELSEWHERE]
 
 NOT_RUN = {
