@@ -16,7 +16,16 @@ from jaxft.rollout.recorder import ENDPOINT, Episode, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
 from jaxft.serving.fields import KINDS
-from jaxft.serving.messages_api import BLOCKS, FIELDS, MESSAGE, TOOL, MessageWriter, message_json, parse_messages
+from jaxft.serving.messages_api import (
+    BLOCKS,
+    FIELDS,
+    MESSAGE,
+    TOOL,
+    MessageWriter,
+    anthropic_error,
+    message_json,
+    parse_messages,
+)
 from jaxft.serving.transport import async_transport
 from jaxft.serving.wire import MAX_BODY_BYTES, APIError, encode
 
@@ -334,6 +343,12 @@ def test_an_error_of_the_policy_is_anthropics(make_policy, stream):
         assert caught.value.body["error"]["type"] == "api_error"
 
     run(main())
+
+
+@pytest.mark.parametrize(("status", "type_"), [(403, "permission_error"), (429, "rate_limit_error")])
+def test_refusals_of_a_server_are_anthropics(status, type_):
+    told, body = anthropic_error(APIError("no", status=status))
+    assert (told, body["error"]["type"]) == (status, type_)
 
 
 def test_tables_of_objects_have_known_kinds():
