@@ -28,13 +28,10 @@ FILES = {
 }
 SMALL = [
     *("--set", "finetuning.num_epochs=2"),
-    *("--set", "llms.policy.slots=16"),
+    *("--set", "llms.policy.slots=8"),
     *("--set", "trajectory_builders.rollouts.num_generations=2"),
     "--overwrite",
 ]
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-"""Environment of commands: programs are compiled soon, and are slow."""
-
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs the agents of the page")
 
 
@@ -74,7 +71,7 @@ def run(folder, *arguments, **environment):
     ended = subprocess.run(
         [sys.executable, "-m", "jaxft.cli", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths} | QUICK | environment,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
         capture_output=True,
         text=True,
         timeout=300,

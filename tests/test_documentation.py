@@ -42,6 +42,7 @@ NOT_RUN = {
     "python tests/serving/fuzz.py": "needs schemathesis",
     ".ci/more aot": "minutes of compiling, and downloads",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
+    "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
