@@ -39,7 +39,7 @@ NOT_RUN = {
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
     "scripts/make_compilers.sh": "downloads 4 GB",
-    "python tests/serving/fuzz.py": "needs schemathesis",
+    "python scripts/fuzz_server.py": "needs schemathesis",
     ".ci/more aot": "minutes of compiling, and downloads",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",

@@ -367,15 +367,14 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _make_pool(self) -> Any:
         # Imported here, as a run without workers needs no JAX for that.
+        from jaxft.harness.isolation.answering import RunSide
         from jaxft.harness.isolation.pool import WorkerPool
 
         general = self.config.eval.general
         pool = WorkerPool(
             self.config,
             general.workers.count or general.max_concurrency,
-            get_llm=self.get_llm,
-            get_server_url=self.get_server_url,
-            log=self.console.message,
+            RunSide(self.get_llm, self.get_server_url, self.console.message),
         )
         self._closing.push_async_callback(pool.close)
         return pool

@@ -250,7 +250,7 @@ class Episode:
         """
         with _lock:
             if self._is_over:
-                raise self._closed()
+                raise self.closed()
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxft
+from jaxft.harness.isolation.answering import RunSide
 from jaxft.harness.isolation.pool import WorkerPool
 from jaxft.harness.isolation.zygote import children, command_of, started_by
 from jaxft.redaction import hiding
@@ -213,7 +214,7 @@ async def no_llm(name):
 async def pool_of(folder, **options):
     """Workers without a policy, for evaluators; they leave no file descriptor and no task."""
     files, shown = open_files(), []
-    pool = WorkerPool(config_of(folder, **options), 4, get_llm=no_llm, get_server_url=no_llm, log=shown.append)
+    pool = WorkerPool(config_of(folder, **options), 4, RunSide(no_llm, no_llm, shown.append))
     try:
         yield pool
     finally:

@@ -1,5 +1,5 @@
 """Agents and evaluators in processes of their own, which may hang, leak or crash without harm to the run.
 
-`pool` belongs to the run, `zygote` forks its workers, `messages` is what they say; `jaxft.harness.worker` is what a
-worker does.
+`pool` gives work to the `processes` of the workers, `answering` does for them what only the run can, `zygote` forks
+them, and `messages` is what both sides say. `jaxft.harness.worker` is what a worker does.
 """

@@ -1,6 +1,6 @@
 """Requests that schemathesis makes from the schema of a server: none gets a 500, or an answer that the schema denies.
 
-    python tests/serving/fuzz.py --requests 500
+    python scripts/fuzz_server.py --requests 500
 
 Each route gets about as many requests, half of them with something that the schema forbids, which must be refused. They
 come to a server at a socket; one of eight is without the server's key, for another host or from a web page of another
