@@ -38,7 +38,7 @@ def serving(llm, **options):
     finally:
         asyncio.run(server.close())
     assert server.guard.num_requests == 0
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of other tests may have ended
 
 
 def make_episode(server, **changes):
