@@ -64,12 +64,12 @@ def agent(folder):
             node.kill()
 
 
-def run(folder, *arguments, **environment):
-    """Run a command of jaxft in a folder; return what it showed."""
+def run(folder, *arguments, program=("-m", "jaxft.cli"), **environment):
+    """Run a command of jaxft, or another program of Python, in a folder; return what it showed."""
     root = str(Path(jaxft.__file__).parents[1])
     paths = os.pathsep.join([root, *[path for path in sys.path if path.endswith("site-packages")]])
     ended = subprocess.run(
-        [sys.executable, "-m", "jaxft.cli", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": paths} | environment,
         capture_output=True,
@@ -184,13 +184,15 @@ def test_the_two_lines_of_python_ask_in_the_episode(policy):
     assert len(episode.calls) == 1 and len(episode.calls[0].token_ids) == completion.usage.completion_tokens
 
 
-def test_the_configuration_of_another_machine_is_valid(folder, monkeypatch):
-    monkeypatch.setenv("SERVE_KEY", "a-key-of-the-server")
-    monkeypatch.setenv("AGENT_KEY", "a-key-of-the-agent")
-    monkeypatch.syspath_prepend(folder)
-    config = jaxft.load_config(folder / "remote.yml")
-    assert config.llms["policy"].serve.url == "http://trainer.example:8000"
-    assert config.workflow.api_key.get_secret_value() == "a-key-of-the-agent"
+def test_the_configuration_of_another_machine_is_valid(folder):
+    """In a process of its own, whose registry is its own."""
+    program = (
+        "import jaxft\n"
+        "config = jaxft.load_config('remote.yml')\n"
+        "print(config.llms['policy'].serve.url, config.workflow.api_key.get_secret_value())\n"
+    )
+    keys = {"SERVE_KEY": "a-key-of-the-server", "AGENT_KEY": "a-key-of-the-agent"}
+    assert run(folder, program=["-c", program], **keys) == "http://trainer.example:8000 a-key-of-the-agent\n"
 
 
 def test_the_tables_list_every_field():
