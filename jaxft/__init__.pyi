@@ -193,6 +193,9 @@ from .rollout.chat_request import (
     Delta as Delta,
     Reply as Reply,
 )
+from .rollout.language_model import (
+    LanguageModel as LanguageModel,
+)
 from .rollout.messages import (
     ToolCall as ToolCall,
 )

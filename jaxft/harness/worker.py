@@ -297,23 +297,20 @@ class _Worker:
         outside = outside_calls()
         try:
             with user_code():
-                result = await self._call(work, episode)
-                left = await _left_behind(before)
+                try:
+                    result = await self._call(work, episode)
+                finally:
+                    left = await _left_behind(before)
                 if left:
                     raise WorkerError(f"it left {len(left)} processes behind, the first of which is {left[0]}")
-                return messages.Done(
-                    result,
-                    {} if episode is None else episode.step_rewards,
-                    [] if episode is None else [_indices(each) for each in episode.candidates],
-                    [] if episode is None else episode.remote_calls,
-                    outside_calls() - outside,
-                )
+            return messages.Done(result, _remains(episode, outside_calls() - outside))
         except UserCodeError as failure:
             error = failure.error
             if isinstance(error, MemoryError) and self._memory_bytes is not None:
                 error = messages.out_of_memory(self._memory_bytes)
                 failure = UserCodeError(error.with_traceback(failure.error.__traceback__))
-            return _failed(failure, is_fatal=isinstance(error, WorkerError | MemoryError))
+            is_fatal = isinstance(error, WorkerError | MemoryError)
+            return _failed(failure, is_fatal=is_fatal, remains=_remains(episode, outside_calls() - outside))
 
     async def _call(self, work: Work, episode: Episode | None) -> bytes:
         """Call a component and return its result, pickled."""
@@ -340,9 +337,16 @@ class _Worker:
             ) from None
 
 
-def _failed(failure: UserCodeError, *, is_fatal: bool) -> messages.Failed:
+def _remains(episode: Episode | None, outside: int) -> messages.Remains:
+    if episode is None:
+        return messages.Remains({}, [], [], outside)
+    candidates = [_indices(each) for each in episode.candidates]
+    return messages.Remains(episode.step_rewards, candidates, episode.remote_calls, outside)
+
+
+def _failed(failure: UserCodeError, *, is_fatal: bool, remains: messages.Remains | None = None) -> messages.Failed:
     error = messages.pack_error(failure.error)
-    return messages.Failed(error, failure.summary, failure.traceback, failure.tail, is_fatal)
+    return messages.Failed(error, failure.summary, failure.traceback, failure.tail, is_fatal, remains)
 
 
 def _episode(identity: Identity) -> Episode:

@@ -19,6 +19,9 @@ MAX_BODY_BYTES = 2**24
 MAX_DEPTH = 100
 """Most levels of lists and objects in a body."""
 
+MAX_VALUES = 2**18
+"""Most values in a body, those of lists and objects within it included: reading many small ones takes long."""
+
 LOWEST_LOGPROB = -9999.0
 """The log-probability that stands for minus infinity, which JSON cannot hold."""
 
@@ -127,9 +130,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise APIError(f"the body is a JSON {type(value).__name__}; wanted an object")
     level: list[Any] = [value]
-    depth = 0
+    depth = count = 0
     while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
-        depth += 1
+        depth, count = depth + 1, count + len(level)
+        if count > MAX_VALUES:
+            raise APIError(f"the body holds more than {MAX_VALUES} values")
         if depth == MAX_DEPTH:
             raise APIError(f"the body is nested deeper than {MAX_DEPTH} levels")
     return value

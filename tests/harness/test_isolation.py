@@ -142,9 +142,11 @@ def test_a_run_is_the_same_in_a_thread(tmp_path, in_process):
 
 def test_each_fault_costs_its_episode_and_is_named(tmp_path):
     wanted, _ = evaluate(tmp_path)
-    outcomes, _ = evaluate(
-        tmp_path, faults=list(REASONS), general={**PROCESS, "max_concurrency": 16, "timeout_seconds": 8}
-    )
+    late = [name for name, reason in REASONS.items() if reason.startswith("TimeoutError")]
+    others = [name for name in REASONS if name not in late]
+    outcomes, _ = evaluate(tmp_path, faults=others, general={**PROCESS, "max_concurrency": 12})
+    hanging, _ = evaluate(tmp_path, faults=late, general={**PROCESS, "max_concurrency": 6, "timeout_seconds": 8})
+    outcomes |= {name: hanging[name] for name in late}
     for name, reason in REASONS.items():
         assert reason in outcomes[name].error, (name, outcomes[name].error)
     for name in ("busy_loop", "sleep_in_c", "segfault"):
@@ -156,6 +158,8 @@ def test_each_fault_costs_its_episode_and_is_named(tmp_path):
         assert outcomes[name].episode.step_rewards == wanted[name].episode.step_rewards != {}
     # What was asked before a fault is recorded.
     assert all(outcomes[name].episode.calls for name in REASONS)
+    for name in ("system_exit", "local_result", "children_left_behind"):
+        assert outcomes[name].episode.step_rewards != {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 from jaxft.rollout.messages import ToolCall
 from jaxft.serving.chat_completions import FIELDS, ChunkWriter, completion, parse_call
 from jaxft.serving.fields import KINDS
-from jaxft.serving.wire import MAX_DEPTH, APIError, encode, openai_error, parse_body
+from jaxft.serving.wire import MAX_DEPTH, MAX_VALUES, APIError, encode, openai_error, parse_body
 
 MESSAGES = [{"role": "user", "content": "?"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -160,6 +160,7 @@ def test_impossible_requests_are_refused_by_name(fields, param):
         b'{"user": "\xed\xa0\x80"}',
         b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"metadata": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+        b'{"metadata": [' + b"[]," * MAX_VALUES + b"[]]}",
     ],
 )
 def test_bodies_that_cannot_be_worked_with_are_refused(body):

@@ -63,22 +63,27 @@ class Close(NamedTuple):
     """Run to worker: close the components; the answer is `Made`, without modules."""
 
 
-class Done(NamedTuple):
-    """Worker to run: the result of the work, pickled, and what the episode has beside its calls.
+class Remains(NamedTuple):
+    """What an episode in a worker has beside its calls, which the run has recorded.
 
     Attributes:
-        result: the result, pickled.
         step_rewards: sum of the rewards of each answer, by its index.
         candidates: indices of answers and their scores, for each decision.
         remote_calls: answers of remote models.
         outside_calls: number of calls of remote models outside of any episode.
     """
 
-    result: bytes
     step_rewards: dict[int, float]
     candidates: list[tuple[tuple[int, ...], tuple[float, ...]]]
     remote_calls: list[RemoteCall]
     outside_calls: int
+
+
+class Done(NamedTuple):
+    """Worker to run: the result of the work, pickled."""
+
+    result: bytes
+    remains: Remains
 
 
 class Failed(NamedTuple):
@@ -88,6 +93,7 @@ class Failed(NamedTuple):
         error: the error, pickled; None if it cannot be.
         summary, traceback, tail: see `UserCodeError`.
         is_fatal: True if the worker must be replaced.
+        remains: what the episode has all the same; None if there was none.
     """
 
     error: bytes | None
@@ -95,6 +101,7 @@ class Failed(NamedTuple):
     traceback: str
     tail: str
     is_fatal: bool
+    remains: Remains | None = None
 
 
 class Find(NamedTuple):

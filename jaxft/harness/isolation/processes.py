@@ -265,11 +265,11 @@ class WorkerProcess:
             if isinstance(message, messages.Made):
                 return message.modules, True
             if isinstance(message, messages.Done):
-                if episode is not None:
-                    _take_over(message, episode)
-                add_outside_calls(message.outside_calls)
+                _take_over(message.remains, episode)
                 return _unpickled_result(message.result), True
             if isinstance(message, messages.Failed):
+                if message.remains is not None:
+                    _take_over(message.remains, episode)
                 error = messages.unpack_error(message.error, message.summary)
                 failure = UserCodeError.of_another_process(error, message.summary, message.traceback, message.tail)
                 return failure, not message.is_fatal
@@ -391,11 +391,14 @@ def _unpickled_result(content: bytes) -> Any:
         ) from None
 
 
-def _take_over(done: messages.Done, episode: Episode) -> None:
+def _take_over(remains: messages.Remains, episode: Episode | None) -> None:
     """Add to the run's record of an episode what the worker's has beside the calls."""
+    add_outside_calls(remains.outside_calls)
+    if episode is None:
+        return
     calls = {call.index: call for call in episode.calls}
-    episode.step_rewards.update(done.step_rewards)
-    for indices, scores in done.candidates:
+    episode.step_rewards.update(remains.step_rewards)
+    for indices, scores in remains.candidates:
         episode.candidates.append(Candidates(tuple(calls[index] for index in indices), scores))
-    for call in done.remote_calls:
+    for call in remains.remote_calls:
         episode.record_remote(call)

@@ -56,9 +56,9 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
         messages = [{"role": "user", "content": example["question"]}]
         with jaxft.named_function("first"):
             said = await way(messages)
+        jaxft.episode().reward_step(0.25 * len(said.encode()))
         if "fault" in example:
             await FAULTS[example["fault"]]()
-        jaxft.episode().reward_step(0.25 * len(said.encode()))
         number = str(jaxft.episode().random.randrange(10))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": number}]
         with jaxft.named_function("second"):
