@@ -6,8 +6,8 @@ The same questions are asked all at once, in turn: by `llm.chat`; by the HTTP li
 app cost; by openai's client, which adds the building and checking of its objects; and as streams, beside `llm.stream`.
 With tools, a question is the second turn of an agent that has called one; openai's client walks through every field of
 its messages. The model is tiny, so that little else is measured. A call by openai's client may cost at most 1 ms more
-than `llm.chat` with 200 calls at once, and a call over loopback at most 3 ms more than in process; there client and
-server are one process, and each round opens a connection for each call. About two minutes on two CPU cores.
+than `llm.chat` with 200 calls at once, and a call over loopback at most 3 ms more than in process; there the clients
+are another process, and each round opens a connection for each call. About two minutes on two CPU cores.
 
 Objects that the libraries made are frozen first (`gc.freeze`): walking them takes Python's collector 0.16 s, which
 would hit one round or another. With `--no_freeze` they are not.
@@ -15,9 +15,9 @@ would hit one round or another. With `--no_freeze` they are not.
 
 import argparse
 import asyncio
-import functools
 import gc
 import json
+import multiprocessing
 import statistics
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -59,31 +59,28 @@ def main() -> None:
     policy = Policy(model, params, tokenizer, stop_ids=(tokenizer.eos_token_id,), slots=64, max_context_tokens=128)
     llm = ChatClient(policy)
     server = Server(make_app({llm.name: llm}), api_key=KEY, limits=Limits(max_requests=2 * arguments.calls))
-    ways = make_ways(llm, server.url)
-
-    def job(way: Callable[[int], Awaitable[None]]) -> Callable[[int], None]:
-        async def ask_all() -> None:
-            await asyncio.gather(*map(way, range(arguments.calls)))
-
-        return lambda number: asyncio.run(ask_all())
-
-    jobs = {name: job(way) for name, (way, _) in ways.items()}
+    ways = make_ways(llm)
+    caller = Caller(f"{server.url}/v1", arguments.calls)
+    jobs = {name: partial(ask_all, way, arguments.calls) for name, (way, _) in ways.items()}
+    jobs |= {f"{name}, loopback": partial(caller.ask_all, name) for name in CLIENT_WAYS}
+    beside = {name: other for name, (_, other) in ways.items()} | {f"{name}, loopback": name for name in CLIENT_WAYS}
     in_turn(jobs, 1)
     if not arguments.no_freeze:
         gc.collect()
         gc.freeze()
     seconds = in_turn(jobs, arguments.repeats)
+    caller.close()
     asyncio.run(server.close())
     policy.close()
     medians = {name: 1e3 * statistics.median(times) / arguments.calls for name, times in seconds.items()}
-    added = {name: medians[name] - medians[beside] for name, (_, beside) in ways.items()}
+    added = {name: medians[name] - medians[other] for name, other in beside.items()}
     print(f"{'ms a call':<24} {'median':>8} {'slowest':>8} {'fastest':>8} {'added':>8}   beside")
     for name, times in seconds.items():
         slowest, fastest = (1e3 * each(times) / arguments.calls for each in (max, min))
-        print(f"{name:<24} {medians[name]:>8.3f} {slowest:>8.3f} {fastest:>8.3f} {added[name]:>8.3f}   {ways[name][1]}")
+        print(f"{name:<24} {medians[name]:>8.3f} {slowest:>8.3f} {fastest:>8.3f} {added[name]:>8.3f}   {beside[name]}")
     for name, most in MOST_MILLISECONDS.items():
         mark = "reached" if added[name] <= most else "MISSED"
-        print(f"[{mark}] {name} adds {added[name]:.3f} ms a call to {ways[name][1]}, wanted at most {most:g}")
+        print(f"[{mark}] {name} adds {added[name]:.3f} ms a call to {beside[name]}, wanted at most {most:g}")
     if arguments.out is not None:
         results = {
             "calls_at_once": arguments.calls,
@@ -115,55 +112,93 @@ def question(number: int, *, has_tools: bool) -> dict[str, Any]:
     return {"messages": messages, "tools": [TOOL]}
 
 
-def make_ways(llm: ChatClient, server_url: str) -> dict[str, tuple[Callable[[int], Awaitable[None]], str]]:
+BODY = {"model": "policy", "max_tokens": ANSWER_TOKENS}
+
+
+async def by_http(client: Any, number: int, *, has_tools: bool = False) -> None:
+    """Ask by the HTTP library of openai's client alone."""
+    asked = {**BODY, **question(number, has_tools=has_tools)}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    response = await client._client.post(f"{client.base_url}chat/completions", json=asked, headers=headers)
+    response.raise_for_status()
+
+
+async def by_openai(client: Any, number: int, *, has_tools: bool = False) -> None:
+    """Ask by openai's client."""
+    await client.chat.completions.create(**BODY, **question(number, has_tools=has_tools))
+
+
+async def by_openai_stream(client: Any, number: int) -> None:
+    """Ask by openai's client for a stream, and read it."""
+    async for _ in await client.chat.completions.create(**BODY, **question(number, has_tools=False), stream=True):
+        pass
+
+
+CLIENT_WAYS = {"http": by_http, "openai": by_openai, "openai, stream": by_openai_stream}
+"""Functions that ask a client a question by its number, in process and over loopback."""
+
+
+def ask_all(way: Callable[[int], Awaitable[None]], calls: int, round_number: int = 0) -> None:
+    """Ask all questions at once."""
+
+    async def main() -> None:
+        await asyncio.gather(*map(way, range(calls)))
+
+    asyncio.run(main())
+
+
+class Caller:
+    """Another process, which asks all questions over loopback when it is told to."""
+
+    def __init__(self, base_url: str, calls: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=call_on_demand, args=(theirs, base_url, calls), daemon=True)
+        self._process.start()
+
+    def ask_all(self, name: str, round_number: int = 0) -> None:
+        """Let it ask in one of `CLIENT_WAYS`, and wait for its end."""
+        self._pipe.send(name)
+        self._pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def call_on_demand(pipe: Any, base_url: str, calls: int) -> None:
+    """Ask all questions in the way whose name comes, until None comes."""
+
+    async def main(way: Callable[..., Awaitable[None]]) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+            await asyncio.gather(*(way(client, number) for number in range(calls)))
+
+    while (name := pipe.recv()) is not None:
+        asyncio.run(main(CLIENT_WAYS[name]))
+        pipe.send(name)
+
+
+def make_ways(llm: ChatClient) -> dict[str, tuple[Callable[[int], Awaitable[None]], str]]:
     """Functions that ask a question by its number, each with the name of the one that it is compared with."""
-    in_process = client_of(llm, "openai")
-    body = {"model": llm.name, "max_tokens": ANSWER_TOKENS}
+    client = client_of(llm, "openai")
 
     async def chat(number: int, *, has_tools: bool = False) -> None:
         await llm.chat(**question(number, has_tools=has_tools), max_tokens=ANSWER_TOKENS)
-
-    @functools.cache
-    def over_loopback(loop: asyncio.AbstractEventLoop) -> Any:
-        """A client of an event loop, whose connections last as long."""
-        return openai.AsyncOpenAI(base_url=f"{server_url}/v1", api_key=KEY, max_retries=0)
-
-    def client_at(place: str) -> Any:
-        return in_process if place == "process" else over_loopback(asyncio.get_running_loop())
-
-    async def http(number: int, *, has_tools: bool = False, place: str = "process") -> None:
-        client = client_at(place)
-        response = await client._client.post(
-            f"{client.base_url}chat/completions",
-            json={**body, **question(number, has_tools=has_tools)},
-            headers={"Authorization": f"Bearer {KEY}"},
-        )
-        response.raise_for_status()
-
-    async def by_openai(number: int, *, has_tools: bool = False, place: str = "process") -> None:
-        await client_at(place).chat.completions.create(**question(number, has_tools=has_tools), **body)
 
     async def stream(number: int) -> None:
         async for _ in llm.stream(ChatRequest(**question(number, has_tools=False), max_tokens=ANSWER_TOKENS)):
             pass
 
-    async def openai_stream(number: int, *, place: str = "process") -> None:
-        asked = question(number, has_tools=False)
-        async for _ in await client_at(place).chat.completions.create(**asked, **body, stream=True):
-            pass
-
     return {
         "llm.chat": (chat, "llm.chat"),
-        "http": (http, "llm.chat"),
-        "openai": (by_openai, "llm.chat"),
-        "http, loopback": (partial(http, place="loopback"), "http"),
-        "openai, loopback": (partial(by_openai, place="loopback"), "openai"),
+        "http": (partial(by_http, client), "llm.chat"),
+        "openai": (partial(by_openai, client), "llm.chat"),
         "llm.chat, tools": (partial(chat, has_tools=True), "llm.chat, tools"),
-        "http, tools": (partial(http, has_tools=True), "llm.chat, tools"),
-        "openai, tools": (partial(by_openai, has_tools=True), "llm.chat, tools"),
+        "http, tools": (partial(by_http, client, has_tools=True), "llm.chat, tools"),
+        "openai, tools": (partial(by_openai, client, has_tools=True), "llm.chat, tools"),
         "llm.stream": (stream, "llm.stream"),
-        "openai, stream": (openai_stream, "llm.stream"),
-        "openai, stream, loopback": (partial(openai_stream, place="loopback"), "openai, stream"),
+        "openai, stream": (partial(by_openai_stream, client), "llm.stream"),
     }
 
 
