@@ -1,4 +1,4 @@
-"""What a worker does: it makes the components once, and calls one for each work that the run sends.
+"""A worker makes the components once, and calls one for each work that the run sends.
 
 The agent runs in the main thread's event loop, as in a run without workers. A thread of its own reads the messages of
 the run, so that replies arrive while the agent blocks that loop.

@@ -42,7 +42,7 @@ REASONS = {
     "unreadable_error": "Unreadable: an error that no process reads",
     "foreign_error": "Foreign: an error of another module",
 }
-"""What the run says of each fault."""
+"""The error that the run reports for each fault."""
 
 
 def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, llms=None, **changes):

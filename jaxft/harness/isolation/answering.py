@@ -1,4 +1,4 @@
-"""What the run does for a worker at work: it answers requests of language models, in the episode of the work."""
+"""The run answers what a worker asks while it works: requests of language models, in the episode of the work."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from jaxft.rollout.recorder import Episode, named_functions, recording
 
 
 class RunSide(NamedTuple):
-    """What the run does for its workers.
+    """Functions of the run that serve its workers.
 
     Attributes:
         get_llm: returns a language model by its name.
@@ -37,7 +37,7 @@ class Answering:
         """Begin.
 
         Args:
-            run: what the run does for its workers.
+            run: the functions of the run.
             send: sends a message to the worker.
             known_texts: ids of the tokens whose texts the worker knows, by the name of the language model.
             episode: the episode of the work; None outside of episodes.

@@ -64,7 +64,7 @@ class Close(NamedTuple):
 
 
 class Remains(NamedTuple):
-    """What an episode in a worker has beside its calls, which the run has recorded.
+    """The parts of an episode that only its worker knows; the run itself records the calls.
 
     Attributes:
         step_rewards: sum of the rewards of each answer, by its index.

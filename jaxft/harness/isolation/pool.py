@@ -37,7 +37,7 @@ class WorkerPool:
         Args:
             config: the configuration, whose workflow and evaluators the workers make.
             max_workers: maximum number of workers.
-            run: what the run does for its workers.
+            run: the functions of the run that serve workers.
         """
         self._config, self._limits = config, config.eval.general.workers
         self._run = run

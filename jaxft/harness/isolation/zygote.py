@@ -47,11 +47,11 @@ NOT_LEFT_BEHIND = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 """Words in the command lines of Python's own helpers, which live as long as the process that started them."""
 
 WORK = "jaxft.harness.worker:work"
-"""What a worker does; imported in the zygote, as it needs the modules that start this one."""
+"""The function that a worker runs. The zygote imports it by name, as its module imports those that start a zygote."""
 
 
 class Preparation(NamedTuple):
-    """What a zygote begins with.
+    """The data that a zygote starts from.
 
     Attributes:
         main: what `multiprocessing` tells a new process of this one: the main module, `sys.path`, the folder.
