@@ -1,6 +1,8 @@
 """One tiny policy at one set of shapes, so that tests share what is compiled; made when it is first asked for."""
 
+import gc
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,21 @@ from jaxft.rollout.recorder import current_functions, episode
 from jaxft.rollout.sequences import TokenSequence
 
 SLOTS, CONTEXT = 8, 96
+
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 25_000
+"""Linux lets a process map 65,530 pieces of memory. A compiled program takes several, and XLA for CPU ends by a
+segmentation fault when there are no more."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """After a module, forget what was compiled if it takes too many mappings of memory."""
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
