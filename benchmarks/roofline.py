@@ -51,7 +51,8 @@ def parameter_count(config: DecoderConfig) -> int:
     57943552
     """
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-    norms = 2 * config.hidden_size + (2 * width if config.qk_norm else 0)
+    norms = (4 if config.norm_places == "both" else 2) * config.hidden_size
+    norms += {None: 0, "heads": 2 * width, "projections": width * (heads + kv_heads)}[config.qk_norm]
     biases = width * (heads + 2 * kv_heads) if config.qkv_bias else 0
     biases += config.hidden_size if config.output_bias else 0
     biases += 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
@@ -85,8 +86,8 @@ def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) 
     kv_weights = 2 * config.hidden_size * config.num_kv_heads * config.head_dim
     weights = (config.num_layers - 1) * block_weights(config) + kv_weights
     tokens = sum(count - 1 for count in prompt_tokens)
-    seen = sum(tokens_seen(config, 1, count - 1) for count in prompt_tokens)
-    flops = 2 * weights * tokens + (config.num_layers - 1) * attention_flops(config, seen)
+    seen = sum(tokens_seen(config.kinds[:-1], 1, count - 1) for count in prompt_tokens)
+    flops = 2 * weights * tokens + attention_flops(config, seen)
     return Phase("prefill", flops, itemsize * weights + kv_bytes(config, itemsize) * tokens)
 
 
@@ -105,9 +106,10 @@ def decode(config: DecoderConfig, prompt_tokens: int, answer_tokens: Sequence[in
     """
     tokens = sum(answer_tokens)
     steps = max(*answer_tokens, -(-tokens // slots), 1)
-    seen = sum(tokens_seen(config, prompt_tokens, prompt_tokens + count - 1) for count in answer_tokens)
-    flops = 2 * matmul_weights(config) * tokens + config.num_layers * attention_flops(config, seen)
-    return Phase("decode", flops, itemsize * matmul_weights(config) * steps + kv_bytes(config, itemsize) * seen)
+    seen = sum(tokens_seen(config.kinds, prompt_tokens, prompt_tokens + count - 1) for count in answer_tokens)
+    flops = 2 * matmul_weights(config) * tokens + attention_flops(config, seen)
+    of_layer = kv_bytes(config, itemsize) // config.num_layers
+    return Phase("decode", flops, itemsize * matmul_weights(config) * steps + of_layer * seen)
 
 
 def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, itemsize: int) -> Phase:
@@ -120,7 +122,7 @@ def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, ite
     """
     blocks = config.num_layers * block_weights(config)
     products = 2 * blocks * tokens + 2 * head_weights(config) * scored_tokens
-    attention = config.num_layers * attention_flops(config, tokens_seen(config, 1, tokens))
+    attention = attention_flops(config, tokens_seen(config.kinds, 1, tokens))
     return Phase("forward", rows * (products + attention), itemsize * matmul_weights(config))
 
 

@@ -42,7 +42,7 @@ OPTIMIZER = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 def make_workload(work: Work) -> Workload:
     """The model with random weights, float32, and the counts of the work."""
-    config = jaxft.DecoderConfig(**work["shape"], qk_norm=True)
+    config = jaxft.DecoderConfig(**work["shape"], qk_norm="heads")
     model, params = jaxft.init_model(config, jax.random.key(work["seed"]))
     counts = {name: work[name] for name in ("prompts", "generations", "prompt_tokens", "new_tokens", "slots")}
     return Workload(config, model, params, replace(REFERENCE, **counts), "float32", work["repeats"])

@@ -1,7 +1,7 @@
-"""Rotary embeddings, and the reference of attention within whole rows.
+"""The reference of attention within whole rows.
 
 Letters: `B` rows, `T` tokens, `S` tokens attended to, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
-width, `P = h / 2` pairs that a rotation turns.
+width.
 """
 
 from collections.abc import Sequence
@@ -9,42 +9,33 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.reductions import rounded
-from jaxft.models.config import DecoderConfig, RopeScaling
 
+class Scores(NamedTuple):
+    """How attention scores a key: `soft_cap * tanh(scale * q.k / soft_cap)`, within the window.
 
-def rotary(config: DecoderConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
-    """Return cosines and sines of the rotary angles (arXiv 2104.09864), one per pair of a head's components."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    if config.rope_scaling is not None:
-        frequencies = stretch_frequencies(frequencies, config.rope_scaling)
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    Attributes:
+        scale: factor of the product of a query and a key, in most models `h**-0.5`.
+        window: number of positions that a token sees, itself included; None for all before it.
+        soft_cap: bound that scores approach but do not exceed, as in Gemma 2 (arXiv 2408.00118, section 2); None for
+            scores without a bound, `scale * q.k`.
+    """
 
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
 
-def stretch_frequencies(frequencies: Float[np.ndarray, "P"], scaling: RopeScaling) -> Float[np.ndarray, "P"]:
-    """Scale rotary frequencies as Llama 3.1 (arXiv 2407.21783): long wavelengths by `1 / factor`, short ones not."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
-    return frequencies * (blend + (1.0 - blend) / scaling.factor)
+    def of(self, products: Float[Array, "*N"]) -> Float[Array, "*N"]:
+        """Return the scores of these products of queries and keys.
 
-
-def rotate(
-    x: Float[Array, "B T N h"], cos: Float[Array, "B T P"], sin: Float[Array, "B T P"], platform: str
-) -> Float[Array, "B T N h"]:
-    """Rotate each pair (i, i + h/2) of a head's components by its angle; the bits are the same on any `platform`."""
-    pairs = x.astype(jnp.promote_types(x.dtype, cos.dtype)).reshape(*x.shape[:-1], 2, -1)  # [B T N 2 P]
-    # GPUs fuse a reversal, unlike a concatenation, with what comes before and after; on CPUs it takes longer.
-    swapped = jnp.concatenate([pairs[..., 1:, :], pairs[..., :1, :]], -2) if platform == "cpu" else jnp.flip(pairs, -2)
-    turned = swapped * jnp.array([[-1.0], [1.0]], pairs.dtype)
-    # Rounded, as XLA for CPU would make one operation of a product and the sum in some programs and not in others.
-    mixed = rounded(pairs * cos[:, :, None, None, :]) + rounded(turned * sin[:, :, None, None, :])
-    return mixed.reshape(x.shape).astype(x.dtype)
+        >>> products = jnp.array([-1e6, 0.0, 2.0])
+        >>> Scores(0.5).of(products)[2].tolist(), Scores(0.5, soft_cap=50.0).of(products).round(3).tolist()
+        (1.0, [-50.0, 0.0, 1.0])
+        """
+        if self.soft_cap is None:
+            return products * self.scale
+        return self.soft_cap * jnp.tanh(products * (self.scale / self.soft_cap))
 
 
 MASK_VALUE = -1e30
@@ -99,7 +90,7 @@ def attend_in_chunks(
     q: Float[Array, "B T H h"],
     seen: HeadRows,
     places: Int[Array, "#B T"],
-    window: int | None,
+    scores: Scores,
     segment_ids: Int[Array, "B T"] | None,
     chunk: int,
 ) -> Float[Array, "B T H h"]:
@@ -109,7 +100,7 @@ def attend_in_chunks(
         q: queries.
         seen: keys and values of the same tokens.
         places: position of each query among the keys.
-        window: number of positions that a token sees, itself included; None for all before it.
+        scores: scale, window and soft cap.
         segment_ids: sequence of each token in packed rows; keys are those of the same tokens.
         chunk: queries of a row that are computed at once. Gradients of keys and values are summed over chunks in
             float32, as their own dtype, if bfloat16, rounds each time.
@@ -126,15 +117,17 @@ def attend_in_chunks(
     def attend_chunk(part: tuple[Array, Array, Array | None]) -> Array:
         q, places, segments = part
         narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, seen)
-        return attend(q, narrow, visible_keys(places, keys, window, segments, segment_ids))
+        return attend(q, narrow, visible_keys(places, keys, scores.window, segments, segment_ids), scores)
 
     parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids)
     mixed = jnp.moveaxis(jax.lax.map(attend_chunk, parts), 0, 1)  # [B T/chunk chunk H h]
     return mixed.reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
 
 
-def attend(q: Float[Array, "B T H h"], seen: HeadRows, visible: Bool[Array, "#B T S"]) -> Float[Array, "B T H h"]:
-    """Return softmax attention of each token to the visible ones.
+def attend(
+    q: Float[Array, "B T H h"], seen: HeadRows, visible: Bool[Array, "#B T S"], scores: Scores
+) -> Float[Array, "B T H h"]:
+    """Return softmax attention of each token to the visible ones; `visible` has the window of `scores` already.
 
     Query heads of a group share one matrix product instead of repeating their keys and values.
     """
@@ -145,9 +138,9 @@ def attend(q: Float[Array, "B T H h"], seen: HeadRows, visible: Bool[Array, "#B 
     wide = jnp.promote_types(flat.dtype, jnp.float32)
     products = jnp.matmul(flat, seen.keys, preferred_element_type=wide)  # [B K GT S]
     # The float32 products are scaled, not the queries, which bfloat16 would round once more.
-    products = products.reshape(*grouped.shape[:-1], -1) * head_dim**-0.5  # [B K G T S]
-    scores = jnp.where(visible[:, None, None], products, MASK_VALUE)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    scored = scores.of(products.reshape(*grouped.shape[:-1], -1))  # [B K G T S]
+    scored = jnp.where(visible[:, None, None], scored, MASK_VALUE)
+    weights = jnp.exp(scored - jax.lax.stop_gradient(scored.max(axis=-1, keepdims=True)))
     mass = weights.sum(axis=-1, keepdims=True)  # [B K G T 1]
     weights = weights.reshape(*flat.shape[:-1], -1).astype(q.dtype)
     mixed = jnp.matmul(weights, seen.values, preferred_element_type=wide)

@@ -1,36 +1,35 @@
 """The shape of a decoder and of its adapters, and presets of shapes by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+from jaxft.models.rope import LongRopeScaling, Rope
+
+NormPlaces = Literal["before", "after", "both"]
+QKNorm = Literal["heads", "projections"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, the others blended.
+class LayerKind(NamedTuple):
+    """What layers of one model may differ in.
 
     Attributes:
-        factor: factor by which the context is extended.
-        low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched fully.
-        high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are unchanged.
-        original_max_position_embeddings: context length, in tokens, before stretching.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all.
+        rope: rotary positions; None for a layer without positions (arXiv 2305.19466).
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    window: int | None = None
+    rope: Rope | None = Rope()
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, grouped-query attention, and a gated feed-forward layer.
 
     Attributes:
-        family: published architecture, which decides the defaults of its files.
+        family: published architecture, by its name in `jaxft.models.families`, which decides the format of its files.
         vocab_size: rows of the embedding.
         hidden_size: width `D` of the residual stream.
         intermediate_size: width `F` of the gated feed-forward layer.
@@ -40,19 +39,27 @@ class DecoderConfig:
         head_dim: width `h` of a head.
         max_position_embeddings: context length, in tokens, of the model's pretraining.
         rms_norm_eps: constant added to the mean square.
-        rope_theta: base of the rotary wavelengths.
-        rope_scaling: Llama 3.1's stretch of frequencies, or None.
-        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None sees all.
-        qkv_bias: query, key and value projections add a bias (Qwen2).
-        output_bias: the attention's output projection adds a bias (Llama with `attention_bias`).
+        pattern: kinds of the layers in turn, repeated as often as there are layers; kept in its shortest form.
+        qkv_bias: query, key and value projections add a bias.
+        output_bias: the attention's output projection adds a bias.
         mlp_bias: the feed-forward projections add a bias.
-        qk_norm: RMSNorm on each query and key head (Qwen3).
+        norm_places: RMSNorm of the input of attention and feed-forward (`before`), of their output (`after`), or of
+            both.
+        norm_offset: norms multiply by `1 + scale` instead of `scale`.
+        qk_norm: RMSNorm of queries and keys: of each head, of all heads together (`projections`), or None.
+        activation: function of the gate.
+        attention_scale: factor of the products of queries and keys; None for `h**-0.5`.
+        attention_soft_cap: scores `x` become `cap tanh(x / cap)`; None leaves them.
+        embedding_scale: factor of the embedding, which the tied output projection does not have.
+        residual_scale: factor of what attention and feed-forward add to the residual stream.
+        logit_scale: factor of the logits.
+        logit_soft_cap: logits `x` become `cap tanh(x / cap)`; None leaves them.
         tie_word_embeddings: the output projection is the embedding.
         source_json: JSON text of the other fields of the files that the model was loaded from, kept for the export:
             `{"config.json": {...}, "generation_config.json": {...}}`; empty without any.
     """
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -62,21 +69,52 @@ class DecoderConfig:
     head_dim: int
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    norm_places: NormPlaces = "before"
+    norm_offset: bool = False
+    qk_norm: QKNorm | None = None
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
     tie_word_embeddings: bool = True
     source_json: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+        object.__setattr__(self, "pattern", shortest_pattern(self.pattern, self.num_layers))
+        for rope in {kind.rope for kind in self.pattern} - {None}:
+            assert rope is not None
+            if int(self.head_dim * rope.share) % 2:
+                raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+            pairs = rope.num_pairs(self.head_dim)
+            if isinstance(rope.scaling, LongRopeScaling) and len(rope.scaling.short_factor) != pairs:
+                raise ValueError(f"short_factor has {len(rope.scaling.short_factor)} numbers; wanted {pairs}")
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        repeats = -(-self.num_layers // len(self.pattern))
+        return (self.pattern * repeats)[: self.num_layers]
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest context, in tokens, that the model was made for and that is computed as it was trained."""
+        scalings = [kind.rope.scaling for kind in self.pattern if kind.rope is not None]
+        limits = [each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling)]
+        return min([self.max_position_embeddings, *limits])
 
     @property
     def architecture(self) -> "DecoderConfig":
@@ -86,6 +124,21 @@ class DecoderConfig:
         True
         """
         return replace(self, source_json="")
+
+
+def shortest_pattern(kinds: Sequence[LayerKind], num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the shortest pattern that gives the same kinds to so many layers.
+
+    >>> full, sliding = LayerKind(), LayerKind(window=8)
+    >>> shortest_pattern([sliding, full, sliding], 4) == (sliding, full, sliding)
+    True
+    >>> shortest_pattern([sliding, full, sliding], 3) == (sliding, full)
+    True
+    """
+    of_layers = [kinds[i % len(kinds)] for i in range(num_layers)]
+    lengths = range(1, num_layers + 1)
+    shortest = next(n for n in lengths if all(kind == of_layers[i % n] for i, kind in enumerate(of_layers)))
+    return tuple(of_layers[:shortest])
 
 
 @dataclass(frozen=True)
@@ -144,7 +197,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> DecoderConfig:
-    return DecoderConfig("qwen3", vocab, hidden, ffn, layers, heads, kv_heads, head_dim, qk_norm=True)
+    return DecoderConfig("qwen3", vocab, hidden, ffn, layers, heads, kv_heads, head_dim, qk_norm="heads")
 
 
 PRESETS: Mapping[str, DecoderConfig] = {

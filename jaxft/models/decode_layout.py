@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxft.core.sharding import Sharding
 from jaxft.core.types import Params
+from jaxft.models.config import DecoderConfig
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Projections that are joined, to `qkv_proj` and to `gate_up_proj`."""
@@ -72,18 +73,19 @@ def join_projections(projections: Sequence[Params], shards: int) -> Params:
     return joined
 
 
-def decoding_layer(layer: Params, heads: tuple[int, int], sharding: Sharding | None) -> Params:
+def decoding_layer(layer: Params, config: DecoderConfig, sharding: Sharding | None) -> Params:
     """Return the parameters of a layer with joined projections and norms of heads, and transposed kernels.
 
     Args:
         layer: parameters of one layer.
-        heads: numbers of query and of key/value heads.
+        config: config of the model.
         sharding: sharding of the model, or None for one device.
     """
     attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
-    shards = head_shards(sharding, heads[1])
+    heads = config.num_heads, config.num_kv_heads
+    shards = head_shards(sharding, config.num_kv_heads)
     attention["qkv_proj"] = join_projections([attention.pop(name) for name in QKV], shards)
-    if "q_norm" in attention:
+    if config.qk_norm == "heads":
         scales = [attention.pop(name)["scale"] for name in ("q_norm", "k_norm")]
         each = [jnp.broadcast_to(x, (n // shards, *x.shape)) for x, n in zip(scales, heads, strict=True)]
         attention["qk_norm"] = {"scale": jnp.concatenate(each)}

@@ -1,15 +1,17 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: flax nnx modules inside, pure functions on plain dicts outside.
+"""One decoder for all families: flax nnx modules inside, pure functions on plain dicts outside.
 
-Training stacks the parameters of the layers on a leading axis and scans over them. Decoding takes them layer by layer,
-joined (`jaxft.models.decode_layout`), each with its own pages of keys and values (`jaxft.models.paged`).
+What a family has is read from its `DecoderConfig`, never from its name.
+Training stacks the parameters of the layers on a leading axis and scans over them, several at a time where layers of
+several kinds repeat. Decoding takes them layer by layer, joined (`jaxft.models.decode_layout`), each with its own pages
+of keys and values (`jaxft.models.paged`).
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended to, `D` hidden, `H` query heads, `K`
-key/value heads, `G = H / K`, `h` head width, `P = h / 2` pairs that a rotation turns, `L` layers.
+key/value heads, `G = H / K`, `h` head width, `L` layers.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,21 +26,22 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Rules, Sharding, constrain, devices_of, gather_params, path_text, platform_of
 from jaxft.core.types import Model, Params
-from jaxft.models.attention import HeadRows, attend, attend_in_chunks, chunk_of, rotary, rotate, visible_keys
-from jaxft.models.config import DecoderConfig, Family, LoraSpec
+from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.models.config import Activation, DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.decode_layout import GATE_UP, QKV, decoding_layer, head_shards, split_outputs
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, saves_kernels
 from jaxft.models.layers import Linear, RMSNorm, look_up, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, adapter_of, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, PagedRows, init_pages, page_axis, write_and_attend
+from jaxft.models.rope import Angles, Rope, angles_of, rotate
 
 
 class Context(NamedTuple):
-    """Rotary angles of the tokens and what they see, the same for every layer."""
+    """Rotary angles of the tokens and what they see, for every kind of layer."""
 
-    cos: Float[Array, "B T P"]
-    sin: Float[Array, "B T P"]
-    visible: Bool[Array, "B T S"] | None  # None where there are pages, or the reference computes chunk by chunk
+    angles: Mapping[Rope | None, Angles | None]
+    visible: Mapping[int | None, Bool[Array, "B T S"] | None]
+    """By window; None where there are pages, or the reference computes chunk by chunk."""
     segment_ids: Int[Array, "B T"] | None
     paged: PagedRows | None  # None without a cache
     sharding: Sharding | None
@@ -55,11 +58,16 @@ def by_heads(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain_heads(tree)
 
 
+def norm_of(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+    """Return a norm of this shape as the model has it."""
+    return RMSNorm(shape, config.rms_norm_eps, config.norm_offset)
+
+
 class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden, head_dim = config.hidden_size, config.head_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def linear(names: Sequence[str], inputs: int, outputs: int, use_bias: bool) -> Linear:
@@ -68,88 +76,130 @@ class Attention(nnx.Module):
 
         if is_joined:
             self.qkv_proj = linear(QKV, hidden, width + 2 * kv_width, config.qkv_bias)
-            heads = config.num_heads + config.num_kv_heads
-            self.qk_norm = RMSNorm((heads, config.head_dim), eps) if config.qk_norm else None
         else:
             self.q_proj = linear(["q_proj"], hidden, width, config.qkv_bias)
             self.k_proj = linear(["k_proj"], hidden, kv_width, config.qkv_bias)
             self.v_proj = linear(["v_proj"], hidden, kv_width, config.qkv_bias)
-            self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
-            self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
         self.o_proj = linear(["o_proj"], width, hidden, config.output_bias)
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.window, self.is_joined = config.sliding_window, is_joined
+        is_normed = config.qk_norm is not None
+        self.joins_norms = is_joined and config.qk_norm == "heads"
+        if self.joins_norms:
+            self.qk_norm = norm_of(config, (config.num_heads + config.num_kv_heads, head_dim))
+        elif is_normed:
+            self.q_norm, self.k_norm = (
+                norm_of(config, head_dim if config.qk_norm == "heads" else size) for size in (width, kv_width)
+            )
+        self.norms = config.qk_norm
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
+        self.scale, self.soft_cap, self.is_joined = config.score_scale, config.attention_soft_cap, is_joined
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
+        self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
     ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         rows, length, _ = x.shape
-        heads = self.joined_heads(x, context) if self.is_joined else self.separate_heads(x, context)
+        angles, scores = context.angles[kind.rope], Scores(self.scale, kind.window, self.soft_cap)
+        heads = self.joined_heads(x, angles, context) if self.is_joined else self.separate_heads(x, angles, context)
         q, k, v = by_heads(context.sharding, heads)
+        if angles is not None and angles.query_factor is not None:
+            q = (q * angles.query_factor[:, :, None, None]).astype(q.dtype)
         if pages is None or context.paged is None:
-            attended = self.attend(q, k, v, context)
+            attended = self.attend(q, k, v, scores, context)
         else:
-            attended, pages = write_and_attend(q, k, v, pages, context.paged, self.window, context.sharding)
+            attended, pages = write_and_attend(q, k, v, pages, context.paged, scores, context.sharding)
         return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), pages
 
-    def separate_heads(self, x: Float[Array, "B T D"], context: Context) -> tuple[Array, Array, Array]:
+    def separate_heads(
+        self, x: Float[Array, "B T D"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array, Array]:
         """Return queries `[B T H h]`, keys and values `[B T K h]`."""
         projected = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, in_halves=context.in_halves), self.k_norm(k, in_halves=context.in_halves)
-        q, k = (rotate(y, context.cos, context.sin, platform_of(context.sharding)) for y in (q, k))
-        return q, k, v
+        return (*self.normed_and_rotated(q, k, angles, context), v)
 
-    def joined_heads(self, x: Float[Array, "B T D"], context: Context) -> tuple[Array, Array, Array]:
+    def joined_heads(
+        self, x: Float[Array, "B T D"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array, Array]:
         """Return what `separate_heads` does, from one product.
 
-        Queries and keys are normed and rotated as one array, which saves launches on GPUs.
+        Queries and keys are normed by head and rotated as one array, which saves launches on GPUs.
         """
         shards = head_shards(context.sharding, self.kv_heads)
         y = by_heads(context.sharding, self.qkv_proj(x)).reshape(*x.shape[:2], shards, -1, self.head_dim)
         queries, keys = self.heads // shards, self.kv_heads // shards
         qk, v = y[..., : queries + keys, :], y[..., queries + keys :, :]
-        if self.qk_norm is not None:
+        if self.joins_norms:
             qk = self.qk_norm(qk, in_halves=context.in_halves)
-        heads = qk.reshape(*x.shape[:2], -1, self.head_dim)
-        qk = rotate(heads, context.cos, context.sin, platform_of(context.sharding)).reshape(qk.shape)
+        is_done = self.norms != "projections"
+        if is_done:
+            heads = qk.reshape(*x.shape[:2], -1, self.head_dim)
+            qk = rotated(heads, angles, context).reshape(qk.shape)
         q, k = qk[..., :queries, :], qk[..., queries:, :]
         q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in (q, k, v))
-        return q, k, v
+        return (q, k, v) if is_done else (*self.normed_and_rotated(q, k, angles, context), v)
+
+    def normed_and_rotated(
+        self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array]:
+        """Return queries and keys with the norm and the positions that they have."""
+        if self.norms is not None:
+            pairs = []
+            for x, norm in ((q, self.q_norm), (k, self.k_norm)):
+                flat = x if self.norms == "heads" else x.reshape(*x.shape[:2], -1)
+                pairs.append(norm(flat, in_halves=context.in_halves).reshape(x.shape))
+            q, k = pairs
+        return rotated(q, angles, context), rotated(k, angles, context)
 
     def attend(
-        self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"], context: Context
+        self,
+        q: Float[Array, "B T H h"],
+        k: Float[Array, "B T K h"],
+        v: Float[Array, "B T K h"],
+        scores: Scores,
+        context: Context,
     ) -> Float[Array, "B T H h"]:
         """Return attention within whole rows by the kernel that takes them, or by the reference.
 
         The reference goes chunk by chunk where the scores of all queries are too large.
         """
         length, ids, sharding = q.shape[1], context.segment_ids, context.sharding
-        window = None if self.window is None or self.window >= length else self.window
-        kernel = kernel_for(q, window, context)
+        visible = context.visible[scores.window]
+        if scores.window is not None and scores.window >= length:
+            scores = scores._replace(window=None)
+        kernel = kernel_for(q, scores, context)
         if kernel != "xla":
-            return row_attention(q, k, v, kernel=kernel, window=window, segment_ids=ids, sharding=sharding)
+            return row_attention(q, k, v, kernel=kernel, scores=scores, segment_ids=ids, sharding=sharding)
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
-        if context.visible is not None:
-            attended = attend(q, seen, context.visible)
+        if visible is not None:
+            attended = attend(q, seen, visible, scores)
         else:
             chunk = chunk_of(q.shape, length, 1 if sharding is None else sharding.devices)
-            attended = attend_in_chunks(q, seen, jnp.arange(length)[None], self.window, ids, chunk)
+            attended = attend_in_chunks(q, seen, jnp.arange(length)[None], scores, ids, chunk)
         return by_heads(sharding, attended)
 
 
-def kernel_for(q: Float[Array, "B T H h"], window: int | None, context: Context) -> Kernel:
+def rotated(x: Float[Array, "B T N h"], angles: Angles | None, context: Context) -> Float[Array, "B T N h"]:
+    """Return queries or keys rotated by their angles, if the layer has positions."""
+    return x if angles is None else rotate(x, angles, platform_of(context.sharding))
+
+
+def kernel_for(q: Float[Array, "B T H h"], scores: Scores, context: Context) -> Kernel:
     """Return the kernel of rows without a cache, and log the choice."""
     devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
-    choice = choose_kernel(q.dtype, q.shape[-1], window, devices, has_segments=has_segments)
+    choice = choose_kernel(q.dtype, q.shape[-1], scores, devices, has_segments=has_segments)
     if q.shape[1] > 1:  # a single token only asks for shapes
-        announce(choice, q.dtype, q.shape[-1], window, devices[0], has_segments)
+        announce(choice, q.dtype, q.shape[-1], scores, devices[0], has_segments)
     return choice.kernel
 
 
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
 class FeedForward(nnx.Module):
-    """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`."""
+    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
         hidden, width = config.hidden_size, config.intermediate_size
@@ -165,6 +215,7 @@ class FeedForward(nnx.Module):
             self.up_proj = linear(["up_proj"], hidden, width)
         self.down_proj = linear(["down_proj"], width, hidden)
         self.width, self.is_joined = width, is_joined
+        self.activate = ACTIVATIONS[config.activation]
 
     def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
         if self.is_joined:
@@ -172,28 +223,42 @@ class FeedForward(nnx.Module):
             gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
         else:
             gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
-        return self.down_proj(by_heads(sharding, jax.nn.silu(gate) * up))
+        return self.down_proj(by_heads(sharding, self.activate(gate) * up))
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each applied to the normed residual stream and added to it."""
+    """Attention and feed-forward, each added to the residual stream; their inputs, outputs or both are normed.
+
+    The names of the two norms of inputs are those of Llama's files, where the second one comes after attention.
+    """
 
     def __init__(
         self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
     ) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        before, after = config.norm_places != "after", config.norm_places != "before"
+        self.input_layernorm = norm_of(config, config.hidden_size) if before else None
         self.self_attn = Attention(config, rngs, is_joined, lora)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_output_norm = norm_of(config, config.hidden_size) if after else None
+        self.post_attention_layernorm = norm_of(config, config.hidden_size) if before else None
         self.mlp = FeedForward(config, rngs, is_joined, lora)
+        self.mlp_output_norm = norm_of(config, config.hidden_size) if after else None
+        self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages | None
+        self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
     ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
-        normed = by_rows(context.sharding, self.input_layernorm(x, in_halves=context.in_halves))
-        attended, pages = self.self_attn(normed, context, pages)
-        x = by_rows(context.sharding, x + attended)
-        normed = by_rows(context.sharding, self.post_attention_layernorm(x, in_halves=context.in_halves))
-        return by_rows(context.sharding, x + self.mlp(normed, context.sharding)), pages
+        def normed(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            return x if norm is None else by_rows(context.sharding, norm(x, in_halves=context.in_halves))
+
+        def add(x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            if self.residual_scale != 1:
+                change = change * jnp.asarray(self.residual_scale, x.dtype)
+            return by_rows(context.sharding, x + change)
+
+        attended, pages = self.self_attn(normed(self.input_layernorm, x), kind, context, pages)
+        x = add(x, normed(self.attention_output_norm, attended))
+        changed = self.mlp(normed(self.post_attention_layernorm, x), context.sharding)
+        return add(x, normed(self.mlp_output_norm, changed)), pages
 
 
 def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
@@ -224,7 +289,7 @@ def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -
         params = {
             "embed": jax.random.normal(rngs.params(), shape) * 0.02,
             "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers)),
-            "final_norm": {"scale": jnp.ones(config.hidden_size)},
+            "final_norm": {"scale": jnp.full(config.hidden_size, 0.0 if config.norm_offset else 1.0)},
         }
         if not config.tie_word_embeddings:
             # A row per token, as in transformers, so that a tied and an untied head are the same product.
@@ -306,7 +371,7 @@ def decoder(
 def _decoder(
     config: DecoderConfig, remat: Remat, compute_dtype: Any, lora: LoraSpec | None, sharding: Sharding | None
 ) -> Model:
-    bind_norm = binder(lambda rngs: RMSNorm(config.hidden_size, config.rms_norm_eps))
+    bind_norm = binder(lambda rngs: norm_of(config, config.hidden_size))
     bind_block = binder(lambda rngs: Block(config, rngs, lora=lora))
     bind_joined = binder(lambda rngs: Block(config, rngs, is_joined=True))
     bind_adapted = binder(lambda rngs: Block(config, rngs, is_joined=True, lora=lora))
@@ -329,20 +394,26 @@ def _decoder(
         x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), is_sampled))  # [B T D]
         context = make_context(config, by_rows(sharding, positions), tables, segment_ids, sharding)
 
-        def step(x: Float[Array, "B T D"], layer: Params) -> tuple[Float[Array, "B T D"], None]:
-            return bind_block(gather(layer))(x, context, None)[0], None
+        def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
+            output: Array = bind_block(gather(layer))(x, kind, context, None)[0]
+            return output
 
         if cache is None:
-            x = jax.lax.scan(jax.checkpoint(step, policy=SAVEABLE[remat]), x, params["layers"])[0]
+            compute = jax.checkpoint(compute_layer, policy=SAVEABLE[remat], static_argnums=0)
+            x = scan_layers(compute, config.kinds, x, params["layers"])
         else:
             updated: list[Any] = []
-            for layer, pages in zip(bind_layers(params), cache, strict=True):
-                x, written = layer(x, context, pages)
+            for layer, kind, pages in zip(bind_layers(params), config.kinds, cache, strict=True):
+                x, written = layer(x, kind, context, pages)
                 updated.append(written)
             cache = tuple(updated)
         return bind_norm(norm)(x, in_halves=context.in_halves), cache
 
     def embed(params: Params, tokens: Int[Array, "B T"], is_sampled: bool) -> Float[Array, "B T D"]:
+        x = look_up_rows(params, tokens, is_sampled)
+        return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+    def look_up_rows(params: Params, tokens: Int[Array, "B T"], is_sampled: bool) -> Float[Array, "B T D"]:
         if sharding is None or sharding.devices == 1 or is_sampled:
             return look_up(gather(params)["embed"], tokens)
         # The gradients of a token's occurrences are summed on each device before they are exchanged.
@@ -358,7 +429,7 @@ def _decoder(
 
     def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
         (kernel,) = (head(params) if sharding is None or len(params) == 1 else gather(head(params))).values()
-        logits = project_to_vocabulary(hidden, kernel)
+        logits = scaled_logits(config, project_to_vocabulary(hidden, kernel))
         if sharding is None or "decoding_layers" not in params:
             return logits
         return sharding.constrain_logits(logits)  # few rows: each device computes a slice of the logits
@@ -375,8 +446,7 @@ def _decoder(
     def decode_layout(params: Params) -> Params:
         # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
         params = narrow(params) if lora is None else merge_or_put_beside(lora, params)
-        heads = config.num_heads, config.num_kv_heads
-        layers = [decoding_layer(each, heads, sharding) for each in per_layer(params["layers"], config.num_layers)]
+        layers = [decoding_layer(each, config, sharding) for each in per_layer(params["layers"], config.num_layers)]
         others = {name: leaf for name, leaf in params.items() if name != "layers"}
         return narrow(gather({**others, "decoding_layers": layers}))
 
@@ -394,6 +464,70 @@ def _decoder(
         return _decoder(config, remat, compute_dtype, lora, sharding)
 
     return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, head, with_remat)
+
+
+def scaled_logits(config: DecoderConfig, logits: Float[Array, "*N V"]) -> Float[Array, "*N V"]:
+    """Return logits with the model's scale and soft cap."""
+    if config.logit_scale != 1:
+        logits = logits * config.logit_scale
+    if config.logit_soft_cap is not None:
+        logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
+    return logits
+
+
+class LayerRun(NamedTuple):
+    """Consecutive layers that have some kinds in turn, several times."""
+
+    kinds: tuple[LayerKind, ...]
+    repeats: int
+
+
+@cache
+def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
+    """Divide layers into runs so that as few layers as possible are compiled, one for each kind of each run.
+
+    >>> full, sliding = LayerKind(), LayerKind(window=8)
+    >>> [(len(run.kinds), run.repeats) for run in layer_runs((sliding, sliding, full) * 5 + (sliding, sliding))]
+    [(1, 2), (3, 5)]
+    """
+    fewest: list[list[LayerRun]] = [[]]  # runs of the last 0, 1, 2, ... layers
+    for start in reversed(range(len(kinds))):
+        ways = []
+        for length in range(1, len(kinds) - start + 1):
+            turn, repeats = kinds[start : start + length], 1
+            while kinds[start + length * repeats :][:length] == turn:
+                repeats += 1
+            ways.append([LayerRun(turn, repeats), *fewest[len(kinds) - start - length * repeats]])
+        fewest.append(min(ways, key=lambda runs: (sum(len(run.kinds) for run in runs), len(runs))))
+    return fewest[-1]
+
+
+def scan_layers(
+    compute: Callable[[LayerKind, Array, Params], Array],
+    kinds: tuple[LayerKind, ...],
+    x: Float[Array, "B T D"],
+    layers: Params,
+) -> Float[Array, "B T D"]:
+    """Return the residual stream after all layers, whose parameters are stacked on axis 0."""
+    runs = layer_runs(kinds)
+    if len(runs) == 1:
+        parts = [layers]
+    else:  # the gradient of a split is one concatenation
+        sizes = [len(run.kinds) * run.repeats for run in runs]
+        split = {path: jax.lax.split(leaf, sizes) for path, leaf in flatten_dict(layers).items()}
+        parts = [unflatten_dict({path: pieces[i] for path, pieces in split.items()}) for i in range(len(runs))]
+    for run, part in zip(runs, parts, strict=True):
+        count = len(run.kinds)
+
+        def step(x: Array, turn: Params, run: LayerRun = run, count: int = count) -> tuple[Array, None]:
+            for kind, layer in zip(run.kinds, [turn] if count == 1 else per_layer(turn, count), strict=True):
+                x = compute(kind, x, layer)
+            return x, None
+
+        if count > 1:
+            part = jax.tree.map(lambda leaf, run=run: leaf.reshape(run.repeats, -1, *leaf.shape[1:]), part)
+        x = jax.lax.scan(step, x, part)[0]
+    return x
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:
@@ -416,20 +550,24 @@ def make_context(
     Raises:
         ValueError: segments are given together with pages.
     """
-    cos, sin = rotary(config, positions)
+    ropes = {kind.rope for kind in config.pattern}
+    angles = {rope: None if rope is None else angles_of(rope, config.head_dim, positions) for rope in ropes}
+    windows = {kind.window for kind in config.pattern}
     if tables is not None:
         if segment_ids is not None:
             raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
-        return Context(cos, sin, None, None, paged, sharding, in_halves=platform_of(sharding) == "cpu")
+        nothing = dict.fromkeys(windows)
+        return Context(angles, nothing, None, paged, sharding, in_halves=platform_of(sharding) == "cpu")
     (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
-    visible = None
+    visible: dict[int | None, Array | None] = dict.fromkeys(windows)
     if chunk_of((rows, length, config.num_heads), length, devices) == length:
         keys = jnp.arange(length)
-        visible = visible_keys(keys[None], keys, config.sliding_window, segment_ids, segment_ids)
-        visible = jnp.broadcast_to(visible, (rows, length, length))
-    return Context(cos, sin, visible, segment_ids, None, sharding, in_halves=False)
+        for window in windows:
+            seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
+            visible[window] = jnp.broadcast_to(seen, (rows, length, length))
+    return Context(angles, visible, segment_ids, None, sharding, in_halves=False)
 
 
 DECODER_RULES: Rules = (
@@ -454,8 +592,6 @@ replicated."""
 
 NO_AXIS = "-"
 
-RULES: Mapping[Family, Rules] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), DECODER_RULES)
-
 
 def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
     """Return the sharding of a decoder on a mesh; a dimension that does not divide is replicated, with a warning.
@@ -474,7 +610,7 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
                 f"{name} is {heads}, which does not divide over the {tensor} devices of mesh axis 'tensor'; wanted a "
                 f"divisor of {heads} there"
             )
-    sharding = Sharding(mesh, RULES[config.family])
+    sharding = Sharding(mesh, DECODER_RULES)
     lines = sharding.uneven(parameter_shapes(config))
     if lines and strict:
         raise ValueError("\n".join(lines))
@@ -484,20 +620,15 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
 
 
 def rules_table() -> str:
-    """Return the sharding rules of every family as text: the mesh axes of the last dimensions of each parameter.
+    """Return the sharding rules as text: the mesh axes of the last dimensions of each parameter.
 
-    >>> print(rules_table().splitlines()[1])
+    >>> print(rules_table().splitlines()[0])
     embed                                    tensor     fsdp
     """
-    by_rules: dict[Rules, list[str]] = {}
-    for family, rules in RULES.items():
-        by_rules.setdefault(rules, []).append(family)
-    lines = []
-    for rules, families in by_rules.items():
-        lines.append(", ".join(families))
-        lines += [f"{path:<40} {'  '.join(f'{axis or NO_AXIS:<9}' for axis in axes)}".rstrip() for path, axes in rules]
-        lines.append(f"{'all else':<40} {NO_AXIS}")
-    return "\n".join(lines)
+    lines = [
+        f"{path:<40} {'  '.join(f'{axis or NO_AXIS:<9}' for axis in axes)}".rstrip() for path, axes in DECODER_RULES
+    ]
+    return "\n".join([*lines, f"{'all else':<40} {NO_AXIS}"])
 
 
 def parameters_table(shapes: Params, sharding: Sharding) -> str:

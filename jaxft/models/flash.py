@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.sharding import ROW_AXES, Sharding, devices_of
+from jaxft.models.attention import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -47,29 +48,28 @@ def compute_capability(device: Any) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else (0, 0)
 
 
-def choose_kernel(
-    dtype: Any, head_dim: int, window: int | None, devices: Sequence[Any], *, has_segments: bool
-) -> Choice:
+def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[Any], *, has_segments: bool) -> Choice:
     """Return the kernel that takes attention of this kind on all of these devices; the reference if none does.
 
     cuDNN's limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128,
-    those from Hopper on of up to 256. JAX's Triton kernel takes packed rows without a window. Splash attention takes
-    packed rows, windows and any head width.
+    those from Hopper on of up to 256. JAX's Triton kernel takes packed rows without a window, of heads of up to 256.
+    Neither takes a soft cap.
+    Splash attention takes packed rows, windows, soft caps and any head width. All take any scale.
 
     Args:
         dtype: dtype of queries, keys and values.
         head_dim: head width.
-        window: number of positions that a token sees, itself included; None for all before it.
+        scores: scale, window and soft cap.
         devices: devices that compute; those of a compile-only topology do too.
         has_segments: True for packed rows.
 
-    >>> choose_kernel(jnp.bfloat16, 128, None, jax.devices("cpu"), has_segments=True).kernel
+    >>> choose_kernel(jnp.bfloat16, 128, Scores(128**-0.5), jax.devices("cpu"), has_segments=True).kernel
     'xla'
     """
     platforms = {device.platform for device in devices}
     dtype = jnp.dtype(dtype)
     if platforms == {"gpu"}:
-        return _choose_for_gpu(dtype, head_dim, window, min(map(compute_capability, devices)), has_segments)
+        return _choose_for_gpu(dtype, head_dim, scores, min(map(compute_capability, devices)), has_segments)
     if platforms == {"tpu"}:
         if dtype not in (jnp.bfloat16, jnp.float32):
             return Choice("xla", f"the splash kernel takes bfloat16 and float32, not {dtype.name}")
@@ -77,29 +77,30 @@ def choose_kernel(
     return Choice("xla", "there is no kernel for this platform")
 
 
-def _choose_for_gpu(
-    dtype: Any, head_dim: int, window: int | None, weakest: tuple[int, ...], has_segments: bool
-) -> Choice:
+def _choose_for_gpu(dtype: Any, head_dim: int, scores: Scores, weakest: tuple[int, ...], has_segments: bool) -> Choice:
     if weakest < AMPERE:
         return Choice("xla", "kernels need NVIDIA's GPUs from Ampere on (compute capability 8.0)")
     if dtype not in (jnp.bfloat16, jnp.float16):
         return Choice("xla", f"kernels of GPUs take bfloat16 and float16, not {dtype.name}")
-    if has_segments and window is not None:
+    if scores.soft_cap is not None:
+        return Choice("xla", "no kernel of GPUs takes a soft cap of scores")
+    if has_segments and scores.window is not None:
         return Choice("xla", "no kernel of GPUs takes packed rows and a sliding window together")
-    widest = 128 if has_segments or weakest < HOPPER else 256
+    widest = 256 if has_segments or weakest >= HOPPER else 128
     if not 16 <= head_dim <= widest or head_dim % 8:
         name = "JAX's Triton kernel" if has_segments else "cuDNN"
         return Choice("xla", f"{name} takes head widths of 16 to {widest} on this GPU, in steps of 8, not {head_dim}")
     return Choice("pallas" if has_segments else "cudnn")
 
 
-def announce(choice: Choice, dtype: Any, head_dim: int, window: int | None, device: Any, has_segments: bool) -> None:
+def announce(choice: Choice, dtype: Any, head_dim: int, scores: Scores, device: Any, has_segments: bool) -> None:
     """Log a choice, once a process: a kernel as information, the reference as a warning. Nothing on CPUs."""
     if device.platform == "cpu":
         return
     rows = "packed rows" if has_segments else "rows of one sequence"
-    seen = "" if window is None else f", window {window}"
-    shape = f"{device.device_kind}, {jnp.dtype(dtype).name}, head width {head_dim}, {rows}{seen}"
+    window = "" if scores.window is None else f", window {scores.window}"
+    soft_cap = "" if scores.soft_cap is None else f", soft cap {scores.soft_cap:g}"
+    shape = f"{device.device_kind}, {jnp.dtype(dtype).name}, head width {head_dim}, {rows}{window}{soft_cap}"
     if choice.kernel == "xla":
         _log_once(logging.WARNING, f"attention: reference implementation ({shape}): {choice.reason}")
     else:
@@ -117,11 +118,11 @@ def row_attention(
     v: Float[Array, "B T K h"],
     *,
     kernel: Kernel,
-    window: int | None = None,
+    scores: Scores,
     segment_ids: Int[Array, "B T"] | None = None,
     sharding: Sharding | None = None,
 ) -> Float[Array, "B T H h"]:
-    """Return causal softmax attention within rows by a fused kernel; scores are scaled by `h**-0.5`.
+    """Return causal softmax attention within rows by a fused kernel.
 
     On a mesh each device computes its own rows and heads, without communication; rows that do not divide are computed
     on every device. On CPUs kernels are interpreted, which is slow and shows their values.
@@ -131,14 +132,14 @@ def row_attention(
         k: keys.
         v: values.
         kernel: kernel that takes the arguments, by `choose_kernel`.
-        window: number of positions that a token sees, itself included; None for all before it.
+        scores: scale, window and soft cap.
         segment_ids: sequence of each token in packed rows; tokens see their own sequence. None where rows hold one
             sequence: right padding needs no mask, as no real token sees later positions.
         sharding: sharding of the model, or None for one device.
     """
     is_interpreted = all(device.platform == "cpu" for device in devices_of(sharding))
     kernels: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
-    compute = partial(kernels[kernel], window, is_interpreted)
+    compute = partial(kernels[kernel], scores, is_interpreted)
     if sharding is None:
         return compute(segment_ids, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
@@ -152,15 +153,16 @@ def row_attention(
     )(segment_ids, q, k, v)
 
 
-def _cudnn(window: int | None, is_interpreted: bool, segment_ids: None, q: Array, k: Array, v: Array) -> Array:
+def _cudnn(scores: Scores, is_interpreted: bool, segment_ids: None, q: Array, k: Array, v: Array) -> Array:
     length = q.shape[1]
     q, k, v = (_pad_tokens(x, length % 2) for x in (q, k, v))  # an odd length with a window is refused
     mixed: Array = jax.nn.dot_product_attention(
         q,
         k,
         v,
+        scale=scores.scale,
         is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
+        local_window_size=None if scores.window is None else (scores.window - 1, 0),
         implementation="xla" if is_interpreted else "cudnn",
     )
     return mixed[:, :length]
@@ -174,31 +176,35 @@ TRITON_BLOCKS = {
     "block_q_dq": 64,
     "block_kv_dq": 32,
 }
+WIDE_TRITON_BLOCKS = TRITON_BLOCKS | {"block_q": 64, "block_q_dkv": 16, "block_kv_dq": 16}
 TRITON_WARPS = 8
-"""Tokens of a tile, which lengths are padded to a multiple of, and warps of a program.
+"""Tokens of a tile, which lengths are padded to a multiple of, and warps of a program; wide heads are those above 128.
 
+The kernel pads heads to a power of two in registers, so that 80 and 96 need those of 128.
 Of the tiles tried, these are the largest for which `ptxas` spills no register at head widths of 64 and 128, on A100 (up
 to 250 of 255 registers, 64 KiB of shared memory) and H200 (218 and 96 KiB). With 64 instead of 32 in the backward pass
-a thread spills 352 bytes on A100 and 40 on H200. No tile was timed.
+a thread spills 352 bytes on A100 and 40 on H200. At 256 the wide tiles spill 24 bytes on A100 and nothing on H200;
+the others spill 304 and 336. No tile was timed.
 """
 
 
-def _pallas(window: None, is_interpreted: bool, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
+def _pallas(scores: Scores, is_interpreted: bool, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
     # Importing Pallas takes half a second, which users of CPUs are spared.
     from jax.experimental.pallas.ops.gpu import attention as triton
 
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    blocks = TRITON_BLOCKS if q.shape[3] <= 128 else WIDE_TRITON_BLOCKS
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel has no grouped heads
-    added = -length % max(TRITON_BLOCKS.values())
+    added = -length % max(blocks.values())
     q, k, v, segment_ids = (_pad_tokens(x, added) for x in (q, k, v, segment_ids))
     mixed: Array = triton.mha(
         q,
         k,
         v,
         segment_ids,
-        sm_scale=q.shape[-1] ** -0.5,
+        sm_scale=scores.scale,
         causal=True,
-        block_sizes=triton.BlockSizes(**TRITON_BLOCKS),
+        block_sizes=triton.BlockSizes(**blocks),
         num_warps=TRITON_WARPS,
         interpret=is_interpreted,
     )
@@ -227,12 +233,12 @@ SAVED = "attention"
 """Name of splash attention's output and normalisers, the residuals of its backward pass."""
 
 
-def _splash(window: int | None, is_interpreted: bool, segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+def _splash(scores: Scores, is_interpreted: bool, segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
     # Imported here for the reason of `_pallas`.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-    length, heads, head_dim = q.shape[1:]
+    (length, heads), window = q.shape[1:3], scores.window
     block = splash_block(length)
     added = -length % block
     shape = length + added, length + added
@@ -244,11 +250,12 @@ def _splash(window: int | None, is_interpreted: bool, segment_ids: Array | None,
     kernel = splash.make_splash_mha_single_device(
         splash_mask.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
+        attn_logits_soft_cap=scores.soft_cap,
         residual_checkpoint_name=SAVED,
         interpret=is_interpreted,
     )
     # The kernel does not scale. In float32, so that XLA can drop the rounding of the queries before it.
-    q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     q, k, v = (_pad_tokens(x, added).swapaxes(1, 2) for x in (q, k, v))  # [B H T h]
     ids = None
     if segment_ids is not None:

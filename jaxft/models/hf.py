@@ -1,11 +1,12 @@
 """Import and export of weights in Hugging Face's file format.
 
 A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and have kernels
-as `[in, out]`. `TENSORS` maps file names to parameters.
+as `[in, out]`. The family's table says which tensor holds which parameters (`jaxft.models.families`).
 """
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import parameter_shapes
+from jaxft.models.families import FAMILIES
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, source_files
 from jaxft.models.hf_files import (
     DTYPES,
@@ -30,6 +32,7 @@ from jaxft.models.hf_files import (
     new_folder,
     put_transposed,
     read_tensor,
+    rows_of,
     scratch,
     stored_tensors,
     write_json,
@@ -38,35 +41,95 @@ from jaxft.models.hf_files import (
 
 
 class Tensor(NamedTuple):
-    """A parameter's path in our dict, and its name in a file (`*` stands for the index of the layer)."""
+    """A tensor of a file, or one for each layer, and the parameters that it holds.
 
-    path: str
+    Attributes:
+        name: its name; `*` stands for the index of the layer.
+        paths: parameters whose outputs it holds one after the other; mostly one.
+        shapes: shapes of the parameters, stacked over layers.
+    """
+
     name: str
-    is_transposed: bool = False
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def is_per_layer(self) -> bool:
+        """True if there is one for each layer."""
+        return "*" in self.name
+
+    @property
+    def is_transposed(self) -> bool:
+        """True if the file has it as `[out, in]`."""
+        return self.paths[0].endswith("/kernel")
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the file, in order of layers."""
+        return [self.name.replace("*", str(i)) for i in range(self.shapes[0][0])] if self.is_per_layer else [self.name]
+
+    @property
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of each parameter in the file, for one layer."""
+        shapes = [shape[1:] if self.is_per_layer else shape for shape in self.shapes]
+        return [shape[::-1] if self.is_transposed else shape for shape in shapes]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        parts = self.part_shapes
+        return sum(shape[0] for shape in parts), *parts[0][1:]
 
 
-def _linear(module: str) -> tuple[Tensor, Tensor]:
-    path, name = f"layers/{module.replace('.', '/')}", f"model.layers.*.{module}"
-    return Tensor(f"{path}/kernel", f"{name}.weight", is_transposed=True), Tensor(f"{path}/bias", f"{name}.bias")
+@cache
+def tensors_of(config: DecoderConfig) -> list[Tensor]:
+    """Return the tensors of a model's files, in the order of exported ones.
+
+    Raises:
+        ValueError: the table of the family has no place for a parameter, or two.
+    """
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(parameter_shapes(config), sep="/").items()}
+    table = FAMILIES[config.family].tensors.items()
+    tensors = [
+        Tensor(name, paths, tuple(shapes[path] for path in paths)) for name, paths in table if shapes.keys() >= {*paths}
+    ]
+    placed = Counter(path for tensor in tensors for path in tensor.paths)
+    wrong = sorted(path for path in shapes if placed[path] != 1)
+    if wrong:
+        raise ValueError(f"the table of tensors of {config.family} needs one place for each of {', '.join(wrong)}")
+    return tensors
 
 
-TENSORS: tuple[Tensor, ...] = (
-    Tensor("embed", "model.embed_tokens.weight"),
-    Tensor("layers/input_layernorm/scale", "model.layers.*.input_layernorm.weight"),
-    *_linear("self_attn.q_proj"),
-    *_linear("self_attn.k_proj"),
-    *_linear("self_attn.v_proj"),
-    *_linear("self_attn.o_proj"),
-    Tensor("layers/self_attn/q_norm/scale", "model.layers.*.self_attn.q_norm.weight"),
-    Tensor("layers/self_attn/k_norm/scale", "model.layers.*.self_attn.k_norm.weight"),
-    Tensor("layers/post_attention_layernorm/scale", "model.layers.*.post_attention_layernorm.weight"),
-    *_linear("mlp.gate_proj"),
-    *_linear("mlp.up_proj"),
-    *_linear("mlp.down_proj"),
-    Tensor("final_norm/scale", "model.norm.weight"),
-    Tensor("lm_head", "lm_head.weight"),
+PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
 )
-"""All parameters that a decoder can have, in the order of the exported files."""
+"""Beginnings of names in files of several modalities, and what the text model's own files have in their place."""
+
+OTHER_MODALITIES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "vision_model", "multi_modal_projector")
+)
+"""Beginnings of the names of tensors that no text needs."""
+
+
+def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of the text model, by their names in its own files.
+
+    >>> tensor = StoredTensor(Path("f"), "F32", (2,), 8)
+    >>> list(text_tensors({"language_model.model.norm.weight": tensor, "vision_tower.a": tensor}))
+    ['model.norm.weight']
+    """
+    if not any(name.startswith(prefix) for name in stored for prefix, _ in PREFIXES):
+        return stored
+    named = {}
+    for name, tensor in stored.items():
+        if not name.startswith(OTHER_MODALITIES):
+            prefix, own = next((pair for pair in PREFIXES if name.startswith(pair[0])), ("", ""))
+            named[own + name.removeprefix(prefix)] = tensor
+    return named
 
 
 def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], sharding: Sharding | None = None) -> Params:
@@ -75,26 +138,30 @@ def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], shar
     Raises:
         ModelFileError: a file is absent, is corrupt or does not match the config.
     """
-    stored, shapes = stored_tensors(folder), _parameter_shapes(config)
-    _check_stored(folder, stored, shapes)
+    stored, tensors = text_tensors(stored_tensors(folder)), tensors_of(config)
+    _check_stored(folder, stored, tensors)
     one_device = SingleDeviceSharding(jnp.zeros(()).device)
     flat = {}
-    for tensor, shape in shapes.items():
-        target = one_device if sharding is None else sharding.leaf_sharding(tensor.path, shape)
-        flat[tensor.path] = _read_parameter(tensor, shape, stored, dtype, target)
+    for tensor in tensors:
+        first = 0
+        for path, shape, in_file in zip(tensor.paths, tensor.shapes, tensor.part_shapes, strict=True):
+            target = one_device if sharding is None else sharding.leaf_sharding(path, shape)
+            parts = (rows_of(stored[name], first, in_file[0]) for name in tensor.names)
+            flat[path] = _read_parameter(tensor, shape, parts, dtype, target)
+            first += in_file[0]
     return unflatten_dict(flat, sep="/")
 
 
 def _read_parameter(
-    tensor: Tensor, shape: tuple[int, ...], stored: dict[str, StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
+    tensor: Tensor, shape: tuple[int, ...], parts: Iterable[StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
     """Read a parameter layer by layer, sliced for the devices that hold it."""
     cuts: Any = sharding.addressable_devices_indices_map(shape)
     shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
-    for layer, name in enumerate(_names(tensor, shape)):
-        values = read_tensor(stored[name])
+    for layer, stored in enumerate(parts):
+        values = read_tensor(stored)
         for cut, share in shares.values():
-            part, of_layer = (share[layer], cut[1:]) if _is_per_layer(tensor) else (share, cut)
+            part, of_layer = (share[layer], cut[1:]) if tensor.is_per_layer else (share, cut)
             if tensor.is_transposed:
                 put_transposed(part, values[of_layer[::-1]])
             else:
@@ -108,37 +175,14 @@ def _read_parameter(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _is_per_layer(tensor: Tensor) -> bool:
-    return "*" in tensor.name
-
-
-def _names(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
-    if not _is_per_layer(tensor):
-        yield tensor.name
-        return
-    for layer in range(shape[0]):
-        yield tensor.name.replace("*", str(layer))
-
-
-@cache
-def _parameter_shapes(config: DecoderConfig) -> dict[Tensor, tuple[int, ...]]:
-    flat = flatten_dict(parameter_shapes(config), sep="/")
-    return {tensor: flat[tensor.path].shape for tensor in TENSORS if tensor.path in flat}
-
-
-def _shape_in_file(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    one = shape[1:] if _is_per_layer(tensor) else shape
-    return one[::-1] if tensor.is_transposed else one
-
-
-def _check_stored(folder: Path, stored: dict[str, StoredTensor], shapes: dict[Tensor, tuple[int, ...]]) -> None:
+def _check_stored(folder: Path, stored: dict[str, StoredTensor], tensors: Sequence[Tensor]) -> None:
     extra = dict(stored)
-    for tensor, shape in shapes.items():
-        wanted = _shape_in_file(tensor, shape)
-        for name in _names(tensor, shape):
+    for tensor in tensors:
+        wanted = tensor.shape
+        for name in tensor.names:
             found = extra.pop(name, None)
             if found is None:
-                hint = "; is tie_word_embeddings missing in config.json?" if tensor.path == "lm_head" else ""
+                hint = "; is tie_word_embeddings missing in config.json?" if tensor.paths == ("lm_head",) else ""
                 raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}{hint}")
             if found.dtype not in DTYPES:
                 raise ModelFileError(
@@ -227,7 +271,7 @@ def save_model(
 
 
 def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
-    shapes = {tensor.path: shape for tensor, shape in _parameter_shapes(config).items()}
+    shapes = {path: shape for each in tensors_of(config) for path, shape in zip(each.paths, each.shapes, strict=True)}
     if flat.keys() != shapes.keys():
         missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
         raise ModelFileError(f"params lack {missing} and hold {extra} beyond what the model of this config has")
@@ -241,10 +285,9 @@ def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
 def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], max_shard_bytes: float) -> None:
     shards: list[list[tuple[str, Tensor, int]]] = [[]]
     filled = total = 0
-    shapes = _parameter_shapes(config)
-    for tensor, shape in shapes.items():
-        size = flat[tensor.path].nbytes // (shape[0] if _is_per_layer(tensor) else 1)
-        for layer, name in enumerate(_names(tensor, shape)):
+    for tensor in tensors_of(config):
+        size = sum(flat[path].nbytes for path in tensor.paths) // len(tensor.names)
+        for layer, name in enumerate(tensor.names):
             if shards[-1] and filled + size > max_shard_bytes:
                 shards.append([])
                 filled = 0
@@ -255,7 +298,7 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        kinds = {name: (flat[tensor.path].dtype, _shape_in_file(tensor, shapes[tensor])) for name, tensor, _ in shard}
+        kinds = {name: (flat[tensor.paths[0]].dtype, tensor.shape) for name, tensor, _ in shard}
         write_tensors(folder / file, kinds, (_for_file(flat, tensor, layer) for _, tensor, layer in shard))
         weight_map |= {name: file for name, _, _ in shard}
     if len(shards) > 1:
@@ -263,7 +306,9 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
 
 
 def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
-    leaf = flat[tensor.path]
-    # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives.
-    values = np.asarray(leaf[layer] if _is_per_layer(tensor) else leaf)
-    return np.ascontiguousarray(values.T if tensor.is_transposed else values)
+    parts = []
+    for path in tensor.paths:
+        # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives.
+        values = np.asarray(flat[path][layer] if tensor.is_per_layer else flat[path])
+        parts.append(values.T if tensor.is_transposed else values)
+    return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

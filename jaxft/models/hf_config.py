@@ -1,93 +1,43 @@
-"""Conversion between `DecoderConfig` and the `config.json` of Hugging Face transformers, versions 4 and 5."""
+"""Conversion between `DecoderConfig` and the `config.json` of Hugging Face transformers, versions 4 and 5.
+
+What the keys of a family mean is in its entry of `jaxft.models.families`; here is how all of them are read and written.
+A key that is in no table is refused unless it is null, false or empty, as it may change the arithmetic.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jaxft.errors import ModelFileError
-from jaxft.models.config import DecoderConfig, RopeScaling
+from jaxft.models.config import DecoderConfig, LayerKind
+from jaxft.models.families import FAMILIES, WRAPPERS
+from jaxft.models.families.family import FULL, SLIDING, Family, Keys
 from jaxft.models.hf_files import load_json
-
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Supported `model_type`s, each with the class that transformers loads it with."""
-
-_COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "layer_types": None,
-    "quantization_config": None,
-}
-_QWEN2 = _COMMON | {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": _COMMON | {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-    "mistral": _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
-}
-"""Default of an absent key, by `model_type`, as in transformers; sizes have none, as no default would be safe."""
+from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 NOT_EXPORTED = ("_name_or_path", "auto_map")
 """Keys of a `config.json` that an export drops: the path of the source, and its code files."""
 
-DEFAULT_ROPE_THETA = 10000.0
-_LLAMA3_KEYS = tuple(field.name for field in fields(RopeScaling))
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3_KEYS}
+WRITTEN = ("architectures", "model_type", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "rope_theta")
 
-
-@dataclass(frozen=True)
-class _Reader:
-    """Typed reader of a JSON object; every error names the file and the key."""
-
-    file: Path
-    values: Mapping[str, Any]
-
-    def fault(self, key: str, wanted: str) -> ModelFileError:
-        held = repr(self.values[key]) if key in self.values else "absent"
-        return ModelFileError(f"{self.file}: {key} is {held}; wanted {wanted}")
-
-    def integer(self, key: str) -> int:
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fault(key, "a whole number of at least 1")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.fault(key, "a number above 0")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if not isinstance(value, bool):
-            raise self.fault(key, "true or false")
-        return value
-
-    def table(self, key: str) -> dict[str, Any]:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.fault(key, "an object or null")
-        return value or {}
+NEUTRAL = frozenset(
+    """
+    attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+    chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label image_token_id
+    initializer_factor initializer_range keys_to_ignore_at_inference label2id length_penalty max_length
+    max_new_tokens min_length name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict sep_token_id suppress_tokens
+    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 a line for each otherwise
+)
+"""Keys that change no logits: token ids, dropout, defaults of sampling, and what transformers notes for itself."""
 
 
 def load_config(file: Path) -> DecoderConfig:
@@ -96,9 +46,9 @@ def load_config(file: Path) -> DecoderConfig:
     Raises:
         ModelFileError: a file is not a JSON object, or `config.json` is absent or describes an unsupported model.
     """
-    values = load_json(file)
+    values = text_values(load_json(file), file)
     config = decoder_config(values, file)
-    known = {*DEFAULTS[config.family], *config_json(config, "float32"), *NOT_EXPORTED}
+    known = {*FAMILIES[config.family].all_defaults, *config_json(config, "float32"), *NOT_EXPORTED, *WRITTEN}
     source = {CONFIG: {name: value for name, value in values.items() if name not in known}}
     generation = file.with_name(GENERATION)
     if generation.is_file():
@@ -118,130 +68,194 @@ def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
     return {name: held.get(name, {}) for name in (CONFIG, GENERATION)}
 
 
-def decoder_config(values: Mapping[str, Any], file: Path = Path("config.json")) -> DecoderConfig:
+def text_values(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the values of a `config.json`, of the text model if there are several modalities."""
+    wrapper: Any = values.get("model_type")
+    if wrapper not in WRAPPERS:
+        return dict(values)
+    text = Keys(file, values).table("text_config")
+    if not text:
+        raise ModelFileError(f"{file}: model_type is {wrapper!r}, and there is no text_config")
+    shared = {name: values[name] for name in ("tie_word_embeddings", "quantization_config") if name in values}
+    tokens = {name: values[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in values}
+    return {"model_type": WRAPPERS[wrapper], **tokens, **text, **shared}
+
+
+def decoder_config(values: Mapping[str, Any], file: Path = Path(CONFIG)) -> DecoderConfig:
     """Convert the contents of a `config.json` to a `DecoderConfig`; `file` is named in errors.
 
     Raises:
-        ModelFileError: a key is missing, has the wrong type, or asks for a feature that the decoder lacks.
+        ModelFileError: a key is missing, has the wrong type, is not known, or asks for what the decoder lacks.
     """
-    family: Any = values.get("model_type")
-    if family not in ARCHITECTURES:
-        raise ModelFileError(f"{file}: model_type is {family!r}; supported are {', '.join(ARCHITECTURES)}")
-    reader = _Reader(file, {**DEFAULTS[family], **values})
-    if reader.values["hidden_act"] != "silu":
-        raise reader.fault("hidden_act", "'silu', the only activation supported")
-    if reader.values["quantization_config"] is not None:
-        raise ModelFileError(f"{file}: quantization_config is set; wanted unquantised weights")
-
-    hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
-    num_layers = reader.integer("num_hidden_layers")
-    has_attention_bias = family in ("llama", "qwen3") and reader.flag("attention_bias")
-    rope_theta, rope_scaling = _rope(reader)
-    try:
-        return DecoderConfig(
-            family=family,
-            vocab_size=reader.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=reader.integer("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(reader, num_heads),
-            head_dim=_head_dim(reader, hidden_size, num_heads),
-            max_position_embeddings=reader.integer("max_position_embeddings"),
-            rms_norm_eps=reader.number("rms_norm_eps"),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            sliding_window=_sliding_window(reader, num_layers),
-            qkv_bias=has_attention_bias or family == "qwen2",
-            output_bias=has_attention_bias,
-            mlp_bias=family == "llama" and reader.flag("mlp_bias"),
-            qk_norm=family == "qwen3",
-            tie_word_embeddings=reader.flag("tie_word_embeddings"),
+    values = text_values(values, file)
+    name: Any = values.get("model_type")
+    if name not in FAMILIES:
+        known = ", ".join([*FAMILIES, *WRAPPERS])
+        raise ModelFileError(f"{file}: model_type is {name!r}; supported are {known}")
+    family = FAMILIES[name]
+    if values.get("quantization_config") is not None:
+        raise ModelFileError(
+            f"{file}: quantization_config is set; wanted unquantised weights, which the model's page often has too, or "
+            "which transformers writes after dequantize()"
         )
+    keys = Keys(file, {**family.all_defaults, **values})
+    _check_keys(family, keys)
+    given = {name: value for key in family.all_keys.values() for name, value in _read_key(key, keys).items()}
+    try:
+        config = DecoderConfig(family=name, pattern=_read_pattern(family, keys), **{**given, **family.arithmetic})
+        return replace(config, **family.derived(config))
     except ModelFileError:
         raise
     except ValueError as error:
         raise ModelFileError(f"{file}: {error}") from error
 
 
-def _is_null(reader: _Reader, key: str) -> bool:
-    return reader.values[key] is None
+def _check_keys(family: Family, keys: Keys) -> None:
+    """Raise a `ModelFileError` for a key that is in no table, or whose value is not supported."""
+    for name, wanted in family.fixed.items():
+        if keys.values.get(name) not in (wanted, None):
+            raise keys.fault(name, f"{json.dumps(wanted)}, the only value supported")
+    known = {*family.all_defaults, *family.all_keys, *family.fixed, *family.ignored, *NEUTRAL, *WRITTEN}
+    known |= {"layer_types", "partial_rotary_factor", family.local_rope_key}
+    for name, value in keys.values.items():
+        is_off = value is None or value is False or value in ([], {}, "")
+        if name not in known and not name.startswith("_") and name not in NOT_EXPORTED and not is_off:
+            raise ModelFileError(
+                f"{keys.file}: the meaning of {name} = {json.dumps(value):.60} is not known for a {family.name}; if it "
+                "changes no arithmetic, remove it from the file"
+            )
 
 
-def _num_kv_heads(reader: _Reader, num_heads: int) -> int:
-    return num_heads if _is_null(reader, "num_key_value_heads") else reader.integer("num_key_value_heads")
+def _read_key(key: Any, keys: Keys) -> dict[str, Any]:
+    """Return the fields that a key gives."""
+    hint = get_type_hints(DecoderConfig)[key.fields[0]]
+    if key.name == "num_key_value_heads" and keys.is_null(key.name):
+        value: Any = keys.integer("num_attention_heads")
+    elif key.name == "head_dim" and keys.is_null(key.name):
+        value = _head_dim(keys)
+    elif hint is int:
+        value = keys.integer(key.name)
+    elif hint is bool:
+        value = keys.flag(key.name)
+    elif hint is float:
+        value = keys.number(key.name)
+    elif hint == float | None:
+        value = None if keys.is_null(key.name) else keys.number(key.name)
+    else:
+        value = keys.choice(key.name, get_args(hint))
+    return dict.fromkeys(key.fields, None if value is None else key.read(value))
 
 
-def _head_dim(reader: _Reader, hidden_size: int, num_heads: int) -> int:
-    if not _is_null(reader, "head_dim"):
-        return reader.integer("head_dim")
+def _head_dim(keys: Keys) -> int:
+    hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise ModelFileError(
-            f"{reader.file}: hidden_size {hidden_size} does not divide over {num_heads} heads, and there is no head_dim"
+            f"{keys.file}: hidden_size {hidden_size} does not divide over {num_heads} heads, and there is no head_dim"
         )
     return hidden_size // num_heads
 
 
-def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
-    # Version 5 writes `rope_parameters`; version 4 writes `rope_theta` beside `rope_scaling`, which may be null.
-    tables = [table for table in (reader.table("rope_scaling"), reader.table("rope_parameters")) if table]
-    rope = _Reader(reader.file, tables[0] if tables else {})
-    thetas = {_Reader(reader.file, t).number("rope_theta") for t in (reader.values, *tables) if "rope_theta" in t}
-    if len(thetas) > 1:
-        raise ModelFileError(f"{reader.file}: rope_theta has several values, {sorted(thetas)}; wanted one")
-    theta = thetas.pop() if thetas else DEFAULT_ROPE_THETA
-
-    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ModelFileError(f"{reader.file}: rope_type is {kind!r}; supported are 'default' and 'llama3'")
-    unknown = sorted({key for table in tables for key in table} - _ROPE_KEYS)
-    if unknown:
-        raise ModelFileError(f"{reader.file}: the rotary parameters hold {unknown}, which is not supported")
-    for table in (reader.values, *tables):
-        if table.get("partial_rotary_factor") not in (None, 1.0):
-            raise _Reader(reader.file, table).fault("partial_rotary_factor", "1: rotary positions on whole heads")
-    if kind == "default":
-        return theta, None
-    return theta, RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
+def _read_pattern(family: Family, keys: Keys) -> tuple[LayerKind, ...]:
+    """Return the kinds of all layers."""
+    types = _read_layer_types(family, keys)
+    window = keys.integer("sliding_window") if SLIDING in types else None
+    ropes = _read_ropes(family, keys)
+    return tuple(
+        LayerKind(window if kind == SLIDING else None, ropes[kind] if has_rope else None)
+        for kind, has_rope in zip(types, family.has_rope(keys), strict=True)
     )
 
 
-def _sliding_window(reader: _Reader, num_layers: int) -> int | None:
-    family = reader.values["model_type"]
-    window = None
-    if family != "llama" and not _is_null(reader, "sliding_window"):
-        window = reader.integer("sliding_window")
-    first_sliding = 0
-    if family in ("qwen2", "qwen3"):
-        window = window if reader.flag("use_sliding_window") else None
-        first_sliding = num_layers if window is None else _first_sliding_layer(reader)
-    full, sliding = "full_attention", "sliding_attention"
-    kinds = {sliding} if window is not None and first_sliding < num_layers else set()
-    kinds |= {full} if window is None or first_sliding > 0 else set()
-
-    given = reader.values["layer_types"]
-    if given is not None:
-        if not isinstance(given, list) or len(given) != num_layers or not set(map(str, given)) <= {full, sliding}:
-            raise reader.fault("layer_types", f"a list of {num_layers}, each {full!r} or {sliding!r}")
-        if family in ("llama", "mistral") and set(given) != kinds:
-            raise reader.fault("layer_types", f"only {kinds.pop()!r}, which the sliding_window of a {family} asks for")
-        kinds = set(given)
-    if len(kinds) > 1:
-        raise ModelFileError(f"{reader.file}: layers mix full and sliding attention; wanted one kind in all of them")
-    if kinds == {full}:
-        return None
-    if window is None:
-        raise reader.fault("layer_types", "'full_attention' only, as there is no sliding_window in use")
-    return window
+def _read_layer_types(family: Family, keys: Keys) -> list[str]:
+    switch, given = family.window_switch, keys.values.get("layer_types")
+    has_window = not keys.is_null("sliding_window") and (switch is None or keys.flag(switch))
+    usual = list(family.layer_types(keys)) if given is None or not family.lists_types else []
+    if given is None:
+        return usual
+    if not isinstance(given, list) or len(given) != keys.num_layers or not set(map(str, given)) <= {FULL, SLIDING}:
+        raise keys.fault("layer_types", f"a list of {keys.num_layers}, each {FULL!r} or {SLIDING!r}")
+    if not family.lists_types and given != usual:
+        raise keys.fault("layer_types", f"only {usual[0]!r}, which the sliding_window of a {family.name} asks for")
+    if SLIDING in given and not has_window:
+        raise keys.fault("layer_types", f"{FULL!r} only, as there is no sliding_window in use")
+    return given
 
 
-def _first_sliding_layer(reader: _Reader) -> int:
-    # 0 is allowed here, unlike for sizes: then every layer has the window.
-    return 0 if reader.values["max_window_layers"] == 0 else reader.integer("max_window_layers")
+def _read_ropes(family: Family, keys: Keys) -> dict[str, Rope]:
+    """Return the rotary positions of each type of layer.
+
+    Version 5 writes `rope_parameters`, with a table for each type where they differ; version 4 writes `rope_theta`
+    beside `rope_scaling`, which may be null and is that of layers that see all tokens.
+    """
+    scaling, parameters = keys.table("rope_scaling"), keys.table("rope_parameters")
+    if family.local_rope_theta is None:
+        return dict.fromkeys((FULL, SLIDING), _read_rope(family, keys, [scaling, parameters], family.rope_theta))
+    inner = Keys(keys.file, parameters)
+    if parameters and not set(parameters) <= {FULL, SLIDING}:
+        raise keys.fault("rope_parameters", f"an object with {FULL!r} and {SLIDING!r}")
+    local = Keys(keys.file, {name: value for name, value in keys.values.items() if name != "rope_theta"})
+    if family.local_rope_key in keys.values:
+        local = Keys(keys.file, {**local.values, "rope_theta": keys.values[family.local_rope_key]})
+    return {
+        FULL: _read_rope(family, keys, [scaling, inner.table(FULL)], family.rope_theta),
+        SLIDING: _read_rope(family, local, [inner.table(SLIDING)], family.local_rope_theta),
+    }
+
+
+def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default_theta: float) -> Rope:
+    """Return rotary positions by tables of their parameters, of which the first that is not empty counts."""
+    tables = [table for table in tables if table]
+    rope = Keys(keys.file, tables[0] if tables else {})
+    # In files that hold a theta in several places, a table of an own type of layer comes before the file's own.
+    thetas = {Keys(keys.file, each).number("rope_theta") for each in (keys.values, *tables) if "rope_theta" in each}
+    if len(thetas) > 1:
+        raise ModelFileError(f"{keys.file}: rope_theta has several values, {sorted(thetas)}; wanted one")
+    name = rope.values.get("rope_type", rope.values.get("type", "default"))
+    kind = family.rope_types.get(name, name)
+    if kind not in ("default", *SCALINGS):
+        supported = ", ".join(map(repr, ("default", *SCALINGS)))
+        raise ModelFileError(f"{keys.file}: rope_type is {name!r}; supported are {supported}")
+    scaling = None if kind == "default" else _read_scaling(SCALINGS[kind], keys, rope)
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", family.query_growth_key}
+    known |= {"max_position_embeddings", "original_max_position_embeddings"}
+    known |= {field.name for each in SCALINGS.values() for field in fields(each)}
+    unknown = sorted({key for table in tables for key, value in table.items() if value is not None} - known)
+    if unknown:
+        raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")
+    shares = [Keys(keys.file, each) for each in (keys.values, *tables) if each.get("partial_rotary_factor") is not None]
+    if not family.has_partial_rope:
+        for each in shares:
+            if each.values["partial_rotary_factor"] != 1:
+                raise each.fault("partial_rotary_factor", "1: rotary positions on whole heads")
+    share = shares[-1].number("partial_rotary_factor") if shares else 1.0
+    growth = rope.values.get(family.query_growth_key or "")
+    return Rope(
+        theta=thetas.pop() if thetas else default_theta,
+        scaling=scaling,
+        share=share,
+        query_growth=0.0 if growth is None else rope.number(family.query_growth_key or ""),
+    )
+
+
+def _read_scaling(kind: type[RopeScaling], keys: Keys, rope: Keys) -> RopeScaling:
+    """Return the scaling of rotary parameters; some files have its lengths beside them."""
+    own = {name: value for name, value in rope.values.items() if value is not None}
+    if kind is LongRopeScaling:
+        length = own.setdefault("original_max_position_embeddings", keys.values.get("original_max_position_embeddings"))
+        if isinstance(length, int) and length > 0:
+            own.setdefault("factor", keys.integer("max_position_embeddings") / length)
+    table = Keys(rope.file, own)
+    read: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if hint is int:
+            read[name] = table.integer(name)
+        elif hint == tuple[float, ...]:
+            read[name] = table.numbers(name)
+        elif name in own:
+            read[name] = table.flag(name) if hint is bool else table.number(name)
+        elif not hasattr(kind, name):  # there is no default
+            raise table.fault(name, "a number above 0")
+    return kind(**read)
 
 
 def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
@@ -250,46 +264,77 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     Raises:
         ModelFileError: the family's `config.json` cannot express the config, such as a Mistral with biases.
     """
-    is_qwen = config.family in ("qwen2", "qwen3")
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    if config.family not in FAMILIES:
+        raise ModelFileError(f"family is {config.family!r}; files are written of {', '.join(FAMILIES)}")
+    family = FAMILIES[config.family]
+    held = {name: getattr(config, key.fields[0]) for name, key in family.all_keys.items()}
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **{name: None if held[name] is None else key.write(held[name]) for name, key in family.all_keys.items()},
+        **_layers_json(family, config),
+        **_ropes_json(family, config),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if config.family in ("llama", "qwen3"):
-        values["attention_bias"] = config.output_bias
-    if config.family == "llama":
-        values["mlp_bias"] = config.mlp_bias
-    if config.family == "mistral" or is_qwen:
-        values["sliding_window"] = config.sliding_window
-    if is_qwen:
-        kind = "full_attention" if config.sliding_window is None else "sliding_attention"
-        values["use_sliding_window"] = config.sliding_window is not None
-        values["max_window_layers"] = config.num_layers if config.sliding_window is None else 0
-        values["layer_types"] = [kind] * config.num_layers
-
     told = decoder_config(values)
     wanted = replace(config, source_json="")
     lost = [field.name for field in fields(config) if getattr(told, field.name) != getattr(wanted, field.name)]
     if lost:
-        held = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
-        raise ModelFileError(f"the config.json of a {config.family} cannot express {held}; choose another family")
+        fields_lost = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
+        raise ModelFileError(
+            f"the config.json of a {config.family} cannot express {fields_lost}; choose another family"
+        )
     return values
+
+
+def _layers_json(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """Return the keys of the kinds of layers."""
+    windows = [kind.window for kind in config.kinds if kind.window is not None]
+    values: dict[str, Any] = family.layers_json(config)
+    if "sliding_window" in family.all_defaults:
+        values["sliding_window"] = windows[0] if windows else None
+    if family.window_switch is not None:
+        values[family.window_switch] = bool(windows)
+    if family.lists_types:
+        values["layer_types"] = [FULL if kind.window is None else SLIDING for kind in config.kinds]
+    return values
+
+
+def _ropes_json(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """Return the keys of rotary positions, in the manner of both versions."""
+    kinds = [kind for kind in config.kinds if kind.rope is not None]
+    ropes = {FULL if kind.window is None else SLIDING: kind.rope for kind in kinds}
+    full = ropes.get(FULL) or ropes.get(SLIDING) or Rope()
+    if family.local_rope_theta is None:
+        table = _rope_json(family, full)
+        return {
+            "rope_parameters": table,
+            "rope_theta": full.theta,
+            "rope_scaling": None if full.scaling is None else _without_theta(table),
+            **({"partial_rotary_factor": full.share} if family.has_partial_rope else {}),
+        }
+    local = ropes.get(SLIDING) or Rope(family.local_rope_theta)
+    tables = {FULL: _rope_json(family, full), SLIDING: _rope_json(family, local)}
+    values: dict[str, Any] = {"rope_parameters": tables}
+    if local.scaling is None and (local.theta == full.theta or family.local_rope_key != "rope_theta"):
+        values |= {"rope_theta": full.theta, family.local_rope_key: local.theta}
+        values["rope_scaling"] = None if full.scaling is None else _without_theta(tables[FULL])
+    return values
+
+
+def _without_theta(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != "rope_theta"}
+
+
+def _rope_json(family: Family, rope: Rope) -> dict[str, Any]:
+    names = {kind: name for name, kind in SCALINGS.items()}
+    values: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.scaling is not None:
+        scaling = {name: value for name, value in asdict(rope.scaling).items() if value is not None}
+        values |= {"rope_type": names[type(rope.scaling)], **scaling}
+    if family.has_partial_rope:
+        values["partial_rotary_factor"] = rope.share
+    if family.query_growth_key is not None and rope.query_growth:
+        values[family.query_growth_key] = rope.query_growth
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

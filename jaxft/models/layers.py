@@ -131,14 +131,19 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale` over the last axis, computed in float32 or wider; the scale may be one for each head."""
+    """`x / rms(x) * scale` over the last axis, computed in float32 or wider; the scale may be one for each head.
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones(shape))
-        self.eps = eps
+    With an offset it is `x / rms(x) * (1 + scale)`, all in float32, as `1 + scale` is no narrow number.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, has_offset: bool = False) -> None:
+        self.scale = nnx.Param(jnp.zeros(shape) if has_offset else jnp.ones(shape))
+        self.eps, self.has_offset = eps, has_offset
 
     def __call__(self, x: Float[Array, "B T *N D"], *, in_halves: bool) -> Float[Array, "B T *N D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = invariant_sum(wide**2, in_halves=in_halves) / x.shape[-1]
         normed = wide * jax.lax.rsqrt(mean + self.eps)
+        if self.has_offset:
+            return (normed * (1 + self.scale[...].astype(wide.dtype))).astype(x.dtype)
         return normed.astype(x.dtype) * self.scale[...]

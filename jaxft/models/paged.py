@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.reductions import invariant_sum, rounded_exp
 from jaxft.core.sharding import ROW_AXES, Sharding, devices_of, platform_of
-from jaxft.models.attention import MASK_VALUE
+from jaxft.models.attention import MASK_VALUE, Scores
 from jaxft.models.flash import AMPERE, compute_capability
 
 PagedKernel = Literal["reference", "triton", "mosaic"]
@@ -86,7 +86,7 @@ def write_and_attend(
     v: Float[Array, "B T K h"],
     pages: LayerPages,
     rows: PagedRows,
-    window: int | None,
+    scores: Scores,
     sharding: Sharding | None,
 ) -> tuple[Float[Array, "B T H h"], LayerPages]:
     """Write keys and values of the real tokens to their pages, and return attention to all tokens up to each.
@@ -100,11 +100,11 @@ def write_and_attend(
         v: values of the same tokens.
         pages: pages of the layer.
         rows: where the tokens stand. Several tokens of a row begin at the first place of a page.
-        window: number of positions that a token sees, itself included; None for all before it.
+        scores: scale, window and soft cap.
         sharding: sharding of the model, or None for one device.
     """
     axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, devices_of(sharding))
-    compute = partial(_write_and_attend, window, axis, kernel)
+    compute = partial(_write_and_attend, scores, axis, kernel)
     if sharding is None:
         return compute(q, k, v, pages, rows)
     heads, of_rows = PartitionSpec(ROW_AXES, None, "tensor"), PartitionSpec(ROW_AXES)
@@ -120,23 +120,23 @@ def write_and_attend(
 
 
 def _write_and_attend(
-    window: int | None, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
+    scores: Scores, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
 ) -> tuple[Array, LayerPages]:
     if kernel == "triton" and q.shape[1] == 1:
         from jaxft.models.paged_kernels import write_and_attend_gpu
 
-        attended, *written = write_and_attend_gpu(q, k, v, *pages, *rows, window=window)
+        attended, *written = write_and_attend_gpu(q, k, v, *pages, *rows, scores=scores)
         return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
     pages = write_token(pages, k, v, rows, axis) if q.shape[1] == 1 else write_tokens(pages, k, v, rows, axis)
     if kernel == "reference":
-        return attend_reference(q, pages, rows, window, axis), pages
+        return attend_reference(q, pages, rows, scores, axis), pages
     # Importing Pallas takes half a second, which users of CPUs are spared.
     from jaxft.models.paged_kernels import attend_gpu, attend_tpu
 
     attend = attend_gpu if kernel == "triton" else attend_tpu
-    return attend(q, pages.keys, pages.values, *rows, window=window), pages
+    return attend(q, pages.keys, pages.values, *rows, scores=scores), pages
 
 
 def write_token(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: int) -> LayerPages:
@@ -205,14 +205,14 @@ def take_pages(pages: LayerPages, number: Int[Array, "B"], held: Bool[Array, "B 
 
 
 def attend_reference(
-    q: Float[Array, "B T H h"], pages: LayerPages, rows: PagedRows, window: int | None, axis: int
+    q: Float[Array, "B T H h"], pages: LayerPages, rows: PagedRows, scores: Scores, axis: int
 ) -> Float[Array, "B T H h"]:
     """Return softmax attention of each token to the tokens of its row up to itself, column of pages by column.
 
     A column in which a row sees nothing changes no bit of its result, so that short rows have the same bits beside long
     ones. Keys and values behind a row's last token may hold anything, also NaN.
     """
-    batch, length, _, width = q.shape
+    (batch, length, _, width), window = q.shape, scores.window
     kv_heads = pages.values.shape[1 - axis]
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(batch, length, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)  # [B K G T h]
@@ -236,12 +236,12 @@ def attend_reference(
         if window is not None:
             visible &= places > positions[:, :, None] - window
         visible = visible[:, None, None]  # [B 1 1 T P]
-        scores = jnp.matmul(flat, keys, preferred_element_type=wide)  # [B K GT P]
+        products = jnp.matmul(flat, keys, preferred_element_type=wide)  # [B K GT P]
         # The float32 products are scaled, not the queries, which bfloat16 would round once more.
-        scores = scores.reshape(*grouped.shape[:-1], PAGE_TOKENS) * width**-0.5
-        scores = jnp.where(visible, scores, MASK_VALUE)
-        highest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(visible, rounded_exp(scores - highest), 0.0)
+        scored = scores.of(products.reshape(*grouped.shape[:-1], PAGE_TOKENS))
+        scored = jnp.where(visible, scored, MASK_VALUE)
+        highest = jnp.maximum(largest, scored.max(axis=-1, keepdims=True))
+        weights = jnp.where(visible, rounded_exp(scored - highest), 0.0)
         part = jnp.matmul(weights.reshape(*flat.shape[:-1], -1).astype(q.dtype), values, preferred_element_type=wide)
         kept = rounded_exp(largest - highest)
         mass = mass * kept + invariant_sum(weights, in_halves=True)

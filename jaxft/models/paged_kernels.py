@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.models.attention import MASK_VALUE
+from jaxft.models.attention import MASK_VALUE, Scores
 
 
 class Span(NamedTuple):
@@ -94,10 +94,10 @@ def attend_gpu(
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
     *,
-    window: int | None = None,
+    scores: Scores,
     interpret: bool = False,
 ) -> Float[Array, "R T H h"]:
-    """Return causal softmax attention of each row's queries to its pages, on GPUs; scores are scaled by `h**-0.5`.
+    """Return causal softmax attention of each row's queries to its pages, on GPUs.
 
     Query `t` of a row stands at position `starts + t`, where its own key and value are written already. Positions of
     the pool that a row does not hold may hold anything, NaN too, and so may columns of its table after its last page.
@@ -110,14 +110,14 @@ def attend_gpu(
         tables: numbers of each row's pages, in order of positions.
         starts: position of each row's first query.
         counts: real queries of each row; outputs of others are finite. A row of 0 reads no page and gives exactly 0.
-        window: number of positions that a token sees, itself included; None for all before it.
+        scores: scale, window and soft cap.
         interpret: True to run the kernel's operations on any device, to show its values.
 
     Raises:
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
     return _call_gpu_kernel(
-        q, q.shape[2], (keys, values), (tables, starts, counts), window, interpret, is_written=False
+        q, q.shape[2], (keys, values), (tables, starts, counts), scores, interpret, is_written=False
     )[0]
 
 
@@ -131,7 +131,7 @@ def write_and_attend_gpu(
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
     *,
-    window: int | None = None,
+    scores: Scores,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R 1 H h"], Float[Array, "K N P h"], Float[Array, "K N P h"]]:
     """Return `attend_gpu` of one query a row, whose key and value are written in the same call, and the new pool.
@@ -142,7 +142,7 @@ def write_and_attend_gpu(
     # One array, so that a single launch makes queries, keys and values; the compiler does not split it again.
     joined = jnp.concatenate([q, k.astype(q.dtype), v.astype(q.dtype)], axis=2)
     mixed, keys, values = _call_gpu_kernel(
-        joined, heads, (keys, values), (tables, starts, counts), window, interpret, is_written=True
+        joined, heads, (keys, values), (tables, starts, counts), scores, interpret, is_written=True
     )
     return mixed, keys, values
 
@@ -152,7 +152,7 @@ def _call_gpu_kernel(
     heads: int,
     pool: tuple[Array, Array],
     where: tuple[Array, Array, Array],
-    window: int | None,
+    scores: Scores,
     interpret: bool,
     *,
     is_written: bool,
@@ -168,7 +168,7 @@ def _call_gpu_kernel(
     shapes = [jax.ShapeDtypeStruct((rows, length * heads, head_dim), q.dtype)]
     shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool if is_written]
     mixed, *written = pl.pallas_call(
-        partial(_gpu_kernel, groups=groups, block=block, tile=tile, width=width, window=window),
+        partial(_gpu_kernel, groups=groups, block=block, tile=tile, width=width, scores=scores),
         out_shape=shapes,
         grid=(rows, pool[0].shape[0], length // block),
         input_output_aliases={1: 1, 2: 2} if is_written else {},
@@ -193,12 +193,12 @@ def _gpu_kernel(
     block: int,
     tile: int,
     width: int,
-    window: int | None,
+    scores: Scores,
 ) -> None:
     row, kv_head, offset = pl.program_id(0), pl.program_id(1), pl.program_id(2) * block
     (kv_heads, _, page_size, _), head_dim = keys_ref.shape, q_ref.shape[2]
     start, count = starts_ref[row], counts_ref[row]
-    span = span_of_block(start, count, offset, block, page_size, window)
+    span = span_of_block(start, count, offset, block, page_size, scores.window)
 
     # Rows of the tile are the group's heads of the first query, then those of the second.
     member = jax.lax.iota(jnp.int32, tile)
@@ -217,9 +217,9 @@ def _gpu_kernel(
         is_seen = ((slots >= span.earliest) & (slots <= span.latest))[:, None] & (dims < head_dim)  # [P width]
         at = (kv_head, tables_ref[row, column], slot[:, None], dims)
         k = plgpu.load(keys_ref.at[at], mask=is_seen, other=0.0)
-        scores = _multiply(q, k, ((1,), (1,))) * head_dim**-0.5  # [tile P]
-        visible = visible_slots(start + query[:, None], slots[None, :], window) & (slots <= span.latest)[None, :]
-        largest, weights, correction = _reweigh(jnp.where(visible, scores, MASK_VALUE), largest)
+        scored = scores.of(_multiply(q, k, ((1,), (1,))))  # [tile P]
+        visible = visible_slots(start + query[:, None], slots[None, :], scores.window) & (slots <= span.latest)[None, :]
+        largest, weights, correction = _reweigh(jnp.where(visible, scored, MASK_VALUE), largest)
         v = plgpu.load(values_ref.at[at], mask=is_seen, other=0.0)
         mass = mass * correction + weights.sum(axis=1, keepdims=True)
         mixed = mixed * correction + _multiply(weights.astype(v.dtype), v, ((1,), (0,)))
@@ -235,7 +235,7 @@ def _gpu_kernel(
         for ref, x in zip(written_refs, (k, v), strict=True):
             plgpu.store(ref.at[kv_head, page, jax.lax.rem(start, page_size), dims[0]], x.astype(ref.dtype), mask=is_own)
         k, v = k.astype(jnp.float32)[None, :], v.astype(jnp.float32)[None, :]
-        score = (q.astype(jnp.float32) * k).sum(axis=1, keepdims=True) * head_dim**-0.5
+        score = scores.of((q.astype(jnp.float32) * k).sum(axis=1, keepdims=True))
         carry = score, jnp.ones_like(score), jnp.broadcast_to(v, (tile, width))
         span = span._replace(end=jnp.where(count > 0, pl.cdiv(start, page_size), 0), latest=start - 1)
     _, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, carry)
@@ -260,13 +260,13 @@ def _initial(shape: tuple[int, ...], mixed_shape: tuple[int, ...]) -> tuple[Arra
     )
 
 
-def _reweigh(scores: Array, largest: Array) -> tuple[Array, Array, Array]:
+def _reweigh(scored: Array, largest: Array) -> tuple[Array, Array, Array]:
     """Return the new largest score, the weights of these scores, and the factor of what is summed already.
 
     Masked keys weigh 1 in a query that has seen no other yet; its first visible key has a factor of 0 for them.
     """
-    grown = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
-    return grown, jnp.exp(scores - grown), jnp.exp(largest - grown)
+    grown = jnp.maximum(largest, scored.max(axis=-1, keepdims=True))
+    return grown, jnp.exp(scored - grown), jnp.exp(largest - grown)
 
 
 def _normalized(mass: Array, mixed: Array) -> Array:
@@ -359,7 +359,7 @@ def attend_tpu(
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
     *,
-    window: int | None = None,
+    scores: Scores,
     interpret: bool = False,
 ) -> Float[Array, "R T H h"]:
     """Return causal softmax attention of each row's queries to its pages, on TPUs; arguments as of `attend_gpu`.
@@ -381,7 +381,7 @@ def attend_tpu(
     step_pages = min(max(1, STEP_BYTES // page_bytes), MOST_STEP_PAGES, tables.shape[1])
     block = _block_size(length, groups, max(8, min(MOST_TILE, MOST_QUERIES // kv_heads)))
     tile = block * groups
-    steps, number = plan_steps(tables, starts, counts, length, block, step_pages, page_size, window)
+    steps, number = plan_steps(tables, starts, counts, length, block, step_pages, page_size, scores.window)
 
     def page(step: Array, steps: Steps, i: int) -> tuple[Any, ...]:
         return 0, steps.pages[step * step_pages + i], 0, 0
@@ -393,8 +393,7 @@ def attend_tpu(
 
     in_block = pl.BlockSpec((None, kv_heads, tile, width), index(lambda step, steps: (steps.blocks[step], 0, 0, 0)))
     in_pool = [pl.BlockSpec((kv_heads, None, page_size, width), index(partial(page, i=i))) for i in range(step_pages)]
-    scale = head_dim**-0.5
-    kernel = partial(_tpu_kernel, treedef, step_pages=step_pages, block=block, scale=scale, window=window)
+    kernel = partial(_tpu_kernel, treedef, step_pages=step_pages, block=block, scores=scores)
     # Queries of a head stand together in the tile, so that its rows' positions are remainders of a power of two.
     cut = q.reshape(rows, length // block, block, kv_heads, groups, head_dim).transpose(0, 1, 3, 4, 2, 5)
     cut = jnp.pad(cut.reshape(-1, kv_heads, tile, head_dim), [(0, 0)] * 3 + [(0, width - head_dim)])
@@ -426,7 +425,7 @@ def attend_tpu(
     return jnp.where(is_real[:, :, None, None], mixed, 0)
 
 
-def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scale: float, window: int | None) -> None:
+def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: Scores) -> None:
     scalars, refs = refs[: treedef.num_leaves], refs[treedef.num_leaves :]
     q_ref, keys_refs, values_refs = refs[0], refs[1 : 1 + step_pages], refs[1 + step_pages : 1 + 2 * step_pages]
     out_ref, *state = refs[1 + 2 * step_pages :]
@@ -447,11 +446,11 @@ def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scale: fl
         largest_ref, mass_ref, mixed_ref = state
         k, v = (jnp.concatenate([ref[...] for ref in refs], axis=1) for refs in (keys_refs, values_refs))  # [K nP h]
         shape = kv_heads, tile, step_pages * page_size
-        scores = _multiply(q_ref[...], k, ((2,), (2,)), ((0,), (0,))) * scale  # [K tile nP]
+        scored = scores.of(_multiply(q_ref[...], k, ((2,), (2,)), ((0,), (0,))))  # [K tile nP]
         slots = column * page_size + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
         queries = steps.starts[own] + (jax.lax.broadcasted_iota(jnp.int32, shape, 1) & (block - 1))
-        visible = visible_slots(queries, slots, window)
-        largest, weights, correction = _reweigh(jnp.where(visible, scores, MASK_VALUE), largest_ref[...])
+        visible = visible_slots(queries, slots, scores.window)
+        largest, weights, correction = _reweigh(jnp.where(visible, scored, MASK_VALUE), largest_ref[...])
         # Values that no query of the block sees may be NaN, and 0 * NaN is NaN.
         places = column * page_size + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1)
         v = jnp.where((places >= span.earliest) & (places <= span.latest), v, 0)

@@ -178,8 +178,9 @@ def update_bytes(
     scored = -(-rows_here * (tokens - 1) // tensor)
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
     weights_of_layer = block_weights(config) // tensor * itemsize
+    everything = _everything(activations, repeats_heads, config.qk_norm is not None)
     return UpdateBytes(
-        kept=config.num_layers * activations.kept(remat, _everything(activations, repeats_heads, config.qk_norm)),
+        kept=config.num_layers * activations.kept(remat, everything),
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
@@ -204,7 +205,7 @@ def _recomputed(activations: Activations, repeats_heads: bool) -> int:
     return 4 * hidden + queries + 2 * keys + given + queries + normalizers + 3 * wide
 
 
-def _everything(activations: Activations, repeats_heads: bool, qk_norm: bool) -> int:
+def _everything(activations: Activations, repeats_heads: bool, has_qk_norm: bool) -> int:
     """Return the bytes of one layer's activations if no step is computed again, as `everything_saveable` has it.
 
     The residual stream has five copies in the dtype of products, and for each of two norms two in float32, before and
@@ -212,7 +213,7 @@ def _everything(activations: Activations, repeats_heads: bool, qk_norm: bool) ->
     """
     hidden, queries, keys, wide, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
-    of_norms = 4 * (queries + keys) if qk_norm else 0
+    of_norms = 4 * (queries + keys) if has_qk_norm else 0
     return 13 * hidden + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
 
 

@@ -4,7 +4,9 @@ A multiplication and an addition are two operations. Only products of matrices c
 Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L` layers, `V` vocabulary.
 """
 
-from jaxft.models.config import DecoderConfig, LoraSpec
+from collections.abc import Sequence
+
+from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.decoder import Remat
 
 
@@ -58,25 +60,26 @@ def matmul_weights(config: DecoderConfig) -> int:
     return config.num_layers * block_weights(config) + head_weights(config)
 
 
-def tokens_seen(config: DecoderConfig, first: int, last: int) -> int:
-    """Keys that queries at the 1-based positions `first .. last` see in all: those up to their own, within the window.
+def tokens_seen(layers: Sequence[LayerKind], first: int, last: int) -> int:
+    """Keys that queries at 1-based positions `first .. last` see in these layers: up to their own, within the window.
 
-    >>> from jaxft.models.config import model_preset
-    >>> tokens_seen(model_preset("qwen3-1m"), 3, 5)  # 3 + 4 + 5
+    >>> tokens_seen([LayerKind()], 3, 5)  # 3 + 4 + 5
     12
-    >>> from dataclasses import replace
-    >>> tokens_seen(replace(model_preset("qwen3-1m"), sliding_window=4), 3, 5)  # 3 + 4 + 4
-    11
+    >>> tokens_seen([LayerKind(), LayerKind(window=4)], 3, 5)  # 12, and 3 + 4 + 4
+    23
     """
     if last < first:
         return 0
-    window = last if config.sliding_window is None else config.sliding_window
-    edge = min(max(window, first - 1), last)  # positions up to here see all that came before
-    return (first + edge) * (edge - first + 1) // 2 + (last - edge) * window
+    seen = 0
+    for kind in layers:
+        window = last if kind.window is None else kind.window
+        edge = min(max(window, first - 1), last)  # positions up to here see all that came before
+        seen += (first + edge) * (edge - first + 1) // 2 + (last - edge) * window
+    return seen
 
 
 def attention_flops(config: DecoderConfig, seen: int) -> int:
-    """Operations of the two attention products of one block: `2 H h` each for every key that a query sees.
+    """Operations of the two attention products: `2 H h` each for every key that a query sees.
 
     >>> from jaxft.models.config import model_preset
     >>> attention_flops(model_preset("qwen3-58m"), seen=10)  # 10 2 (2 8 64)
@@ -96,7 +99,7 @@ def model_flops(config: DecoderConfig, sequences: int, tokens: int) -> int:
     >>> model_flops(m60, sequences=2, tokens=3) == 2 * 3 * (2 * 3 * 41549824 + 8 * attention_flops(m60, 1 + 2 + 3))
     True
     """
-    attention = config.num_layers * attention_flops(config, tokens_seen(config, 1, tokens))
+    attention = attention_flops(config, tokens_seen(config.kinds, 1, tokens))
     return 3 * sequences * (2 * matmul_weights(config) * tokens + attention)
 
 
@@ -113,8 +116,7 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
     True
     """
     products = (2 + 2 + 5) if remat == "full" else (2 + 5)
-    seen = rows * tokens_seen(config, 1, tokens)
-    return config.num_layers * products * attention_flops(config, seen) // 2
+    return rows * products * attention_flops(config, tokens_seen(config.kinds, 1, tokens)) // 2
 
 
 def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lora: LoraSpec | None = None) -> int:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxft.core.partition import BASE, trainable
 from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
 from jaxft.core.types import Model, Params
+from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder, parameter_shapes, sharding_for
 from jaxft.models.flash import Choice, choose_kernel
@@ -153,11 +154,20 @@ class Programs:
         return self.learner.heights(self.params, width)[-1] == rows
 
     def kernel(self) -> Choice:
-        """Return the kernel of attention in the largest microbatch, and the reason for it."""
+        """Return the kernel of attention in the largest microbatch; the reference if some layers have no kernel."""
         config, (_, width) = self.run.model, self.rows_and_width()
-        window = config.sliding_window if (config.sliding_window or width) < width else None
-        devices = [self.target.device]
-        return choose_kernel(self.compute_dtype, config.head_dim, window, devices, has_segments=self.is_packed())
+        windows = {kind.window if (kind.window or width) < width else None for kind in config.pattern}
+        choices = [
+            choose_kernel(
+                self.compute_dtype,
+                config.head_dim,
+                Scores(config.score_scale, window, config.attention_soft_cap),
+                [self.target.device],
+                has_segments=self.is_packed(),
+            )
+            for window in windows
+        ]
+        return next((choice for choice in choices if choice.kernel == "xla"), choices[0])
 
     def trained_parameters(self) -> int:
         """Return the number of parameters that are trained."""

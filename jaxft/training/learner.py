@@ -13,6 +13,7 @@ from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.sharding import device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
+from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.flash import choose_kernel
@@ -50,10 +51,13 @@ def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
 
 
 def loses_kernel(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> bool:
-    """True if a fused kernel takes the model's attention in rows of one sequence, but none does in packed rows."""
-    kind = dtype, config.head_dim, config.sliding_window, devices
-    padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
-    return padded != "xla" and packed == "xla"
+    """True if a fused kernel takes some layers' attention in rows of one sequence, but none does in packed rows."""
+    for window in {kind.window for kind in config.pattern}:
+        kind = dtype, config.head_dim, Scores(config.score_scale, window, config.attention_soft_cap), devices
+        padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
+        if padded != "xla" and packed == "xla":
+            return True
+    return False
 
 
 def can_pack(model: Model, params: Params) -> bool:

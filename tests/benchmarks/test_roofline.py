@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxft.models.config import PRESETS, DecoderConfig, model_preset
+from jaxft.models.config import PRESETS, DecoderConfig, LayerKind, model_preset
 from jaxft.models.decoder import decoder
 from roofline import (
     Phase,
@@ -23,7 +23,7 @@ from roofline import (
     update,
 )
 
-SMALL = DecoderConfig("qwen3", 10, 4, 6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, qk_norm=True)
+SMALL = DecoderConfig("qwen3", 10, 4, 6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, qk_norm="heads")
 """A block: q 4x4, k 4x2, v 4x2, o 4x4 = 48, and three of 4x6 = 72. Attention: 4 * 4 operations per key seen."""
 
 
@@ -36,7 +36,7 @@ def test_weights_by_hand():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("extras", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": False}])
+@pytest.mark.parametrize("extras", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": None}])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_parameters_are_those_of_the_decoder(name, extras, is_tied):
     config = replace(model_preset(name), tie_word_embeddings=is_tied, **extras)
@@ -47,8 +47,9 @@ def test_parameters_are_those_of_the_decoder(name, extras, is_tied):
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 7), (3, 5), (4, 4), (5, 4)])
 def test_keys_that_are_seen(window, first, last):
-    config = replace(SMALL, sliding_window=window)
-    assert tokens_seen(config, first, last) == sum(min(place, window or place) for place in range(first, last + 1))
+    config = replace(SMALL, pattern=(LayerKind(window=window),))
+    one = sum(min(place, window or place) for place in range(first, last + 1))
+    assert tokens_seen(config.kinds, first, last) == config.num_layers * one
 
 
 def test_prefill_by_hand():

@@ -16,8 +16,8 @@ import jaxft.models.attention as attention_module
 import jaxft.models.decoder as decoder_module
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, devices_of
-from jaxft.models.attention import HeadRows, attend, attend_in_chunks, chunk_of, visible_keys
-from jaxft.models.config import PRESETS
+from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.decoder import decoder, sharding_for
 from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels
 
@@ -39,31 +39,38 @@ class Device:
 H100, A100 = Device("gpu", "NVIDIA H100", "9.0"), Device("gpu", "NVIDIA A100", "8.0")
 T4, MI300 = Device("gpu", "Tesla T4", "7.5"), Device("gpu", "AMD Instinct MI300X", "gfx942")
 V5E = Device("tpu", "TPU v5 lite")
+PLAIN, WINDOW, CAPPED = Scores(0.25), Scores(0.25, window=30), Scores(0.4, soft_cap=2.0)
+"""The scale of heads of 16, within a window, and scores of another scale that a cap of 2 changes."""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "window", "devices", "alone", "packed"),
+    ("dtype", "head_dim", "scores", "devices", "alone", "packed"),
     [
-        (jnp.bfloat16, 64, None, [H100], "cudnn", "pallas"),
-        (jnp.bfloat16, 64, 32, [H100], "cudnn", "xla"),
-        (jnp.float16, 256, None, [H100], "cudnn", "xla"),
-        (jnp.bfloat16, 128, None, [A100, A100], "cudnn", "pallas"),
-        (jnp.bfloat16, 256, None, [A100], "xla", "xla"),
-        (jnp.bfloat16, 256, None, [H100, A100], "xla", "xla"),
-        (jnp.bfloat16, 64, None, [H100, T4], "xla", "xla"),
-        (jnp.bfloat16, 64, None, [MI300], "xla", "xla"),
-        (jnp.float32, 64, None, [H100], "xla", "xla"),
-        (jnp.bfloat16, 60, None, [H100], "xla", "xla"),
-        (jnp.bfloat16, 64, 32, [V5E], "splash", "splash"),
-        (jnp.float32, 128, None, [V5E], "splash", "splash"),
-        (jnp.float16, 128, None, [V5E], "xla", "xla"),
-        (jnp.bfloat16, 64, None, jax.devices("cpu"), "xla", "xla"),
-        (jnp.bfloat16, 64, None, [], "xla", "xla"),
+        (jnp.bfloat16, 64, PLAIN, [H100], "cudnn", "pallas"),
+        (jnp.bfloat16, 80, PLAIN, [H100], "cudnn", "pallas"),
+        (jnp.bfloat16, 96, PLAIN, [A100], "cudnn", "pallas"),
+        (jnp.bfloat16, 64, WINDOW, [H100], "cudnn", "xla"),
+        (jnp.bfloat16, 64, CAPPED, [H100], "xla", "xla"),
+        (jnp.float16, 256, PLAIN, [H100], "cudnn", "pallas"),
+        (jnp.bfloat16, 128, PLAIN, [A100, A100], "cudnn", "pallas"),
+        (jnp.bfloat16, 256, PLAIN, [A100], "xla", "pallas"),
+        (jnp.bfloat16, 256, PLAIN, [H100, A100], "xla", "pallas"),
+        (jnp.bfloat16, 264, PLAIN, [H100], "xla", "xla"),
+        (jnp.bfloat16, 64, PLAIN, [H100, T4], "xla", "xla"),
+        (jnp.bfloat16, 64, PLAIN, [MI300], "xla", "xla"),
+        (jnp.float32, 64, PLAIN, [H100], "xla", "xla"),
+        (jnp.bfloat16, 60, PLAIN, [H100], "xla", "xla"),
+        (jnp.bfloat16, 64, WINDOW, [V5E], "splash", "splash"),
+        (jnp.bfloat16, 256, Scores(0.4, 30, 2.0), [V5E], "splash", "splash"),
+        (jnp.float32, 128, PLAIN, [V5E], "splash", "splash"),
+        (jnp.float16, 128, PLAIN, [V5E], "xla", "xla"),
+        (jnp.bfloat16, 64, PLAIN, jax.devices("cpu"), "xla", "xla"),
+        (jnp.bfloat16, 64, PLAIN, [], "xla", "xla"),
     ],
 )
-def test_a_kernel_is_chosen_where_its_conditions_hold(dtype, head_dim, window, devices, alone, packed):
+def test_a_kernel_is_chosen_where_its_conditions_hold(dtype, head_dim, scores, devices, alone, packed):
     for has_segments, expected in ((False, alone), (True, packed)):
-        assert choose_kernel(jnp.dtype(dtype), head_dim, window, devices, has_segments=has_segments).kernel == expected
+        assert choose_kernel(jnp.dtype(dtype), head_dim, scores, devices, has_segments=has_segments).kernel == expected
 
 
 def test_the_devices_of_the_mesh_decide():
@@ -77,15 +84,15 @@ def test_the_devices_of_the_mesh_decide():
 def test_a_choice_is_logged_once(caplog):
     caplog.set_level("INFO")
     for _ in range(2):
-        announce(Choice("splash"), jnp.bfloat16, 72, None, V5E, has_segments=True)
-        announce(Choice("xla", "too wide"), jnp.bfloat16, 520, 8, H100, has_segments=False)
-        announce(Choice("xla", ""), jnp.bfloat16, 72, None, jax.devices("cpu")[0], has_segments=False)
+        announce(Choice("splash"), jnp.bfloat16, 72, PLAIN, V5E, has_segments=True)
+        announce(Choice("xla", "too wide"), jnp.bfloat16, 520, Scores(1.0, 8, 50.0), H100, has_segments=False)
+        announce(Choice("xla", ""), jnp.bfloat16, 72, PLAIN, jax.devices("cpu")[0], has_segments=False)
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("INFO", "attention: splash kernel (TPU v5 lite, bfloat16, head width 72, packed rows)"),
         (
             "WARNING",
             "attention: reference implementation (NVIDIA H100, bfloat16, head width 520, rows of one sequence, "
-            "window 8): too wide",
+            "window 8, soft cap 50): too wide",
         ),
     ]
 
@@ -104,56 +111,102 @@ SEGMENTS = jnp.array([np.repeat([1, 2, 3, 0], [50, 70, 10, 20]), np.repeat([1, 2
 """Sequences of 2 rows of 150 tokens; 0 is padding."""
 
 
-def reference(window, segment_ids, q, k, v):
-    places = jnp.arange(q.shape[1])
-    visible = visible_keys(places[None], places, window, segment_ids, segment_ids)
-    visible = jnp.broadcast_to(visible, (len(q), *visible.shape[1:]))
-    return attend(q, HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), visible)
+def visible_to(scores, segment_ids, length):
+    """Which keys each query of the 2 rows sees."""
+    places = jnp.arange(length)
+    visible = visible_keys(places[None], places, scores.window, segment_ids, segment_ids)
+    return jnp.broadcast_to(visible, (2, length, length))
 
 
-def in_chunks(window, segment_ids, q, k, v):
+def reference(scores, segment_ids, q, k, v):
+    seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+    return attend(q, seen, visible_to(scores, segment_ids, q.shape[1]), scores)
+
+
+def in_chunks(scores, segment_ids, q, k, v):
     places = jnp.arange(q.shape[1])[None]
     seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
-    return attend_in_chunks(q, seen, places, window, segment_ids, chunk=48)
+    return attend_in_chunks(q, seen, places, scores, segment_ids, chunk=48)
+
+
+def formula(scores, segment_ids, q, k, v):
+    """Attention as papers write it, with keys and values repeated for the heads of a group."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scored = scores.scale * jnp.einsum("bthd,bshd->bhts", q, k)
+    if scores.soft_cap is not None:
+        scored = scores.soft_cap * jnp.tanh(scored / scores.soft_cap)
+    visible = visible_to(scores, segment_ids, q.shape[1])[:, None]
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(visible, scored, -jnp.inf)), v)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def with_gradients(attention, window, segment_ids, q, k, v, gradient):
-    mixed, pull = jax.vjp(partial(attention, window, segment_ids), q, k, v)
+def with_gradients(attention, scores, segment_ids, q, k, v, gradient):
+    mixed, pull = jax.vjp(partial(attention, scores, segment_ids), q, k, v)
     return (mixed, *pull(gradient))
 
 
 def by_kernel(kernel):
-    return lambda window, ids, q, k, v: row_attention(q, k, v, kernel=kernel, window=window, segment_ids=ids)
+    return lambda scores, ids, q, k, v: row_attention(q, k, v, kernel=kernel, scores=scores, segment_ids=ids)
 
 
 @pytest.mark.parametrize(
-    ("attention", "window", "segment_ids"),
+    ("attention", "scores", "segment_ids"),
     [
-        pytest.param(by_kernel("cudnn"), None, None, id="cudnn"),
-        pytest.param(by_kernel("cudnn"), 30, None, id="cudnn, window"),
-        pytest.param(by_kernel("pallas"), None, SEGMENTS, id="pallas, packed"),
-        pytest.param(by_kernel("splash"), None, None, id="splash"),
-        pytest.param(by_kernel("splash"), None, SEGMENTS, id="splash, packed"),
-        pytest.param(by_kernel("splash"), 30, SEGMENTS, id="splash, packed, window"),
-        pytest.param(in_chunks, None, SEGMENTS, id="reference in chunks, packed"),
-        pytest.param(in_chunks, 30, None, id="reference in chunks, window"),
+        pytest.param(reference, Scores(0.4, 30, 2.0), SEGMENTS, id="reference, packed, window, cap"),
+        pytest.param(by_kernel("cudnn"), PLAIN, None, id="cudnn"),
+        pytest.param(by_kernel("cudnn"), Scores(0.4, 30), None, id="cudnn, window, scale"),
+        pytest.param(by_kernel("pallas"), PLAIN, SEGMENTS, id="pallas, packed"),
+        pytest.param(by_kernel("splash"), PLAIN, None, id="splash"),
+        pytest.param(by_kernel("splash"), PLAIN, SEGMENTS, id="splash, packed"),
+        pytest.param(by_kernel("splash"), WINDOW, SEGMENTS, id="splash, packed, window"),
+        pytest.param(by_kernel("splash"), Scores(0.4, 30, 2.0), SEGMENTS, id="splash, packed, window, cap"),
+        pytest.param(in_chunks, PLAIN, SEGMENTS, id="reference in chunks, packed"),
+        pytest.param(in_chunks, WINDOW, None, id="reference in chunks, window"),
+        pytest.param(in_chunks, CAPPED, SEGMENTS, id="reference in chunks, packed, cap"),
     ],
 )
-def test_values_and_gradients_are_those_of_the_reference(attention, window, segment_ids):
+def test_values_and_gradients_are_those_of_the_formula(attention, scores, segment_ids):
     arrays = draws()
-    expected = with_gradients(reference, window, segment_ids, *arrays)
-    found = with_gradients(attention, window, segment_ids, *arrays)
+    expected = with_gradients(formula, scores, segment_ids, *arrays)
+    found = with_gradients(attention, scores, segment_ids, *arrays)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kernel", "window"), [("pallas", None), ("splash", None), ("splash", 30)])
-def test_bfloat16_rounds_each_row_by_less_than_two_percent(kernel, window):
+@pytest.mark.parametrize("head_dim", [24, 256])
+def test_the_triton_kernel_takes_wide_heads_and_widths_that_are_no_power_of_two(head_dim):
+    arrays, scores = draws(heads=3, kv_heads=1, head_dim=head_dim), Scores(1.5 * head_dim**-0.5)
+    expected = with_gradients(formula, scores, SEGMENTS, *arrays)
+    found = with_gradients(by_kernel("pallas"), scores, SEGMENTS, *arrays)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attention", [by_kernel("cudnn"), by_kernel("splash"), in_chunks], ids=["cudnn", "splash", "chunks"]
+)
+def test_windows_may_be_one_token_or_longer_than_the_rows(attention):
+    q, k, v, _ = draws()
+    first = jax.jit(attention, static_argnums=0)(Scores(0.25, window=1), None, q, k, v)
+    np.testing.assert_allclose(first, jnp.repeat(v, 2, axis=2), rtol=1e-5, atol=1e-5)
+    whole = jax.jit(attention, static_argnums=0)(Scores(0.25, window=1000), None, q, k, v)
+    np.testing.assert_allclose(whole, formula(PLAIN, None, q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scores"),
+    [
+        ("pallas", Scores(128**-0.5)),
+        ("splash", Scores(128**-0.5)),
+        ("splash", Scores(128**-0.5, 30)),
+        ("splash", Scores(0.1, 30, 2.0)),
+    ],
+)
+def test_bfloat16_rounds_each_row_by_less_than_two_percent(kernel, scores):
     narrow = draws(jnp.bfloat16, head_dim=128)
     wide = [x.astype(jnp.float32) for x in narrow]
-    expected = with_gradients(reference, window, SEGMENTS, *wide)
-    found = with_gradients(by_kernel(kernel), window, SEGMENTS, *narrow)
+    expected = with_gradients(reference, scores, SEGMENTS, *wide)
+    found = with_gradients(by_kernel(kernel), scores, SEGMENTS, *narrow)
     for one, other in zip(found, expected, strict=True):
         for row, exact in zip(one.astype(jnp.float32), other, strict=True):
             assert jnp.linalg.norm(row - exact) < 0.02 * jnp.linalg.norm(exact)
@@ -163,7 +216,7 @@ def test_memory_of_the_reference_in_chunks_is_linear_in_tokens():
     def temporary_bytes(length):
         arrays = draws(length=length)
         chunk = 2**18 // (2 * 4 * length)
-        attention = partial(attend_in_chunks, window=None, chunk=chunk)
+        attention = partial(attend_in_chunks, scores=CAPPED, chunk=chunk)
 
         def gradients(q, k, v, gradient):
             places, seen = jnp.arange(length)[None], lambda k, v: HeadRows(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
@@ -179,10 +232,11 @@ ON_A_MESH = """
 import jax
 import numpy as np
 from jaxft.core.sharding import ROW_AXES, Sharding, make_mesh
+from jaxft.models.attention import Scores
 from jaxft.models.flash import row_attention
 
 def with_gradients(kernel, sharding, ids, q, k, v, gradient):
-    call = lambda *x: row_attention(*x, kernel=kernel, segment_ids=ids, sharding=sharding)
+    call = lambda *x: row_attention(*x, kernel=kernel, scores=Scores(0.25), segment_ids=ids, sharding=sharding)
     mixed, pull = jax.vjp(call, q, k, v)
     return mixed, *pull(gradient)
 
@@ -244,7 +298,7 @@ def packed_rows():
 )
 def test_gradients_of_packed_rows_in_bfloat16_are_within_two_percent(kernel, window, forced):
     """The gradient of each row by itself, in each leaf."""
-    config, (tokens, positions) = replace(SMALL, sliding_window=window), packed_rows()
+    config, (tokens, positions) = replace(SMALL, pattern=(LayerKind(window=window),)), packed_rows()
     params = jax.jit(decoder(config).init)(jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
 
@@ -266,7 +320,7 @@ def test_the_forward_kernel_is_not_repeated_where_its_result_is_saved():
     q, k, v, _ = draws(jnp.bfloat16)
 
     def forward_kernels(policy):
-        call = jax.checkpoint(partial(by_kernel("pallas"), None, SEGMENTS), policy=policy)
+        call = jax.checkpoint(partial(by_kernel("pallas"), PLAIN, SEGMENTS), policy=policy)
         gradients = jax.grad(lambda *arrays: call(*arrays).sum(), argnums=(0, 1, 2))
         return str(jax.make_jaxpr(gradients)(q, k, v)).count("name=mha_forward")
 
@@ -275,7 +329,7 @@ def test_the_forward_kernel_is_not_repeated_where_its_result_is_saved():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_long_rows_are_computed_in_chunks(window, monkeypatch):
-    config, (tokens, positions) = replace(SMALL, sliding_window=window), packed_rows()
+    config, (tokens, positions) = replace(SMALL, pattern=(LayerKind(window=window),)), packed_rows()
     params = jax.jit(decoder(config).init)(jax.random.key(0))
 
     def hidden():
@@ -293,17 +347,17 @@ def test_long_rows_are_computed_in_chunks(window, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize(("window", "segment_ids"), [(None, None), (30, None), (None, SEGMENTS), (30, SEGMENTS)])
 def test_kernels_on_the_device_give_the_values_and_gradients_of_the_reference(window, segment_ids, head_dim):
-    packed = segment_ids is not None
-    choice = choose_kernel(jnp.bfloat16, head_dim, window, jax.devices(), has_segments=packed)
+    packed, scores = segment_ids is not None, Scores(head_dim**-0.5, window)
+    choice = choose_kernel(jnp.bfloat16, head_dim, scores, jax.devices(), has_segments=packed)
     if choice.kernel == "xla":
         pytest.skip(choice.reason)
     narrow = draws(jnp.bfloat16, head_dim=head_dim)
     with jax.default_matmul_precision("highest"):
-        expected = with_gradients(reference, window, segment_ids, *(x.astype(jnp.float32) for x in narrow))
-    found = with_gradients(by_kernel(choice.kernel), window, segment_ids, *narrow)
+        expected = with_gradients(reference, scores, segment_ids, *(x.astype(jnp.float32) for x in narrow))
+    found = with_gradients(by_kernel(choice.kernel), scores, segment_ids, *narrow)
     for one, other in zip(found, expected, strict=True):
         for row, exact in zip(one.astype(jnp.float32), other, strict=True):
             assert jnp.linalg.norm(row - exact) < 0.02 * jnp.linalg.norm(exact)
@@ -312,7 +366,7 @@ def test_kernels_on_the_device_give_the_values_and_gradients_of_the_reference(wi
 @pytest.mark.gpu
 @pytest.mark.parametrize(("window", "packed"), [(None, False), (5, False), (None, True)])
 def test_kernels_of_gpus_give_the_logprobs_of_the_reference(window, packed, forced):
-    config = replace(SMALL, sliding_window=window)
+    config = replace(SMALL, pattern=(LayerKind(window=window),))
     params = jax.jit(decoder(config).init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (4, 64), 0, config.vocab_size)
     segment_ids = jnp.ones_like(tokens) if packed else None

@@ -158,7 +158,7 @@ def test_export_keeps_stop_ids_sampling_defaults_and_unknown_fields(family, tmp_
         "eos_token_id": stops[1:],
         "pad_token_id": 3,
         "initializer_range": 0.5,
-        "of_my_own": {"nested": [1, None]},
+        "_of_my_own": {"nested": [1, None]},
     }
     (source / "config.json").write_text(json.dumps(given))
 

@@ -8,8 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from jaxft.errors import ModelFileError
-from jaxft.models.config import PRESETS, RopeScaling
-from jaxft.models.hf_config import DEFAULTS, config_json, decoder_config, load_config
+from jaxft.models.config import PRESETS, LayerKind
+from jaxft.models.families import FAMILIES
+from jaxft.models.hf_config import config_json, decoder_config, load_config
+from jaxft.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
 SIZES = {
@@ -20,7 +22,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 LLAMA31_V4 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -30,18 +32,47 @@ LLAMA31_V4 = {
 }
 
 tiny = {
-    family: decoder_config({"model_type": family, **SIZES, "sliding_window": None})
-    for family in ("llama", "mistral", "qwen2", "qwen3")
+    family: decoder_config({"model_type": family, **SIZES} | ({"sliding_window": None} if "stral" in family else {}))
+    for family in FAMILIES
 }
+
+
+def sliding(family, window, *kinds):
+    """A tiny config whose layers have the window where a letter is s."""
+    pattern = [LayerKind(window if letter == "s" else None, tiny[family].pattern[0].rope) for letter in kinds or "s"]
+    return replace(tiny[family], pattern=tuple(pattern))
+
+
+def turning(family, *ropes):
+    """A tiny config whose layers have these rotary positions in turn."""
+    return replace(tiny[family], pattern=tuple(LayerKind(None, rope) for rope in ropes))
+
+
+LOCAL, GLOBAL = LayerKind(8, Rope(1e4)), LayerKind(None, Rope(1e6, LinearScaling(8.0)))
+YARN = LayerKind(None, Rope(5e5, YarnScaling(8.0, 64)))
+LONG = LongRopeScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 64, 4.0)
 FEATURES = {
     "llama biases": replace(tiny["llama"], qkv_bias=True, output_bias=True, mlp_bias=True, head_dim=16),
-    "llama 3.1": replace(tiny["llama"], rope_scaling=LLAMA31, rope_theta=5e5, tie_word_embeddings=True),
+    "llama 3.1": replace(turning("llama", Rope(5e5, LLAMA31)), tie_word_embeddings=True),
     "mistral": tiny["mistral"],
-    "mistral window": replace(tiny["mistral"], sliding_window=16, max_position_embeddings=99),
+    "mistral window": replace(sliding("mistral", 16), max_position_embeddings=99),
     "qwen2": replace(tiny["qwen2"], rms_norm_eps=1e-5),
-    "qwen2 window": replace(tiny["qwen2"], sliding_window=5),
+    "qwen2 window": sliding("qwen2", 5),
+    "qwen2 some windows": sliding("qwen2", 5, *"fss"),
     "qwen3": tiny["qwen3"],
-    "qwen3 biases, window": replace(tiny["qwen3"], qkv_bias=True, output_bias=True, sliding_window=5),
+    "qwen3 biases, window": replace(sliding("qwen3", 5), qkv_bias=True, output_bias=True),
+    "llama linear": turning("llama", Rope(1e4, LinearScaling(4.0))),
+    "llama yarn": turning("llama", Rope(1e4, YarnScaling(4.0, 64, 16.0, 2.0, 1.5))),
+    "ministral": sliding("ministral", 5, *"sfs"),
+    "ministral3": turning("ministral3", Rope(1e6, YarnScaling(16.0, 64, mscale=1.0, mscale_all_dim=1.0), 1.0, 0.1)),
+    "gemma2": replace(sliding("gemma2", 5, *"sf"), attention_scale=0.5, attention_soft_cap=9.0, logit_soft_cap=None),
+    "gemma3": replace(tiny["gemma3_text"], pattern=(LOCAL, LOCAL, GLOBAL), activation="silu"),
+    "olmo2": replace(tiny["olmo2"], qkv_bias=True, output_bias=True),
+    "olmo3": replace(tiny["olmo3"], pattern=(LayerKind(8, Rope(5e5)), YARN)),
+    "smollm3": replace(turning("smollm3", Rope(2e6), None), mlp_bias=True),
+    "smollm3 window": replace(tiny["smollm3"], pattern=(LayerKind(5, None), LayerKind(None, Rope(2e6)))),
+    "phi3": sliding("phi3", 5),
+    "phi4-mini": replace(turning("phi3", Rope(1e4, LONG, 0.75)), max_position_embeddings=256),
 }
 
 
@@ -49,10 +80,14 @@ def read(family="llama", **keys):
     return decoder_config({"model_type": family, **SIZES, **keys})
 
 
+def windows(config):
+    return [kind.window for kind in config.kinds]
+
+
 def test_versions_4_and_5_describe_the_same_model():
     config, older = (load_config(DATA / name / "config.json") for name in ("llama31-rope", "llama31-rope-v4"))
     assert config.architecture == older.architecture
-    assert config.rope_scaling == LLAMA31
+    assert config.pattern[0].rope.scaling == LLAMA31
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), *FEATURES.values()], ids=[*PRESETS, *FEATURES])
@@ -70,22 +105,18 @@ def test_config_survives_the_file(config):
 def test_transformers_reads_what_we_write(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
     theirs = AutoConfig.from_pretrained(tmp_path)
-    assert theirs.architectures == [type(theirs).__name__.replace("Config", "ForCausalLM")]
-    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
-    assert theirs.rope_parameters["rope_type"] == ("default" if config.rope_scaling is None else "llama3")
+    assert theirs.architectures == [type(theirs).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
     assert (theirs.num_key_value_heads, theirs.head_dim) == (config.num_kv_heads, config.head_dim)
     assert (theirs.hidden_size, theirs.intermediate_size) == (config.hidden_size, config.intermediate_size)
     assert (theirs.rms_norm_eps, theirs.tie_word_embeddings) == (config.rms_norm_eps, config.tie_word_embeddings)
-    if config.family != "llama":
-        assert theirs.sliding_window == config.sliding_window
-    if config.family.startswith("qwen"):
-        assert set(theirs.layer_types) == {"sliding_attention" if config.sliding_window else "full_attention"}
+    if FAMILIES[config.family].lists_types:
+        assert theirs.layer_types == ["sliding_attention" if window else "full_attention" for window in windows(config)]
     # The file that transformers writes in turn, with its defaults filled in, describes the same model.
     assert decoder_config(theirs.to_dict()) == config
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
     theirs = AutoConfig.for_model(family).to_dict()
     sizes = {key: theirs[key] for key in SIZES if key != "num_key_value_heads"}
@@ -96,14 +127,18 @@ def test_defaults_that_depend_on_other_keys():
     assert read("llama").head_dim == 8
     assert read("llama", num_key_value_heads=None).num_kv_heads == 4
     assert read("qwen3").head_dim == 128
-    assert read("mistral").sliding_window == 4096
-    assert read("mistral", sliding_window=None).sliding_window is None
-    assert read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=0).sliding_window == 7
-    assert read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=3).sliding_window is None
-    assert read("qwen2", sliding_window=7, max_window_layers=0).sliding_window is None
-    assert read("llama", rope_scaling={"type": "llama3", **LLAMA31_V4}).rope_scaling == LLAMA31
+    assert windows(read("mistral")) == [4096] * 3
+    assert windows(read("mistral", sliding_window=None)) == [None] * 3
+    assert windows(read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=0)) == [7] * 3
+    assert windows(read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1)) == [None, 7, 7]
+    assert windows(read("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=3)) == [None] * 3
+    assert windows(read("qwen2", sliding_window=7, max_window_layers=0)) == [None] * 3
+    assert windows(read("gemma2")) == [4096, None, 4096]
+    assert windows(read("gemma3_text", sliding_window_pattern=3)) == [4096, 4096, None]
+    assert read("gemma2", hidden_size=36).embedding_scale == 6
+    assert read("llama", rope_scaling={"type": "llama3", **LLAMA31_V4}).pattern[0].rope.scaling == LLAMA31
     old = {"type" if key == "rope_type" else key: value for key, value in LLAMA31_V4.items()}
-    assert read("llama", rope_scaling=old, rope_theta=5e5).rope_scaling == LLAMA31
+    assert read("llama", rope_scaling=old, rope_theta=5e5).pattern[0].rope == Rope(5e5, LLAMA31)
 
 
 def without(key):
@@ -113,9 +148,9 @@ def without(key):
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
-        ("gpt2", {}, "config.json: model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        ("gpt2", {}, "config.json: model_type is 'gpt2'; supported are llama, mistral, ministral, ministral3, qwen2"),
         (None, {}, "model_type is None; supported are llama"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; wanted 'silu'"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'; wanted one of 'silu', 'gelu', 'gelu_pytorch_tanh'"),
         ("llama", {"vocab_size": None}, "vocab_size is None; wanted a whole number of at least 1"),
         ("llama", {"hidden_size": "64"}, "hidden_size is '64'; wanted a whole number"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; wanted a whole number of at least 1"),
@@ -127,10 +162,10 @@ def without(key):
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is set; wanted unquantised weights"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type is 'yarn'; supported are",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dynamic'; supported are 'default', 'llama3', 'linear', 'yarn', 'longrope'",
         ),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is absent; wanted a number above 0"),
         ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; wanted an object or null"),
         ("llama", {"rope_scaling": without("factor")}, "factor is absent; wanted a number above 0"),
         (
@@ -144,11 +179,25 @@ def without(key):
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; wanted a whole number of at least 1"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "wanted only 'sliding_attention'"),
         (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
-            "layers mix full and sliding attention; wanted one kind in all of them",
+            "llama",
+            {"sliding_window": 8},
+            "the meaning of sliding_window = 8 is not known for a llama; if it changes no",
         ),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layers mix full"),
+        ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0 is not known for a llama"),
+        ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, r"parameters hold \['llama_4_scaling_beta'\]"),
+        ("qwen2", {"use_mrope": True}, "use_mrope is True; wanted false, the only value supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; wanted null, the only"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; wanted false"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "wanted an object with 'full_attention' and"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; wanted a list of 3, each 0 or 1"),
+        ("phi3", {"attention_bias": True}, "attention_bias is True; wanted false, the only value supported"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "short_factor is absent; wanted a list"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0]}},
+            "config.json: short_factor has 1 numbers; wanted 4",
+        ),
+        ("gemma3", {}, "model_type is 'gemma3', and there is no text_config"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "'full_attention' only, as there is no sliding_window"),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, "wanted a list of 3, each 'full_attention' or"),
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "wanted a list of 3, each 'full_attention' or"),
@@ -169,8 +218,8 @@ def test_sizes_have_no_default(key):
 def test_a_family_that_cannot_say_it_is_refused():
     with pytest.raises(ModelFileError, match=r"mistral .*qkv_bias=True, mlp_bias=True"):
         config_json(replace(tiny["mistral"], qkv_bias=True, mlp_bias=True), "float32")
-    with pytest.raises(ModelFileError, match=r"llama .*sliding_window=4"):
-        config_json(replace(tiny["llama"], sliding_window=4), "float32")
+    with pytest.raises(ModelFileError, match=r"llama .*LayerKind\(window=4"):
+        config_json(sliding("llama", 4), "float32")
 
 
 def test_unreadable_files_are_named(tmp_path):

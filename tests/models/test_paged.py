@@ -10,7 +10,8 @@ import pytest
 
 from jaxft.core.cache import init_cache, own_tables
 from jaxft.core.logprobs import token_logprobs
-from jaxft.models.config import PRESETS
+from jaxft.models.attention import Scores
+from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.decoder import decoder
 from jaxft.models.paged import (
     LayerPages,
@@ -25,6 +26,7 @@ from jaxft.models.paged import (
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 COLUMNS = 4
+PLAIN = Scores(WIDTH**-0.5)
 GARBAGE = 10**6
 """A page number behind the last page of a row, of a page that does not exist."""
 
@@ -70,12 +72,14 @@ def in_layout(keys, values, axis):
     return LayerPages(jnp.asarray(keys.swapaxes(0, 1)), jnp.asarray(values.swapaxes(0, 1)))
 
 
-def plain_softmax(q, keys, values, position, window):
+def plain_softmax(q, keys, values, position, scores):
     """Attention of one token `[H h]` to the tokens of its row up to its position, in float64."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first = 0 if scores.window is None else max(0, position + 1 - scores.window)
     keys, values = (np.repeat(x[first : position + 1].astype(np.float64), HEADS // KV_HEADS, 1) for x in (keys, values))
-    scores = np.einsum("hd,shd->hs", q.astype(np.float64), keys) * WIDTH**-0.5
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scored = np.einsum("hd,shd->hs", q.astype(np.float64), keys) * scores.scale
+    if scores.soft_cap is not None:
+        scored = scores.soft_cap * np.tanh(scored / scores.soft_cap)
+    weights = np.exp(scored - scored.max(axis=-1, keepdims=True))
     return np.einsum("hs,shd->hd", weights / weights.sum(axis=-1, keepdims=True), values)
 
 
@@ -91,19 +95,21 @@ RAGGED = [200, 1, 0, 64, 65, 128, 256]
 
 
 @both_layouts
-@pytest.mark.parametrize("window", [None, 1, 40, 100], ids="window {}".format)
+@pytest.mark.parametrize(
+    "scores", [PLAIN, *(Scores(PLAIN.scale, window) for window in (1, 40, 100)), Scores(0.4, 100, 2.0)], ids=str
+)
 @pytest.mark.parametrize("tokens", [1, 64], ids=["one token", "a page"])
-def test_attention_is_a_plain_softmax_over_the_tokens_of_the_row(axis, window, tokens):
+def test_attention_is_a_plain_softmax_over_the_tokens_of_the_row(axis, scores, tokens):
     """Unused pages, and places behind a row's last token, hold NaN."""
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     q = draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
-    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), window, axis)
+    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), scores, axis)
     assert mixed.dtype == jnp.float32 and np.isfinite(mixed).all()
     compared = 0
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         for token in range(count):
-            expected = plain_softmax(q[row, token], *rows[row], start + token, window)
+            expected = plain_softmax(q[row, token], *rows[row], start + token, scores)
             np.testing.assert_allclose(mixed[row, token], expected, rtol=0, atol=2e-6)
             compared += 1
     assert compared == sum(counts.tolist()) and compared >= len(RAGGED) - 1
@@ -117,10 +123,10 @@ def test_a_call_may_begin_after_earlier_pages_and_span_several(axis):
     rows, tables = keys_and_values(lengths), shuffled_tables(lengths)
     counts = np.array(lengths, np.int32) - starts  # none in the last row
     q = draw(1, len(lengths), 128, HEADS, WIDTH)
-    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), None, axis)
+    mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), PLAIN, axis)
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for token in {0, 1, 63, 64, count - 1} & set(range(count)):
-            expected = plain_softmax(q[row, token], *rows[row], start + token, None)
+            expected = plain_softmax(q[row, token], *rows[row], start + token, PLAIN)
             np.testing.assert_allclose(mixed[row, token], expected, rtol=0, atol=2e-6)
     np.testing.assert_array_equal(mixed[4], 0)
 
@@ -132,10 +138,10 @@ def test_bfloat16_is_rounded_after_sums_in_float32(axis):
     pages = filled_pages(rows, tables, axis)
     q, pages = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (q, pages))
     q64, rows = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64), (q, rows))
-    mixed = attend(q, pages, PagedRows(tables, *ragged(RAGGED, 1)), None, axis)
+    mixed = attend(q, pages, PagedRows(tables, *ragged(RAGGED, 1)), PLAIN, axis)
     assert mixed.dtype == jnp.bfloat16
     for row in (0, 1, 3, 4, 5, 6):
-        expected = plain_softmax(q64[row, 0], *rows[row], RAGGED[row] - 1, None)
+        expected = plain_softmax(q64[row, 0], *rows[row], RAGGED[row] - 1, PLAIN)
         # Weights and result have 8 bits each.
         np.testing.assert_allclose(np.asarray(mixed[row, 0], np.float64), expected, rtol=0.01, atol=0.01)
 
@@ -144,15 +150,19 @@ def test_bfloat16_is_rounded_after_sums_in_float32(axis):
 
 
 @both_layouts
-@pytest.mark.parametrize(("window", "tokens"), [(None, 1), (100, 1), (None, 64)])
-def test_a_row_has_the_same_bits_alone_and_among_others(axis, window, tokens):
+@pytest.mark.parametrize(
+    ("scores", "tokens"),
+    [(PLAIN, 1), (Scores(PLAIN.scale, 100), 1), (PLAIN, 64), (Scores(0.3, soft_cap=2.0), 1)],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(axis, scores, tokens):
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     pages, q = filled_pages(rows, tables, axis), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
-    together = attend(q, pages, PagedRows(tables, starts, counts), window, axis)
+    together = attend(q, pages, PagedRows(tables, starts, counts), scores, axis)
     for row in range(len(RAGGED)):
         few = slice(row, row + 1)
-        alone = attend(q[few], pages, PagedRows(tables[few], starts[few], counts[few]), window, axis)
+        alone = attend(q[few], pages, PagedRows(tables[few], starts[few], counts[few]), scores, axis)
         np.testing.assert_array_equal(alone, together[few])
 
 
@@ -162,12 +172,12 @@ def test_page_numbers_unused_places_and_the_width_of_tables_change_no_bit(axis, 
     rows, q = keys_and_values(RAGGED), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
     tables = own_tables(len(RAGGED), COLUMNS)
-    expected = attend(q, filled_pages(rows, tables, axis, unused=0), PagedRows(tables, starts, counts), None, axis)
+    expected = attend(q, filled_pages(rows, tables, axis, unused=0), PagedRows(tables, starts, counts), PLAIN, axis)
     is_real = np.arange(tokens) < np.asarray(counts)[:, None]
     for seed, unused, more in ((1, np.nan, 0), (2, np.inf, 0), (3, 7.0, 5)):
         tables = shuffled_tables(RAGGED, seed)
         wider = np.pad(tables, ((0, 0), (0, more)), constant_values=GARBAGE)
-        found = attend(q, filled_pages(rows, tables, axis, unused), PagedRows(wider, starts, counts), None, axis)
+        found = attend(q, filled_pages(rows, tables, axis, unused), PagedRows(wider, starts, counts), PLAIN, axis)
         np.testing.assert_array_equal(found[is_real], expected[is_real])
 
 
@@ -178,7 +188,7 @@ def test_the_lanes_that_pad_heads_change_no_bit():
     empty = init_pages(len(RAGGED) * COLUMNS + 3, KV_HEADS, WIDTH, jnp.float32, "tpu")
     padded = jax.tree.map(lambda page, lanes: jnp.full_like(lanes, jnp.nan).at[..., :WIDTH].set(page), pages, empty)
     of_call = PagedRows(tables, *ragged(RAGGED, 1))
-    np.testing.assert_array_equal(attend(q, padded, of_call, None, 1), attend(q, pages, of_call, None, 1))
+    np.testing.assert_array_equal(attend(q, padded, of_call, PLAIN, 1), attend(q, pages, of_call, PLAIN, 1))
 
 
 @both_layouts
@@ -188,10 +198,10 @@ def test_rows_may_read_the_same_pages(axis):
     pages, q = filled_pages(rows, tables, axis), draw(1, 1, 1, HEADS, WIDTH)
     starts, counts = np.array([63, 127, 129, 129], np.int32), np.ones(4, np.int32)
     shared = PagedRows(np.repeat(tables, 4, axis=0), starts, counts)
-    mixed = attend(np.repeat(q, 4, axis=0), pages, shared, None, axis)
+    mixed = attend(np.repeat(q, 4, axis=0), pages, shared, PLAIN, axis)
     np.testing.assert_array_equal(mixed[2], mixed[3])
     for row in range(3):
-        expected = plain_softmax(q[0, 0], *rows[0], int(starts[row]), None)
+        expected = plain_softmax(q[0, 0], *rows[0], int(starts[row]), PLAIN)
         np.testing.assert_allclose(mixed[row, 0], expected, rtol=0, atol=2e-6)
 
 
@@ -230,8 +240,8 @@ def test_tokens_are_written_page_by_page_and_pages_without_one_stay(axis):
         np.testing.assert_array_equal(found[kept], wanted[kept])
         assert np.isfinite(found).all()
     # Of the touched ones every place up to the last token.
-    mixed = attend(draw(1, 6, 1, HEADS, WIDTH), written, PagedRows(tables, *ragged(lengths, 1)), None, axis)
-    again = attend(draw(1, 6, 1, HEADS, WIDTH), expected, PagedRows(tables, *ragged(lengths, 1)), None, axis)
+    mixed = attend(draw(1, 6, 1, HEADS, WIDTH), written, PagedRows(tables, *ragged(lengths, 1)), PLAIN, axis)
+    again = attend(draw(1, 6, 1, HEADS, WIDTH), expected, PagedRows(tables, *ragged(lengths, 1)), PLAIN, axis)
     np.testing.assert_array_equal(mixed, again)
 
 
@@ -245,14 +255,15 @@ def test_several_tokens_at_once_are_the_same_as_token_by_token(axis, window):
         lambda x: jnp.full_like(x, jnp.nan), init_pages(19, KV_HEADS, WIDTH, jnp.float32, ("cpu", "gpu")[axis])
     )
     pages = write_many(empty, k, v, PagedRows(tables, starts, counts), axis)
-    at_once = attend(q, pages, PagedRows(tables, starts, counts), window, axis)
+    scores = Scores(PLAIN.scale, window)
+    at_once = attend(q, pages, PagedRows(tables, starts, counts), scores, axis)
 
     @jax.jit
     def step(pages, token):
         rows = PagedRows(tables, starts + token, (token < counts).astype(jnp.int32))
         here = [jax.lax.dynamic_slice_in_dim(x, token, 1, axis=1) for x in (q, k, v)]
         pages = write_token(pages, *here[1:], rows, axis)
-        return pages, attend_reference(here[0], pages, rows, window, axis)[:, 0]
+        return pages, attend_reference(here[0], pages, rows, scores, axis)[:, 0]
 
     pages, one_by_one = jax.lax.scan(step, empty, jnp.arange(100))
     is_real = np.arange(100) < counts[:, None]
@@ -264,14 +275,14 @@ def test_the_layer_writes_and_attends_in_the_layout_of_the_device():
     q, k, v = draw(1, 2, 128, HEADS, WIDTH), *draw(2, 2, 2, 128, KV_HEADS, WIDTH)
     rows = PagedRows(tables, starts, counts)
     empty = init_pages(11, KV_HEADS, WIDTH, jnp.float32, "cpu")
-    mixed, pages = jax.jit(write_and_attend, static_argnums=(5, 6))(q, k, v, empty, rows, None, None)
+    mixed, pages = jax.jit(write_and_attend, static_argnums=(5, 6))(q, k, v, empty, rows, PLAIN, None)
     row = PagedRows(tables, counts, np.ones(2, np.int32))  # one token more in each
-    more, _ = jax.jit(write_and_attend, static_argnums=(5, 6))(q[:, :1], k[:, :1], v[:, :1], pages, row, None, None)
+    more, _ = jax.jit(write_and_attend, static_argnums=(5, 6))(q[:, :1], k[:, :1], v[:, :1], pages, row, PLAIN, None)
     for i, count in enumerate(counts):
         found = np.concatenate([mixed[i, :count], more[i]])
         queries, keys, values = (np.concatenate([x[i, :count], x[i, :1]]) for x in (q, k, v))
         for token in (0, 63, 64, count - 1, count):
-            expected = plain_softmax(queries[token], keys, values, token, None)
+            expected = plain_softmax(queries[token], keys, values, token, PLAIN)
             np.testing.assert_allclose(found[token], expected, rtol=0, atol=2e-6)
 
 
@@ -331,7 +342,7 @@ def logits_through_pages(model, params, tokens, width):
     [(64, None), pytest.param(64, 70, marks=pytest.mark.slow), pytest.param(128, None, marks=pytest.mark.slow)],
 )
 def test_a_decoder_gives_the_same_logits_through_pages(width, window):
-    model = decoder(replace(PRESETS["qwen3-50k"], vocab_size=48, sliding_window=window))
+    model = decoder(replace(PRESETS["qwen3-50k"], vocab_size=48, pattern=(LayerKind(window=window),)))
     params = jax.jit(model.init)(jax.random.key(0))
     params["embed"] *= 8  # logits with a standard deviation of about 1
     tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), 130), 0, 48)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxft.core.cache import own_tables
+from jaxft.models.attention import Scores
 from jaxft.models.paged import (
     PagedRows,
     attend_reference,
@@ -18,9 +19,10 @@ from jaxft.models.paged import (
 )
 from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps, write_and_attend_gpu
 
-KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="window") for name, f in
+KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="scores") for name, f in
            {"gpu": attend_gpu, "tpu": attend_tpu}.items()}  # fmt: skip
 PAGE, COLUMNS, PAGES = 64, 4, 18
+PLAIN = Scores(64**-0.5)
 EPSILON = {"bfloat16": 2**-8, "float32": 2**-20}
 """Relative error of a product: weights and results are rounded to bfloat16; float32 rounds sums of 256 terms."""
 
@@ -47,7 +49,7 @@ def draw(length, groups, dtype, kv_heads=2, head_dim=64, seed=0):
     return [jnp.asarray(x, dtype) for x in (q, keys, values)] + [jnp.asarray(x) for x in (tables, starts, counts)]
 
 
-def attend_in_float64(q, keys, values, tables, starts, counts, window):
+def attend_in_float64(q, keys, values, tables, starts, counts, scores):
     """Attention query by query; NaN for queries that a row does not have."""
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
     heads, kv_heads, head_dim = q.shape[2], keys.shape[0], q.shape[3]
@@ -56,41 +58,46 @@ def attend_in_float64(q, keys, values, tables, starts, counts, window):
         k, v = (x[head // (heads // kv_heads), tables[row]].reshape(-1, head_dim) for x in (keys, values))
         for t in range(int(counts[row])):
             end = int(starts[row]) + t + 1
-            seen = slice(0 if window is None else max(0, end - window), end)
-            scores = k[seen] @ q[row, t, head] * head_dim**-0.5
-            weights = np.exp(scores - scores.max())
+            seen = slice(0 if scores.window is None else max(0, end - scores.window), end)
+            scored = k[seen] @ q[row, t, head] * scores.scale
+            if scores.soft_cap is not None:
+                scored = scores.soft_cap * np.tanh(scored / scores.soft_cap)
+            weights = np.exp(scored - scored.max())
             mixed[row, t, head] = weights @ v[seen] / weights.sum()
     return mixed
 
 
 CASES = [
-    # queries, key/value heads, heads of a group, window, dtype, head width; the TPU kernel loads 4 pages a step of 2
+    # queries, key/value heads, heads of a group, scores, dtype, head width; the TPU kernel loads 4 pages a step of 2
     # heads, and 2 of 8
-    (1, 2, 2, None, "bfloat16", 64),
-    (1, 8, 1, None, "float32", 128),
-    (1, 8, 4, 70, "float32", 64),
-    (16, 8, 2, None, "float32", 64),
-    (16, 2, 4, 20, "bfloat16", 128),
-    (16, 8, 1, 70, "float32", 64),
+    (1, 2, 2, Scores(64**-0.5), "bfloat16", 64),
+    (1, 8, 1, Scores(128**-0.5), "float32", 128),
+    (1, 8, 4, Scores(64**-0.5, 70), "float32", 64),
+    (1, 2, 7, Scores(0.2, 70, 2.0), "float32", 80),
+    (16, 8, 2, Scores(64**-0.5), "float32", 64),
+    (16, 2, 4, Scores(128**-0.5, 20), "bfloat16", 128),
+    (16, 8, 1, Scores(64**-0.5, 70), "float32", 64),
+    (16, 1, 5, Scores(0.1, 20, 2.0), "float32", 256),
 ]
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("length", "kv_heads", "groups", "window", "dtype", "head_dim"), CASES)
-def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, groups, window, dtype, head_dim):
+@pytest.mark.parametrize(("length", "kv_heads", "groups", "scores", "dtype", "head_dim"), CASES)
+def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, groups, scores, dtype, head_dim):
     arguments = draw(length, groups, dtype, kv_heads, head_dim)
-    mixed = np.asarray(KERNELS[name](*arguments, window=window), np.float32)
-    wanted = attend_in_float64(*arguments, window)
+    mixed = np.asarray(KERNELS[name](*arguments, scores=scores), np.float32)
+    wanted = attend_in_float64(*arguments, scores)
     is_real = ~np.isnan(wanted)
     np.testing.assert_allclose(mixed[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON[dtype])
     assert np.isfinite(mixed).all()  # queries that pad a row too
     assert not mixed[2].any()  # the idle row
 
 
-@pytest.mark.parametrize(("kv_heads", "groups", "window", "dtype", "head_dim"), [
-    (2, 2, None, "bfloat16", 64), (1, 3, 70, "float32", 96), (2, 1, 1, "float32", 64),
+@pytest.mark.parametrize(("kv_heads", "groups", "scores", "dtype", "head_dim"), [
+    (2, 2, Scores(64**-0.5), "bfloat16", 64), (1, 3, Scores(0.2, 70, 2.0), "float32", 96),
+    (2, 1, Scores(64**-0.5, 1), "float32", 64),
 ])  # fmt: skip
-def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, window, dtype, head_dim):
+def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, scores, dtype, head_dim):
     """The first row begins a page, the second its sequence; the third is idle."""
     q, keys, values, tables, _, counts = draw(1, groups, dtype, kv_heads, head_dim)
     starts = jnp.array([64, 0, 70, 254], jnp.int32)
@@ -100,9 +107,9 @@ def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, wind
     k, v = (jnp.full((4, 1, kv_heads, head_dim), jnp.nan, dtype) for _ in range(2))
     k, v = (x.at[real, 0].set(pool[at].swapaxes(0, 1)) for x, pool in ((k, keys), (v, values)))
     unwritten = [pool.at[at].set(jnp.nan) for pool in (keys, values)]
-    kernel = jax.jit(partial(write_and_attend_gpu, interpret=True), static_argnames="window")
-    mixed, *written = kernel(q, k, v, *unwritten, tables, starts, counts, window=window)
-    wanted = attend_in_float64(q, keys, values, tables, starts, counts, window)
+    kernel = jax.jit(partial(write_and_attend_gpu, interpret=True), static_argnames="scores")
+    mixed, *written = kernel(q, k, v, *unwritten, tables, starts, counts, scores=scores)
+    wanted = attend_in_float64(q, keys, values, tables, starts, counts, scores)
     np.testing.assert_allclose(np.asarray(mixed, np.float32)[real], wanted[real], rtol=0, atol=4 * EPSILON[dtype])
     assert not mixed[2].any()
     for pool, expected in zip(written, (keys, values), strict=True):
@@ -110,9 +117,9 @@ def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, wind
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, window):
+@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, 70), Scores(0.1, 70, 2.0)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, scores):
     """Seventy tokens of four rows, one after another in a loop whose pages are donated; the third row is idle."""
     tokens, dtype = 70, jnp.bfloat16
     drawn = np.random.default_rng(0).normal(size=(3, tokens, 4, 1, 8, head_dim))
@@ -130,9 +137,9 @@ def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, window):
 
     def by_reference(q, k, v, pages, rows):
         pages = write_token(pages, k, v, rows, 1)
-        return attend_reference(q, pages, rows, window, 1), pages
+        return attend_reference(q, pages, rows, scores, 1), pages
 
-    by_kernel = partial(write_and_attend, window=window, sharding=None)
+    by_kernel = partial(write_and_attend, scores=scores, sharding=None)
     assert choose_paged_kernel(dtype, jax.devices()[:1]) != "reference"
     results = []
     for function in (by_kernel, by_reference):
@@ -147,7 +154,7 @@ def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, window):
 
 def test_the_gpu_kernel_takes_any_width_and_group():
     arguments = draw(2, 3, "float32", kv_heads=1, head_dim=96)
-    mixed, wanted = KERNELS["gpu"](*arguments, window=None), attend_in_float64(*arguments, None)
+    mixed, wanted = KERNELS["gpu"](*arguments, scores=PLAIN), attend_in_float64(*arguments, PLAIN)
     is_real = ~np.isnan(wanted)
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
 
@@ -156,7 +163,7 @@ def test_the_gpu_kernel_takes_any_width_and_group():
 def test_a_pool_may_be_wider_than_heads(name):
     q, keys, values, *rows = draw(1, 2, "float32")
     wide = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, 64)]) for x in (keys, values)]
-    mixed, wanted = KERNELS[name](q, *wide, *rows, window=None), attend_in_float64(q, keys, values, *rows, None)
+    mixed, wanted = KERNELS[name](q, *wide, *rows, scores=PLAIN), attend_in_float64(q, keys, values, *rows, PLAIN)
     is_real = ~np.isnan(wanted)
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
 
@@ -166,8 +173,8 @@ def test_blocks_of_queries_do_not_differ_from_single_ones(name):
     """512 rows of a tile are two blocks on TPUs and four on GPUs; the second row has queries in the first only."""
     arguments = draw(128, 4, "float32", kv_heads=1)
     q, *pool, starts, counts = arguments
-    counts = counts.at[1].set(5)
-    mixed, wanted = KERNELS[name](q, *pool, starts, counts, window=70), attend_in_float64(*arguments, 70)
+    counts, scores = counts.at[1].set(5), PLAIN._replace(window=70)
+    mixed, wanted = KERNELS[name](q, *pool, starts, counts, scores=scores), attend_in_float64(*arguments, scores)
     is_real = (np.arange(128) < np.asarray(counts)[:, None]) & ~np.isnan(wanted[:, :, 0, 0])
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
 
@@ -176,16 +183,16 @@ def test_blocks_of_queries_do_not_differ_from_single_ones(name):
 @pytest.mark.parametrize("length", [1, 16])
 def test_a_row_has_the_same_bits_alone_and_among_others(name, length):
     q, keys, values, *rows = draw(length, 2, "float32", kv_heads=8)
-    together = KERNELS[name](q, keys, values, *rows, window=None)
+    together = KERNELS[name](q, keys, values, *rows, scores=PLAIN)
     for row in range(4):
-        alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), window=None)
+        alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), scores=PLAIN)
         np.testing.assert_array_equal(alone[0], together[row])
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_may_all_be_idle(name):
     q, keys, values, tables, starts, counts = draw(1, 2, "bfloat16")
-    assert not KERNELS[name](q, keys, values, tables, starts, 0 * counts, window=None).any()
+    assert not KERNELS[name](q, keys, values, tables, starts, 0 * counts, scores=PLAIN).any()
 
 
 def test_steps_load_each_page_that_is_seen_once():
@@ -214,6 +221,6 @@ def test_steps_load_each_page_that_is_seen_once():
 def test_arguments_that_no_kernel_takes_are_refused():
     q, *rest = draw(2, 2, "float32")
     with pytest.raises(ValueError, match="3 queries"):
-        attend_gpu(jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)]), *rest)
+        attend_gpu(jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)]), *rest, scores=PLAIN)
     with pytest.raises(ValueError, match="3 query heads"):
-        attend_tpu(q[:, :, :3], *rest)
+        attend_tpu(q[:, :, :3], *rest, scores=PLAIN)

@@ -270,8 +270,8 @@ def documented(target: str, mesh: str, of: str) -> dict[str, float]:
 def test_operations_are_little_more_than_those_of_the_model(case, most):
     figures, _ = compiled(case)
     config, tokens = case.config, case.rows * case.width
-    seen = case.rows * roofline.tokens_seen(config, 1, case.width)
-    attention = config.num_layers * roofline.attention_flops(config, seen)
+    seen = case.rows * roofline.tokens_seen(config.kinds, 1, case.width)
+    attention = roofline.attention_flops(config, seen)
     needed = 6 * roofline.matmul_weights(config) * tokens + 3 * attention
     # A kernel's backward pass makes the scores once more: five products, where the forward pass has two.
     kernels = attention * (2 * (1 + (case.remat == "full")) + 5) / 2

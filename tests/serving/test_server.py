@@ -339,7 +339,7 @@ def test_nothing_is_left_of_five_hundred_disconnects(llm):
         for cut in range(500):
             connection = send(server, head_end=whole[: len(whole) * (cut % 50 + 1) // 50])
             connection.close()
-        # Connections are accepted in turn: when the last one is answered, if only by a refusal, all others were accepted.
+        # Connections are accepted in turn: when the last one is answered, even refused, all others were accepted.
         read(send(server, "GET /v1/models HTTP/1.1", f"Host: {host}", "Connection: close"))
         wait_until(lambda: not (server.guard.num_requests or server.num_connections))
         assert request(server)[0] == 200

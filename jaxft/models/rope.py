@@ -1,0 +1,238 @@
+"""Rotary positions (arXiv 2104.09864): their kinds, the angles of tokens, and the rotation of queries and keys.
+
+Letters: `B` rows, `T` tokens, `N` heads, `h` head width, `P` pairs of a head's components that a rotation turns.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxft.core.reductions import rounded
+
+Frequencies = Float[np.ndarray, "P"]
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretch of rotary frequencies: low ones divided by `factor`, high ones kept, the others blended.
+
+    Attributes:
+        factor: factor by which the context is extended.
+        low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched fully.
+        high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` are unchanged.
+        original_max_position_embeddings: context length, in tokens, before stretching.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """Scale frequencies (arXiv 2407.21783)."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
+        blend = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return frequencies * (blend + (1.0 - blend) / self.factor)
+
+    @property
+    def angle_factor(self) -> float:
+        """Factor of cosines and sines."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by `factor` (arXiv 2306.15595)."""
+
+    factor: float
+
+    def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """Scale frequencies."""
+        return frequencies / self.factor
+
+    @property
+    def angle_factor(self) -> float:
+        """Factor of cosines and sines."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept, those between blended by index.
+
+    Attributes:
+        factor: factor by which the context is extended.
+        original_max_position_embeddings: context length, in tokens, before stretching.
+        beta_fast: frequencies that turn more often in the original context are unchanged.
+        beta_slow: frequencies that turn less often are stretched fully.
+        attention_factor: factor of cosines and sines; None computes it from the following two and `factor`.
+        mscale, mscale_all_dim: coefficients of the logarithm of `factor` in the numerator and the denominator of
+            `attention_factor`; None leaves both out.
+        truncate: round the indices between which frequencies are blended.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """Scale frequencies."""
+        pairs = len(frequencies)
+
+        def index_of(turns: float) -> float:
+            """Index, not rounded, of the frequency that turns so often in the original context."""
+            wavelength = self.original_max_position_embeddings / (2 * math.pi * turns)
+            return pairs * math.log(wavelength) / math.log(theta)
+
+        first, last = index_of(self.beta_fast), index_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        blend = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0.0, 1.0)
+        return frequencies * (1.0 - blend + blend / self.factor)
+
+    @property
+    def angle_factor(self) -> float:
+        """Factor of cosines and sines.
+
+        >>> round(YarnScaling(8.0, 8192).angle_factor, 4)  # 0.1 ln 8 + 1
+        1.2079
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            above, below = (0.1 * scale * math.log(self.factor) + 1 for scale in (self.mscale, self.mscale_all_dim))
+            return above / below
+        return 0.1 * math.log(self.factor) + 1
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): each frequency divided by a factor of its own, as in texts of the original length.
+
+    Longer texts would need `long_factor` for all of their tokens, those sampled before they were long among them;
+    contexts end at `original_max_position_embeddings` instead.
+
+    Attributes:
+        short_factor: factor of each frequency, up to `original_max_position_embeddings`.
+        long_factor: factor of each frequency in longer texts; only kept for the export.
+        original_max_position_embeddings: context length, in tokens, before stretching.
+        factor: factor by which the context is extended.
+        attention_factor: factor of cosines and sines; None computes it from `factor`.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    attention_factor: float | None = None
+
+    def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """Scale frequencies."""
+        return frequencies / np.asarray(self.short_factor)
+
+    @property
+    def angle_factor(self) -> float:
+        """Factor of cosines and sines.
+
+        >>> round(LongRopeScaling((1.0,), (4.0,), 4096, 32.0).angle_factor, 4)
+        1.1902
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
+
+SCALINGS: Mapping[str, type[RopeScaling]] = {
+    "llama3": Llama3Scaling,
+    "linear": LinearScaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+}
+"""Kinds of scaling by their `rope_type` in a `config.json`."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of a layer.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: stretch of the frequencies, or None.
+        share: part of a head's components that is rotated, from the first on.
+        query_growth: queries are multiplied by `1 + query_growth log(1 + floor(position / C))`, where `C` is the
+            `original_max_position_embeddings` of the scaling (Llama 4, Ministral 3).
+    """
+
+    theta: float = 1e6
+    scaling: RopeScaling | None = None
+    share: float = 1.0
+    query_growth: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.query_growth and not hasattr(self.scaling, "original_max_position_embeddings"):
+            raise ValueError("query_growth needs a scaling with original_max_position_embeddings")
+
+    def num_pairs(self, head_dim: int) -> int:
+        """Number `P` of pairs that are rotated in heads of this width."""
+        return int(head_dim * self.share) // 2
+
+    def frequencies(self, head_dim: int) -> Frequencies:
+        """Angle of each pair at position 1, in radians."""
+        pairs = self.num_pairs(head_dim)
+        frequencies = self.theta ** -(np.arange(pairs, dtype=np.float64) / pairs)
+        return frequencies if self.scaling is None else self.scaling.stretch(frequencies, self.theta)
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of the rotary angles of tokens, and the factor of their queries if it is not 1."""
+
+    cos: Float[Array, "B T P"]
+    sin: Float[Array, "B T P"]
+    query_factor: Float[Array, "B T"] | None = None
+
+
+def angles_of(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Angles:
+    """Return the rotary angles of tokens at these positions."""
+    frequencies = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.scaling is None:
+        return Angles(cos, sin)
+    if rope.scaling.angle_factor != 1:
+        cos, sin = cos * rope.scaling.angle_factor, sin * rope.scaling.angle_factor
+    if not rope.query_growth or isinstance(rope.scaling, LinearScaling):
+        return Angles(cos, sin)
+    spans = jnp.maximum(positions, 0) // rope.scaling.original_max_position_embeddings
+    return Angles(cos, sin, 1 + rope.query_growth * jnp.log(1 + spans.astype(jnp.float32)))
+
+
+def rotate(x: Float[Array, "B T N h"], angles: Angles, platform: str) -> Float[Array, "B T N h"]:
+    """Rotate each pair (i, i + P) of the first 2 P components by its angle; the bits are the same on any `platform`."""
+    turned_width = 2 * angles.cos.shape[-1]
+    if turned_width < x.shape[-1]:
+        turned = rotate(x[..., :turned_width], angles, platform)
+        return jnp.concatenate([turned, x[..., turned_width:]], axis=-1)
+    pairs = x.astype(jnp.promote_types(x.dtype, angles.cos.dtype)).reshape(*x.shape[:-1], 2, -1)  # [B T N 2 P]
+    # GPUs fuse a reversal, unlike a concatenation, with what comes before and after; on CPUs it takes longer.
+    swapped = jnp.concatenate([pairs[..., 1:, :], pairs[..., :1, :]], -2) if platform == "cpu" else jnp.flip(pairs, -2)
+    turned = swapped * jnp.array([[-1.0], [1.0]], pairs.dtype)
+    # Rounded, as XLA for CPU would make one operation of a product and the sum in some programs and not in others.
+    mixed = rounded(pairs * angles.cos[:, :, None, None, :]) + rounded(turned * angles.sin[:, :, None, None, :])
+    return mixed.reshape(x.shape).astype(x.dtype)
