@@ -17,6 +17,7 @@ from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.decoder import rules_table
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
+from jaxft.models.model_card import Weights, card_of_copy, card_text
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
@@ -27,7 +28,8 @@ from jaxft.runs.environment import environment
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
     """Write the model of a run directory, or of a folder in Hugging Face's file format, in the dtype given.
 
-    With `merge`, the LoRA adapters of the source are merged into their base, and the result is written.
+    With `merge`, the LoRA adapters of the source are merged into their base, and the result is written. The model card
+    says of the training what the source's card says.
 
     Raises:
         ConfigError: the source holds no complete model, or the folder is not empty or cannot be written.
@@ -48,10 +50,12 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
         load = load_merged if merge else load_model
         model, params = load(model_folder, dtype=jnp.dtype(dtype))
         tokenizer = load_tokenizer(model_folder)
+        card = card_of_copy(model_folder, source.resolve().name)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{model_folder}: {error}"]) from error
     try:
-        save_model(folder, model, params, tokenizer=tokenizer)
+        text = card_text(card, Weights(dtype, is_merged=merge))
+        save_model(folder, model, params, tokenizer=tokenizer, card=text)
     except OSError as error:
         raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
     count = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -225,6 +225,7 @@ def save_model(
     tokenizer: Any = None,
     *,
     max_shard_bytes: float = 5e9,
+    card: str | None = None,
 ) -> None:
     """Write a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
@@ -239,6 +240,7 @@ def save_model(
         params: parameters of the model, without adapters.
         tokenizer: an object with transformers' `save_pretrained`.
         max_shard_bytes: maximum bytes of a weights file; more weights are split over several files with an index.
+        card: text of the model card, `README.md`, which the manifest does not list; None writes none.
 
     Raises:
         ModelFileError: the folder holds files, the model is no decoder, or `params` do not fit its config.
@@ -261,7 +263,7 @@ def save_model(
         }
         values |= {name: token for name, token in ids.items() if values.get(name) is None}
 
-    with new_folder(folder) as unfinished:
+    with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
         if source[GENERATION]:
             write_json(unfinished / GENERATION, source[GENERATION])

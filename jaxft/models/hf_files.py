@@ -19,6 +19,8 @@ from jaxft.errors import ManifestError, ModelFileError
 from jaxft.files import MANIFEST, sync_folder, verify_manifest, write_manifest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CARD = "README.md"
+"""File of a model card."""
 
 DTYPES = {
     name: jnp.dtype(kind)
@@ -84,8 +86,10 @@ def check_manifest(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(folder: str | os.PathLike[str], card: str | None = None) -> Iterator[Path]:
     """Yield a temporary folder; at the end, write its manifest and rename it to `folder`, which is complete or absent.
+
+    A model card, the text of `README.md`, is not in the manifest, as its owner may edit it.
 
     Raises:
         ModelFileError: the folder exists and is not empty.
@@ -99,6 +103,8 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield unfinished
         write_manifest(unfinished)
+        if card is not None:
+            (unfinished / CARD).write_text(card, encoding="utf-8")
         unfinished.rename(folder)
         sync_folder(folder.parent)
     except BaseException:

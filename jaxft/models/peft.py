@@ -63,7 +63,13 @@ UNSUPPORTED = (
 
 
 def save_adapter(
-    folder: str | os.PathLike[str], model: Model, params: Params, *, base: str | None = None, tokenizer: Any = None
+    folder: str | os.PathLike[str],
+    model: Model,
+    params: Params,
+    *,
+    base: str | None = None,
+    tokenizer: Any = None,
+    card: str | None = None,
 ) -> None:
     """Write the adapters of a model, in one step, for `load_adapter` and for `PeftModel.from_pretrained`.
 
@@ -71,6 +77,7 @@ def save_adapter(
         folder: folder to create, with its parents; it may exist if empty.
         base: path or hub id of the base; None writes the base into the subfolder `base`.
         tokenizer: an object with transformers' `save_pretrained`.
+        card: text of the model card, `README.md`; None writes none.
 
     Raises:
         ModelFileError: the model has no adapters, or the folder holds files.
@@ -96,7 +103,7 @@ def save_adapter(
         "use_rslora": lora.use_rslora,
         "target_modules": sorted(path.split("/")[-1] for path in PROJECTIONS if lora.is_target(path)),
     }
-    with new_folder(folder) as unfinished:
+    with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
         save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
         write_json(unfinished / ABOUT_BASE, {FINGERPRINT: base_fingerprint(params[BASE])})

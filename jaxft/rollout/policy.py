@@ -16,7 +16,9 @@ from jaxft.core.partition import BASE, combine, partition, trainable
 from jaxft.core.sharding import constrain, device_bytes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
+from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
+from jaxft.models.model_card import ModelCard, Weights, card_text
 from jaxft.models.peft import base_fingerprint, save_adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
@@ -231,18 +233,22 @@ class Policy:
             return False
         return len(completion.token_ids) == 1
 
-    async def save(self, folder: str | Path) -> Path:
-        """Write model and tokenizer in Hugging Face's file format, or adapters in PEFT's.
+    async def save(self, folder: str | Path, card: ModelCard | None = None) -> Path:
+        """Write model and tokenizer in Hugging Face's file format, or adapters in PEFT's, and the model card if given.
 
-        Adapters are written with their base if it was changed or was not loaded from a folder or the hub."""
-        path = Path(folder)
+        Adapters are written with their base if it was changed or was not loaded from a folder or the hub.
+        """
+        path, lora = Path(folder), self.model.lora
+        assert lora is None or isinstance(lora, LoraSpec)
 
         def save(params: Params) -> None:
-            if self.model.lora is None:
-                save_model(path, self.model, params, tokenizer=self.tokenizer)
+            base = self._base if lora is not None and self.has_own_base(params) else None
+            weights = Weights(str(self.dtype), lora, has_base=lora is not None and base is None)
+            text = None if card is None else card_text(card, weights)
+            if lora is None:
+                save_model(path, self.model, params, tokenizer=self.tokenizer, card=text)
             else:
-                base = self._base if self.has_own_base(params) else None
-                save_adapter(path, self.model, params, base=base, tokenizer=self.tokenizer)
+                save_adapter(path, self.model, params, base=base, tokenizer=self.tokenizer, card=text)
 
         await self.read(save)
         return path

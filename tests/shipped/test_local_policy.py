@@ -19,6 +19,7 @@ from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
+from jaxft.models.model_card import ModelCard, Weights, card_text
 from jaxft.rollout.policy import Policy
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -208,13 +209,17 @@ def test_memory_of_adapters_is_small(make_lora_policy, policy):
 def test_exported_adapters_are_merged_by_the_command_line(make_lora_policy, make_collection, tmp_path, capsys):
     from jaxft.cli import main
 
-    policy = make_lora_policy()
+    policy, card = make_lora_policy(), ModelCard("Adapters", "How they were trained.", {"tags": ["jaxft"]})
     run(make_adapter(policy), make_collection("first"))
-    asyncio.run(policy.save(tmp_path / "run" / "model"))
+    asyncio.run(policy.save(tmp_path / "run" / "model", card))
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
+    weights = Weights("float32", policy.model.lora, has_base=True)
+    assert (tmp_path / "run" / "model" / "README.md").read_text() == card_text(card, weights)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 2
     assert "holds adapters" in capsys.readouterr().err
     assert main(["export", "--merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    merged = card_text(card, Weights("float32", is_merged=True))
+    assert (tmp_path / "merged" / "README.md").read_text() == merged
     _, params = jaxft.load_model(tmp_path / "merged")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), params, merge_lora(policy.model.lora, host(policy))
