@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from huggingface_hub import ModelCard as HubCard
 
 import jaxft
+from jaxft.cli import main
 from jaxft.errors import TooManyFailures, TrajectoryError
 from jaxft.runs.console import Console
 
@@ -110,7 +112,7 @@ def train(config):
 
 
 def deterministic_files(folder):
-    names = ["training_metrics.jsonl", "reward_history.json", "model/model.safetensors"]
+    names = ["training_metrics.jsonl", "reward_history.json", "model/model.safetensors", "model/README.md"]
     paths = [folder / name for name in names] + sorted((folder / "trajectories").iterdir())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
@@ -177,6 +179,39 @@ def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
 
     output = asyncio.run(main())
     assert output.num_episodes == 4 and output.num_failed == 1 and output.average_reward is not None
+
+
+def test_the_model_card_says_what_the_records_of_the_run_say(first_run, tmp_path):
+    folder, _ = first_run
+    card, rows = HubCard.load(folder / "model" / "README.md"), metrics_of(folder)
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["jaxft", "reinforcement-learning", "grpo"],
+    }
+    about = json.loads((folder / "environment.json").read_text())
+    first, last = (f"{row['reward_mean']:.4g} (epoch {row['epoch'] + 1})" for row in rows)
+    best = max(rows, key=lambda row: row["reward_mean"])["epoch"]
+    for line in (
+        "# qwen3-50k trained with GRPO",
+        "| loss | `grpo` |",
+        "| reward | `score` |",
+        "| training data | `e2e_lengths` |",
+        "| epochs | 2 |",
+        f"| episodes | {sum(row['episodes'] for row in rows):.0f} |",
+        "| updates | 2 |",
+        "| seed | 0 |",
+        f"| software | python {about['versions']['python']}, jaxft {about['versions']['jaxft']}, ",
+        f"| training | {first} | {(first, last)[best]} | {last} |",
+        "| `optimizer.learning_rate` | `0.01` |",
+        "as safetensors in float32",
+    ):
+        assert line in card.text, line
+    assert str(folder.parent) not in card.content and str(Path.home()) not in card.content
+
+    assert main(["export", str(folder), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    half = (tmp_path / "half" / "README.md").read_text()
+    assert half == card.content.replace("as safetensors in float32", "as safetensors in bfloat16")
 
 
 def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):

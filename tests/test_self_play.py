@@ -128,7 +128,12 @@ def saved_trajectories(folder):
 
 
 def files(folder):
-    names = ["training_metrics.jsonl", "model/model.safetensors", "trajectories/samples.jsonl"]
+    names = [
+        "training_metrics.jsonl",
+        "model/model.safetensors",
+        "model/README.md",
+        "trajectories/samples.jsonl",
+    ]
     return {name: (folder / name).read_bytes() for name in names}
 
 

@@ -28,11 +28,13 @@ from jaxft.harness.data_models import (
 )
 from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
+from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.run_card import run_card
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
@@ -84,6 +86,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         *,
         chooses_remat: bool = False,
         note_remat: Callable[[str], object] = lambda remat: None,
+        model_card: Callable[[int], ModelCard] | None = None,
     ) -> None:
         """Make the learner, and load the reference if it is another checkpoint.
 
@@ -96,6 +99,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             chooses_remat: True to take the fastest checkpoint policy that fits an accelerator's memory, instead of the
                 model's own.
             note_remat: called with the checkpoint policy that was chosen.
+            model_card: returns the card of an exported model from the policy's version; None: exports have none.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -107,6 +111,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.learner = make_learner(adapter_config, policy.model, seed=seed, ref_params=ref_params)
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
+        self._model_card = model_card
         self._has_warned = False
         self._jobs: dict[str, _Job] = {}
         self._bad_batches = bad_batches
@@ -409,8 +414,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             await self.policy.restore(restored, values["policy_version"])
 
     async def export_model(self, folder: Path) -> Path:
-        """Write model and tokenizer in Hugging Face's file format, and return the folder."""
-        return await self.policy.save(folder)
+        """Write model, tokenizer and model card in Hugging Face's file format, and return the folder."""
+        card = None if self._model_card is None else self._model_card(self.policy.version)
+        return await self.policy.save(folder, card)
 
 
 def _listed(snapshots: Iterable[str]) -> str:
@@ -568,4 +574,5 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
         bad_batches,
         chooses_remat=builder.config.llms[config.llm].remat == "auto",
         note_remat=lambda remat: builder.add_choices(f"llms.{config.llm}", {"remat": remat}),
+        model_card=partial(run_card, builder.config, builder.directory, config),
     )
