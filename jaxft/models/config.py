@@ -95,8 +95,9 @@ class DecoderConfig:
             if int(self.head_dim * rope.share) % 2:
                 raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
             pairs = rope.num_pairs(self.head_dim)
-            if isinstance(rope.scaling, LongRopeScaling) and len(rope.scaling.short_factor) != pairs:
-                raise ValueError(f"short_factor has {len(rope.scaling.short_factor)} numbers; wanted {pairs}")
+            for name in ("short_factor", "long_factor") if isinstance(rope.scaling, LongRopeScaling) else ():
+                if (count := len(getattr(rope.scaling, name))) != pairs:
+                    raise ValueError(f"{name} has {count} numbers; wanted {pairs}")
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -109,12 +110,12 @@ class DecoderConfig:
         """Factor of the products of queries and keys."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
-    @property
-    def max_context_tokens(self) -> int:
-        """Longest context, in tokens, that the model was made for and that is computed as it was trained."""
-        scalings = [kind.rope.scaling for kind in self.pattern if kind.rope is not None]
-        limits = [each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling)]
-        return min([self.max_position_embeddings, *limits])
+    def for_context(self, tokens: int) -> "DecoderConfig":
+        """Return the config for contexts of so many tokens, on which the rotary positions of some models depend."""
+        kinds = (
+            kind if kind.rope is None else kind._replace(rope=kind.rope.for_context(tokens)) for kind in self.pattern
+        )
+        return replace(self, pattern=tuple(kinds))
 
     @property
     def architecture(self) -> "DecoderConfig":

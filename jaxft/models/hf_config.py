@@ -218,7 +218,7 @@ def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default
     scaling = None if kind == "default" else _read_scaling(SCALINGS[kind], keys, rope)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", family.query_growth_key}
     known |= {"max_position_embeddings", "original_max_position_embeddings"}
-    known |= {field.name for each in SCALINGS.values() for field in fields(each)}
+    known |= {field.name for each in SCALINGS.values() for field in fields(each)} - {"is_long"}
     unknown = sorted({key for table in tables for key, value in table.items() if value is not None} - known)
     if unknown:
         raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")
@@ -247,12 +247,15 @@ def _read_scaling(kind: type[RopeScaling], keys: Keys, rope: Keys) -> RopeScalin
     table = Keys(rope.file, own)
     read: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
+        if name == "is_long":
+            continue
         if hint is int:
             read[name] = table.integer(name)
         elif hint == tuple[float, ...]:
             read[name] = table.numbers(name)
         elif name in own:
-            read[name] = table.flag(name) if hint is bool else table.number(name)
+            is_zero = hint == float | None and own[name] == 0  # as good as absent, and kept for the export
+            read[name] = table.flag(name) if hint is bool else 0.0 if is_zero else table.number(name)
         elif not hasattr(kind, name):  # there is no default
             raise table.fault(name, "a number above 0")
     return kind(**read)
@@ -278,7 +281,7 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     told = decoder_config(values)
-    wanted = replace(config, source_json="")
+    wanted = replace(config, source_json="").for_context(0)
     lost = [field.name for field in fields(config) if getattr(told, field.name) != getattr(wanted, field.name)]
     if lost:
         fields_lost = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
@@ -331,7 +334,8 @@ def _rope_json(family: Family, rope: Rope) -> dict[str, Any]:
     names = {kind: name for name, kind in SCALINGS.items()}
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is not None:
-        scaling = {name: value for name, value in asdict(rope.scaling).items() if value is not None}
+        held = asdict(rope.scaling)
+        scaling = {name: value for name, value in held.items() if value is not None and name != "is_long"}
         values |= {"rope_type": names[type(rope.scaling)], **scaling}
     if family.has_partial_rope:
         values["partial_rotary_factor"] = rope.share

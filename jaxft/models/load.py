@@ -80,8 +80,9 @@ def load_model(
     lora: Lora | None = None,
     mesh: Mesh | None = None,
     strict: bool = False,
+    context_tokens: int = 0,
 ) -> tuple[Model, Params]:
-    """Load a Llama, Mistral, Qwen2 or Qwen3 from a folder, or from the hub when there is no such folder.
+    """Load a model of `jaxft.models.families` from a folder, or from the hub when there is no such folder.
 
     Weights are read one tensor at a time, cast to `dtype`, and copied to their devices, so that the host never has more
     than one parameter. If there are both `model.safetensors` and an index of shards, the single file is read, as in
@@ -90,6 +91,7 @@ def load_model(
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
         dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
+        context_tokens: tokens of the longest context; only models with LongRoPE, such as Phi-4-mini, depend on it.
 
     Raises:
         ModelFileError: the download failed, a file is absent, is corrupt or does not match `config.json`, or the
@@ -101,7 +103,7 @@ def load_model(
     dtype = _checked_dtype("dtype", dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
-    config = load_config(folder / "config.json")
+    config = load_config(folder / "config.json").for_context(context_tokens)
     model = _make_model(config, compute_dtype, remat, lora, mesh, strict)
     return model, _add_adapters(model, read_weights(folder, config, dtype, model.sharding), lora, key)
 

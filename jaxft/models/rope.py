@@ -5,7 +5,7 @@ Letters: `B` rows, `T` tokens, `N` heads, `h` head width, `P` pairs of a head's 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -120,17 +120,18 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): each frequency divided by a factor of its own, as in texts of the original length.
+    """LongRoPE (arXiv 2402.13753): each frequency divided by a factor of its own.
 
-    Longer texts would need `long_factor` for all of their tokens, those sampled before they were long among them;
-    contexts end at `original_max_position_embeddings` instead.
+    The factors are the same for all tokens, as those of a text that grows longer were computed already. So the longest
+    context decides, as in vLLM; transformers takes the longest text of a call.
 
     Attributes:
-        short_factor: factor of each frequency, up to `original_max_position_embeddings`.
-        long_factor: factor of each frequency in longer texts; only kept for the export.
+        short_factor: factor of each frequency for contexts up to `original_max_position_embeddings`.
+        long_factor: factor of each frequency for longer contexts.
         original_max_position_embeddings: context length, in tokens, before stretching.
         factor: factor by which the context is extended.
         attention_factor: factor of cosines and sines; None computes it from `factor`.
+        is_long: take `long_factor`. It is no part of files.
     """
 
     short_factor: tuple[float, ...]
@@ -138,10 +139,15 @@ class LongRopeScaling:
     original_max_position_embeddings: int
     factor: float
     attention_factor: float | None = None
+    is_long: bool = False
 
     def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """Scale frequencies."""
-        return frequencies / np.asarray(self.short_factor)
+        return frequencies / np.asarray(self.long_factor if self.is_long else self.short_factor)
+
+    def for_context(self, tokens: int) -> "LongRopeScaling":
+        """Return the scaling for contexts of so many tokens."""
+        return replace(self, is_long=tokens > self.original_max_position_embeddings)
 
     @property
     def angle_factor(self) -> float:
@@ -188,6 +194,11 @@ class Rope:
     def __post_init__(self) -> None:
         if self.query_growth and not hasattr(self.scaling, "original_max_position_embeddings"):
             raise ValueError("query_growth needs a scaling with original_max_position_embeddings")
+
+    def for_context(self, tokens: int) -> "Rope":
+        """Return the rotary positions in contexts of so many tokens."""
+        scaling = self.scaling
+        return replace(self, scaling=scaling.for_context(tokens)) if isinstance(scaling, LongRopeScaling) else self
 
     def num_pairs(self, head_dim: int) -> int:
         """Number `P` of pairs that are rotated in heads of this width."""

@@ -16,7 +16,7 @@ from jaxft.core.partition import BASE, combine, partition, trainable
 from jaxft.core.sharding import constrain, device_bytes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
-from jaxft.models.config import LoraSpec
+from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.model_card import ModelCard, Weights, card_text
 from jaxft.models.peft import base_fingerprint, save_adapter
@@ -72,9 +72,11 @@ class Policy:
             base: folder or hub id that the base of adapters was loaded from; None if there is none.
 
         Raises:
-            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small.
+            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
+                contexts of another length.
         """
         check_sizes(slots, max_context_tokens)
+        check_context(model, max_context_tokens)
         self.model = model
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, stop_ids)
@@ -119,9 +121,11 @@ class Policy:
             slots, max_context_tokens, cache_tokens: sizes of its own engine.
 
         Raises:
-            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small.
+            ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
+                contexts of another length.
         """
         check_sizes(slots, max_context_tokens)
+        check_context(self.model, max_context_tokens)
         sizes = {"slots": slots, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
         self.snapshots[name] = Snapshot(self, every, partial(self._make_engine, seed=seed, **sizes))
         return self.snapshots[name]
@@ -316,6 +320,20 @@ def check_sizes(slots: int, max_context_tokens: int) -> None:
     """
     if slots < 1 or max_context_tokens < 2:
         raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
+
+
+def check_context(model: Model, max_context_tokens: int) -> None:
+    """Raise unless the positions of a model are those of contexts of this length.
+
+    Raises:
+        ValueError: they are not.
+    """
+    config = model.config
+    if isinstance(config, DecoderConfig) and config != config.for_context(max_context_tokens):
+        raise ValueError(
+            f"max_context_tokens is {max_context_tokens}, but the model was loaded for contexts of another length, on "
+            "which its rotary positions depend; load it with context_tokens, the same for all that use it"
+        )
 
 
 class Kept(NamedTuple):

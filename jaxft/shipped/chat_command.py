@@ -21,7 +21,7 @@ from jaxft.harness.chat_tools import Tools, load_tools
 from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
 from jaxft.harness.conversation import Conversation
 from jaxft.harness.session import CONFIG_FILE, MODEL_FOLDER
-from jaxft.models.config import DecoderConfig
+from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
@@ -95,14 +95,14 @@ def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -
             dtype = compute_dtype or dtype  # nothing is trained, so nothing needs more digits than products have
         base = local_folder(base_place(folder)) if is_adapter else folder
         lora = folder if is_adapter else None
-        model, params = load_model(base, dtype=dtype, compute_dtype=compute_dtype, lora=lora, mesh=mesh)
+        if context_tokens is None:
+            most = min(CONTEXT_TOKENS, load_config(Path(base) / "config.json").max_position_embeddings)
+            context_tokens = most if config is None else config.max_context_tokens
+        options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype, "lora": lora, "mesh": mesh}
+        model, params = load_model(base, context_tokens=context_tokens, **options)
         tokenizer = load_tokenizer(folder)
         check_vocabulary(tokenizer, model)
         stop_ids = find_stop_ids(tokenizer, base)
-        if context_tokens is None:
-            assert isinstance(model.config, DecoderConfig)
-            most = min(CONTEXT_TOKENS, model.config.max_position_embeddings)
-            context_tokens = most if config is None else config.max_context_tokens
         slots = row_shards(model)
         return Policy(
             model, params, tokenizer, stop_ids=stop_ids, seed=seed, slots=slots, max_context_tokens=context_tokens

@@ -491,7 +491,8 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
             "policy; leave out update_every or path"
         )
     mesh: Any = None if sharding is None else sharding.mesh
-    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh)
+    tokens = policy.engine.max_context_tokens
+    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh, context_tokens=tokens)
     own, other = policy.model.config, reference.config
     assert isinstance(other, DecoderConfig)
     if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:

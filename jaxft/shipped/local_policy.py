@@ -46,7 +46,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     if config.mesh is not None:
         options |= {"mesh": mesh, "strict": config.mesh.strict}
     if folder is not None:
-        model, params = load_model(folder, key=key, **options)
+        model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
     else:
         model, params = init_model(shape_of(config), key, **options)
     check_vocabulary(tokenizer, model)
@@ -173,7 +173,8 @@ def mesh_of(config: MeshConfig) -> Mesh:
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
     """Return the config of the model, without reading weights."""
     if config.path is not None:
-        return load_config(local_folder(config.path) / "config.json")
+        found = load_config(local_folder(config.path) / "config.json")
+        return found.for_context(config.max_context_tokens)
     assert config.preset is not None
     return model_preset(config.preset, vocab_size=len(load_tokenizer(config.tokenizer)))
 
