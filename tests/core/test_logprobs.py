@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.logprobs import logits_logprobs, token_logprobs
+from jaxft.core.logprobs import CHUNK_LOGITS, logits_logprobs, token_logprobs
 from jaxft.core.types import Model
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 4, 11
@@ -206,6 +206,20 @@ def test_chunked_gradients_never_hold_all_logits(bigram):
     all_logits_bytes = 256 * vocabulary * 4
     assert scratch_bytes[256] > all_logits_bytes
     assert scratch_bytes[8] < all_logits_bytes / 4
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("vocabulary", [151_936, 262_144])
+def test_large_vocabularies_take_the_memory_of_one_chunk(bigram, vocabulary, cap):
+    """Of 8,192 tokens, whose logits are 5 or 8 GB, only one default chunk's exist; a soft cap takes as much again."""
+    model = bigram
+    if cap is not None:
+        model = bigram._replace(unembed=lambda params, hidden: cap * jnp.tanh(bigram.unembed(params, hidden) / cap))
+    params = jax.eval_shape(partial(random_params, vocabulary, 8))
+    tokens = jax.ShapeDtypeStruct((4, 2049), jnp.int32)
+    memory = jitted_value_and_gradient.lower(model, params, tokens, None).compile().memory_analysis()
+    head_bytes, chunk_bytes = 8 * vocabulary * 4, 4 * CHUNK_LOGITS
+    assert memory.temp_size_in_bytes < (1.25 if cap is None else 2.25) * chunk_bytes + 2 * head_bytes
 
 
 def test_rows_of_one_token(bigram):

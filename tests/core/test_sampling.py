@@ -334,6 +334,20 @@ def test_nothing_is_sorted_and_new_values_do_not_compile_again():
     assert len(traces) <= 1
 
 
+@pytest.mark.parametrize("vocabulary", [151_936, 262_144])
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_large_vocabularies_take_a_few_tables_of_logits(vocabulary, in_halves):
+    """Temporaries in tables of the logits: next to none without filters, but for sums in halves, as CPUs have them."""
+    rows = 64
+    logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    params = jax.eval_shape(lambda: sampling_params(rows))
+    for is_filtered, tables in ((False, 2.5 if in_halves else 0.1), (True, 6 if in_halves else 11)):
+        lowered = jitted_sample.lower(logits, keys, params, is_filtered=is_filtered, in_halves=in_halves)
+        temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
+        assert temporaries < tables * rows * vocabulary * 4
+
+
 def test_fold_ids_folds_in_order():
     key = jax.random.key(3)
     ids = jnp.array([7, 2**32 - 1, 0], jnp.uint32)
