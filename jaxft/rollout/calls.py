@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
+from jaxft.rollout.token_text import split_token_text
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,10 @@ def openai_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[float], text_of_token: Callable[[int], str]
 ) -> dict[str, Any]:
     """Return the log-probabilities of an answer as OpenAI's API has them."""
-    texts = [text_of_token(token_id) for token_id in token_ids]
+    texts = [split_token_text(text_of_token(token_id)) for token_id in token_ids]
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, logprobs, strict=True)
+        {"token": text, "logprob": logprob, "bytes": list(raw), "top_logprobs": []}
+        for (text, raw), logprob in zip(texts, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 

@@ -22,10 +22,12 @@ from jaxft.rollout.messages import Message, Tool, canonical_messages, comparison
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 from jaxft.rollout.responses import ResponseFormat
+from jaxft.rollout.token_text import TokenTexts
 
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
@@ -38,6 +40,10 @@ RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_
 
 PLACEHOLDER, THOUGHT = "\U000f0002answer\U000f0003", "\U000f0002thought\U000f0003"
 """Stand for an answer and its reasoning in a rendered conversation; they have characters of Unicode's private use."""
+
+
+CONTINUED = "\U000f0001"
+"""Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
 
 
 class Prompt(NamedTuple):
@@ -64,31 +70,54 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     Code in the folder is never run.
 
     Raises:
-        ValueError: no tokenizer can be loaded, or it has no chat template or no eos_token.
+        ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
     """
     source = CHAR_TOKENIZER if path_or_hub_id is None else path_or_hub_id
     try:
         # Without the argument, transformers asks in the terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # other people's files: whatever transformers, or a package that it lacks, may raise
         raise ValueError(
-            f"no tokenizer could be loaded from {str(source)!r} ({reason}); give the folder of a Hugging Face "
-            "tokenizer, or leave `tokenizer` out for the embedded one"
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {_first_line(error)}); "
+            f"{_way_out(Path(source))}"
         ) from error
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja there")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {str(source)!r} names no eos_token, so nothing would end an answer")
+    try:
+        tokenizer.get_chat_template()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (jinja2.TemplateSyntaxError, ValueError) as error:
+        raise ValueError(f"the chat template of {str(source)!r} cannot be used: {_first_line(error)}") from error
+    except Exception:  # this conversation is none for the template; others may be
+        pass
     return tokenizer
 
 
-def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Return the token ids that end an answer: the tokenizer's end token and the `eos_token_id` of a model's folder.
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
-    The latter is read from `generation_config.json`, or without one from `config.json`, as in transformers.
+
+def _way_out(source: Path) -> str:
+    """Return what to do about a tokenizer that could not be loaded."""
+    if not (source / "tokenizer.json").is_file() and (models := sorted(source.glob("*.model"))):
+        return (
+            f"transformers reads {models[0].name} with the packages sentencepiece or tiktoken (`pip install "
+            "sentencepiece tiktoken`); or give the folder a tokenizer.json"
+        )
+    return "give the folder of a Hugging Face tokenizer, or leave `tokenizer` out for the embedded one"
+
+
+def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
+    """Return the token ids that end an answer, in ascending order.
+
+    They are the tokenizer's end token, the token with which the chat template ends an answer, and the `eos_token_id` of
+    a model's folder, which is read from `generation_config.json`, or without one from `config.json`, as in
+    transformers.
     """
-    stop_ids = [tokenizer.eos_token_id]
+    end_of_turn = ChatTemplate(tokenizer, ()).end_of_turn
+    stop_ids = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_turn)]
     names = ("generation_config.json", "config.json")
     files = [] if model_folder is None else [Path(model_folder, name) for name in names]
     for file in [file for file in files if file.is_file()][:1]:
@@ -104,15 +133,27 @@ class ChatTemplate:
         tokenizer: a transformers tokenizer.
         stop_ids: token ids that end an answer.
         responses: the way in which the model writes reasoning and tool calls.
+        tokens: text and bytes of tokens.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        self.responses = ResponseFormat(tokenizer)
+        self.tokens = TokenTexts(tokenizer)
+        self.responses = ResponseFormat(tokenizer, self.tokens, self.stop_ids)
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
-        self._token_texts: dict[int, str] = {}
+
+    @functools.cached_property
+    def end_of_turn(self) -> str:
+        """The control token that the template writes after an answer; the tokenizer's end token if it writes none."""
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        try:
+            text = self._render(asked, (), {}, add_generation_prompt=False)
+        except RequestError:  # a template of other conversations
+            text = ""
+        found = self._controls.match(text.rpartition(PLACEHOLDER)[2])
+        return str(self.tokenizer.eos_token) if found is None else found[0]
 
     def prompt(
         self,
@@ -160,7 +201,8 @@ class ChatTemplate:
             if rest is None:
                 break  # the template changes what came before, so earlier calls fare no better
             if max_bytes is None or _num_bytes(rest) <= max_bytes:
-                return Prompt(text, call.context_ids + self._encode(rest + prefill), call.truncated_tokens)
+                ids = call.context_ids + self._encode_after(call.token_ids, rest + prefill)
+                return Prompt(text, ids, call.truncated_tokens)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = _num_bytes(text)
         if max_tokens is None or max_bytes is None or count <= max_bytes:
@@ -220,17 +262,18 @@ class ChatTemplate:
         """
         if not text.startswith(call.prompt_text):
             return None
-        if call.tool_calls or call.reasoning_content is not None:
+        is_thinking = call.prompt_text.rstrip().endswith("<think>")  # the answer may end the thought before it begins
+        if call.tool_calls or call.reasoning_content is not None or is_thinking:
             return self._text_after_marked(call, messages, text, tools, kwargs)
-        rest = None
-        for content in (call.content, call.content.strip()):  # some templates strip it
-            known = call.prompt_text + self._mark(content)
-            if rest is None and text.startswith(known):
-                rest = text[len(known) :]
+        after, known = text[len(call.prompt_text) :], self._mark(call.content)
+        if not after.startswith(known):  # some templates strip the answer, and Mistral's write a space before it
+            known = known.strip()
+            after = after.lstrip() if known else after
+        rest = after[len(known) :] if after.startswith(known) else None
         if rest is None or call.token_ids[-1] not in self.stop_ids:
             return rest
         # The sampled stop token is in the ids already, so the template's own must not follow it.
-        stop_text = self.tokenizer.decode([call.token_ids[-1]])
+        stop_text = self.text([call.token_ids[-1]])
         return rest[len(stop_text) :] if rest.startswith(stop_text) else None
 
     def _text_after_marked(
@@ -260,7 +303,7 @@ class ChatTemplate:
             return None
         if call.reasoning_content is not None and THOUGHT not in marked[len(call.prompt_text) : place]:
             return None
-        stop_texts = [self.tokenizer.decode([stop]) for stop in self.stop_ids]
+        stop_texts = [self.text([stop]) for stop in self.stop_ids]
         ends = [(marked.find(stop, place), stop) for stop in stop_texts if stop in marked[place:]]
         if not ends:
             return None
@@ -289,39 +332,41 @@ class ChatTemplate:
                 raise ValueError(
                     f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
                 )
-            answer = self._mark(message["content"]) + self.tokenizer.eos_token
+            content, end = self._mark(message["content"]), self.end_of_turn
+            answer = content + end
+            text = self._render(given[: turn + 1], tools, {}, add_generation_prompt=False)
             if "tool_calls" in message or "reasoning_content" in message:
-                answer = self._rendered_answer(given[: turn + 1], asked, tools)
-            context_ids, answer_ids = self._encode(asked[len(rendered) :]), self._encode(answer)
-            ids += [*context_ids, *answer_ids]
+                answer = self._rendered_answer(text, asked, turn)
+            elif text.startswith(asked) and not text.startswith(asked + answer):
+                # Some templates strip the answer, or write a space before it.
+                said, found, _ = text[len(asked) :].partition(end)
+                answer = said + end if found and said.strip() == content.strip() else answer
+            context_ids = self._encode_after(ids, asked[len(rendered) :])
+            ids += context_ids
+            answer_ids = self._encode_after(ids, answer)
+            ids += answer_ids
             mask += [False] * len(context_ids) + [True] * len(answer_ids)
             rendered = asked + answer
         return ids, mask
 
-    def _rendered_answer(self, messages: Sequence[Message], asked: str, tools: Sequence[Tool]) -> str:
-        """Return the last message as the template renders it, up to its end token."""
-        text = self._render(messages, tools, {}, add_generation_prompt=False)
-        end = text.rfind(self.tokenizer.eos_token)
+    def _rendered_answer(self, text: str, asked: str, turn: int) -> str:
+        """Return the last message of a rendered conversation, up to its end token; it is message `turn`."""
+        end = text.rfind(self.end_of_turn)
         if not text.startswith(asked) or end < len(asked):
             raise ValueError(
-                f"the chat template writes tool calls or reasoning of message {len(messages) - 1} elsewhere than in "
+                f"the chat template writes tool calls or reasoning of message {turn} elsewhere than in "
                 "the answer, so they cannot be learned"
             )
-        return text[len(asked) : end + len(self.tokenizer.eos_token)]
+        return text[len(asked) : end + len(self.end_of_turn)]
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of sampled ids, without control tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """Return the text of sampled ids, without control tokens and stop tokens."""
+        kept = [token_id for token_id in token_ids if token_id not in self.stop_ids]
+        return self.tokens.decode(kept, skip_special_tokens=True)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, control tokens included."""
-        return self.tokenizer.decode(list(token_ids))
-
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, control tokens included."""
-        if token_id not in self._token_texts:
-            self._token_texts[token_id] = self.tokenizer.decode([token_id])
-        return self._token_texts[token_id]
+        return self.tokens.decode(token_ids)
 
     def _render(
         self,
@@ -349,7 +394,8 @@ class ChatTemplate:
         except Exception as error:  # a template is code of the model's, and may fail in any way
             roles = ", ".join(message["role"] for message in messages)
             raise RequestError(
-                f"the chat template refuses a conversation of roles {roles}: {error}", param="messages"
+                f"the chat template refuses a conversation of roles {roles}: {' '.join(str(error).split())}",
+                param="messages",
             ) from error
 
     def _marked(self, value: Any) -> Any:
@@ -362,6 +408,17 @@ class ChatTemplate:
 
     def _mark(self, text: str) -> str:
         return mark_control_tokens(text, self._controls)
+
+    def _encode_after(self, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Return the ids of text that follows tokens; some tokenizers write a space before text that stands alone."""
+        if not token_ids:
+            return self._encode(text)
+        # A control token may take the space after it, as Phi-3's do. An unknown token stands for text.
+        if token_ids[-1] in self.tokens.control_ids and token_ids[-1] != self.tokenizer.unk_token_id:
+            last, *ids = self._encode(self.text(token_ids[-1:]) + text)
+            if last == token_ids[-1]:
+                return tuple(ids)
+        return self._encode(text if self._controls.match(text) else CONTINUED + text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])

@@ -117,8 +117,8 @@ class ChatClient(LanguageModel):
         return replace(first, others=tuple(others))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, control tokens included."""
-        return self.policy.template.token_text(token_id)
+        """Return the text of one token, control tokens included; see `TokenTexts.text_of`."""
+        return self.policy.template.tokens.text_of(token_id)
 
     async def check(self) -> None:
         """Raise a `PolicyError` if the parameters or the device thread are lost."""
@@ -209,6 +209,7 @@ class ChatClient(LanguageModel):
                 template=parser,
                 prompt_text=prompt.text,
                 prefill=prefill,
+                is_byte=template.tokens.is_byte,
             )
         completion = await engine.submit(
             self._request(request, prompt, key_ids, text_of),
@@ -220,7 +221,9 @@ class ChatClient(LanguageModel):
         stop_reason = found[1] if found is not None else last_id if last_id in custom_stops else None
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
-            parsed = template.responses.parse(prefill + text, prompt.text, has_tools=request.may_call_tools)
+            parsed = template.responses.parse(
+                prefill + text, prompt.text, has_tools=request.may_call_tools, tools=request.tools
+            )
             if not request.parallel_tool_calls:
                 parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
         if streamer is not None:
@@ -282,7 +285,9 @@ class ChatClient(LanguageModel):
             min_p=request.min_p,
             stop_ids=tuple(dict.fromkeys((*self.policy.template.stop_ids, *request.stop_token_ids))),
             logit_bias=tuple((request.logit_bias or {}).items()),
-            find_stop=StopFinder(text_of, request.stops) if request.stops else None,
+            find_stop=(
+                StopFinder(text_of, request.stops, self.policy.template.tokens.is_byte) if request.stops else None
+            ),
             top_logprobs=request.top_logprobs,
         )
 

@@ -146,7 +146,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, control tokens included."""
+        """Return the text that one token adds, control tokens included; parts of characters are lone surrogates."""
 
     @abstractmethod
     async def check(self) -> None:

@@ -15,7 +15,8 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from jaxft.errors import RequestError
-from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, ToolCall, check_json, read_arguments
+from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, Tool, ToolCall, check_json, read_arguments
+from jaxft.rollout.token_text import TokenTexts
 
 FAMILIES_FILE = Path(__file__).parent / "assets" / "response_templates.json"
 
@@ -45,8 +46,9 @@ class ResponseFormat:
         has_reasoning: True if answers may begin with reasoning.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, tokens: TokenTexts, stop_ids: Sequence[int]) -> None:
+        """Find the format of a tokenizer's chat template; `stop_ids` are the token ids that end an answer."""
+        self._tokens = tokens
         own = tokenizer.response_template
         family = _family(str(tokenizer.get_chat_template(tools=[{}]))) if own is None else None
         spec = own if family is None else family["response_template"]
@@ -57,9 +59,9 @@ class ResponseFormat:
         without = {name: field for name, field in fields.items() if name != "tool_calls"}
         self._plain_template = load_response_template({**spec, "fields": without}) if self.has_reasoning else None
         strings = json.dumps(fields, ensure_ascii=False).replace("\\\\", "\\")
-        special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        names = {token_id: tokens.text_of(token_id) for token_id in tokens.control_ids.union(stop_ids)}
         self._skipped_ids = {
-            token_id for token_id, text in special if text not in strings and re.escape(text) not in strings
+            token_id for token_id, text in names.items() if text not in strings and re.escape(text) not in strings
         }
 
     def template(self, *, has_tools: bool) -> ResponseTemplate | None:
@@ -70,15 +72,16 @@ class ResponseFormat:
         """
         if has_tools and self._tools_template is None:
             raise RequestError(
-                "tools are given, but the chat template is of no family whose tool calls are known (Qwen 2.5 and 3, "
-                "Hermes, Llama 3, Mistral); give the tokenizer a response_template in its tokenizer_config.json",
+                "tools are given, but the chat template is of no family whose tool calls are known (Qwen 2.5 to 3.5, "
+                "Hermes, SmolLM3, Llama 3, Mistral); give the tokenizer a response_template in its "
+                "tokenizer_config.json",
                 param="tools",
             )
         return self._tools_template if has_tools else self._plain_template
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, with those control tokens only that belong to the response template."""
-        return self._tokenizer.decode([token for token in token_ids if token not in self._skipped_ids])
+        return self._tokens.decode([token for token in token_ids if token not in self._skipped_ids])
 
     def forced_call(self, name: str | None) -> str:
         """Return the beginning of an answer that calls the function `name`; for None, any function.
@@ -91,30 +94,31 @@ class ResponseFormat:
         before, behind = self._forced_call
         return before if name is None else f"{before}{name}{behind}"
 
-    def parse(self, text: str, prompt_text: str, *, has_tools: bool) -> ParsedAnswer:
+    def parse(self, text: str, prompt_text: str, *, has_tools: bool, tools: Sequence[Tool] = ()) -> ParsedAnswer:
         """Return the parts of an answer; a malformed tool call is content.
 
         Args:
             text: the sampled text; it includes what `tool_choice` forced.
             prompt_text: the rendered conversation, which may end within the answer's reasoning.
             has_tools: True if the answer may call tools.
+            tools: functions that it may call; arguments that the model writes without types get those of the function.
         """
         template = self.template(has_tools=has_tools)
         if template is None:
             return ParsedAnswer(text)
         try:
-            return _answer(template, text, prompt_text)
+            return _answer(template, text, prompt_text, tools)
         except (ValueError, TypeError, KeyError, RecursionError):  # whatever the sampled JSON may cause
             if self._plain_template is None:
                 return ParsedAnswer(text, is_malformed=True)
             return _answer(self._plain_template, text, prompt_text)._replace(is_malformed=True)
 
 
-def make_parser(template: ResponseTemplate, prompt_text: str) -> ResponseParser:
+def make_parser(template: ResponseTemplate, prompt_text: str, tools: Sequence[Tool] = ()) -> ResponseParser:
     """Return transformers' parser of an answer that follows this prompt."""
     # Without its anchor the whole prompt would be parsed as a part of the answer.
     prefix = prompt_text if template.start_anchor_re.search(prompt_text) else ""
-    return ResponseParser(template, prefix=prefix)
+    return ResponseParser(template, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
 
 
 def tool_call_id(call_id: int, index: int) -> str:
@@ -146,14 +150,20 @@ def _family(chat_template: str) -> dict[str, Any] | None:
     return None
 
 
-def _answer(template: ResponseTemplate, text: str, prompt_text: str) -> ParsedAnswer:
+def _answer(template: ResponseTemplate, text: str, prompt_text: str, tools: Sequence[Tool] = ()) -> ParsedAnswer:
     """Return the parts of an answer.
 
     Raises:
-        ValueError: a tool call is no JSON, has no name of a function, or its arguments are no object.
+        ValueError: a tool call is no JSON, has no name of a function, was cut off, or its arguments are no object.
     """
-    parser = make_parser(template, prompt_text)
-    parser.feed(text)
+    parser = make_parser(template, prompt_text, tools)
+    events = parser.feed(text)
+    calls_field = template.fields.get("tool_calls")
+    # JSON that is cut off is no JSON, but of tags the first ones could be taken for all.
+    if calls_field is not None and calls_field.content == "xml-inline":
+        ends = [event["type"] for event in events if event["field"] == "tool_calls" and event["type"] != "region_chunk"]
+        if ends and ends[-1] == "region_open":
+            raise ValueError("the tool call has no end")
     message, _ = parser.finalize()
     calls = tuple(_call(each["function"]) for each in message.get("tool_calls", ()))
     reasoning = message.get("reasoning_content", "").strip() or None

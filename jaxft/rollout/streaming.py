@@ -9,10 +9,17 @@ from jaxft.rollout.responses import ParsedAnswer, make_parser
 
 
 class TextDecoder:
-    """Decodes tokens one after the other, each with the tokens before it that its text may depend on."""
+    """Decodes tokens one after the other, each with the tokens before it that its text may depend on.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    Single bytes of SentencePiece's tokenizers wait for the token that follows the last of them: before that, no text of
+    theirs is certain.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], is_byte: Callable[[int], bool] = lambda token_id: False
+    ) -> None:
+        """`decode` returns the text of tokens; `is_byte` is that of `TokenTexts`."""
+        self._decode, self._is_byte = decode, is_byte
         self._ids: list[int] = []
         self._start = 0  # first token that is decoded again
         self._end = 0  # number of tokens at the last complete character
@@ -21,15 +28,26 @@ class TextDecoder:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that the tokens add; a character whose bytes are not complete waits for the next tokens."""
         self._ids += token_ids
-        text = self._decode(self._ids[self._start :])
+        end = self._num_certain()
+        text = self._decode(self._ids[self._start : end])
         # The bytes of an incomplete character, at most three, are decoded as replacement characters.
         held = len(text) - max(len(text.rstrip("\N{REPLACEMENT CHARACTER}")), len(text) - 3)
         new = text[self._num_known : len(text) - held]
         self._num_known += len(new)
-        if not held:  # the next tokens are decoded with these before them
-            self._start, self._end = self._end, len(self._ids)
-            self._num_known = len(self._decode(self._ids[self._start :]))
+        # The next tokens are decoded with these before them, if these have text: decoders strip what begins a text.
+        if new and not held:
+            self._start, self._end = self._end, end
+            self._num_known = len(self._decode(self._ids[self._start : end]))
         return new
+
+    def _num_certain(self) -> int:
+        """Return the number of tokens before single bytes at the end, among which tokens without text may stand."""
+        certain = end = len(self._ids)
+        while end and (self._is_byte(self._ids[end - 1]) or not self._decode(self._ids[end - 1 : end])):
+            end -= 1
+            if self._is_byte(self._ids[end]):
+                certain = end
+        return certain
 
 
 class Streamer:
@@ -48,6 +66,7 @@ class Streamer:
         template: ResponseTemplate | None,
         prompt_text: str,
         prefill: str,
+        is_byte: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
         """Make a streamer.
 
@@ -59,9 +78,10 @@ class Streamer:
             template: response template that the answer is parsed with; None if all of its text is content.
             prompt_text: the rendered conversation.
             prefill: text that the answer begins with.
+            is_byte: `TokenTexts.is_byte` of the tokenizer.
         """
         self._index, self._on_delta, self._stops = index, on_delta, tuple(stops)
-        self._decoder = TextDecoder(decode)
+        self._decoder = TextDecoder(decode, is_byte)
         self._held = ""
         self._parser = None if template is None else make_parser(template, prompt_text)
         has_reasoning = template is not None and "reasoning_content" in template.fields
@@ -159,9 +179,20 @@ class StopFinder:
     Each call searches only the new tokens, and the tokens before them in which a stop string may begin.
     """
 
-    def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        """`text_of` decodes tokens; `stops` holds at least one string, and no empty one."""
-        self._text_of = text_of
+    def __init__(
+        self,
+        text_of: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        is_byte: Callable[[int], bool] = lambda token_id: False,
+    ) -> None:
+        """Make a finder.
+
+        Args:
+            text_of: decodes tokens.
+            stops: at least one string, and no empty one.
+            is_byte: `TokenTexts.is_byte` of the tokenizer.
+        """
+        self._text_of, self._is_byte = text_of, is_byte
         self._stops = tuple(stops)
         self._reach = max(map(len, stops)) + SLACK
         self._checked = 0
@@ -169,17 +200,22 @@ class StopFinder:
     def __call__(self, token_ids: list[int]) -> int | None:
         """Return the fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
         checked, self._checked = self._checked, len(token_ids)
-        if not self._is_in(token_ids[self._begin(token_ids, checked) :]):
+        begin, counts = self._begin(token_ids, checked), range(checked + 1, len(token_ids) + 1)
+        # Later bytes may make the text of earlier ones invalid, so that only a part of the tokens has the stop string.
+        if not any(map(self._is_byte, token_ids[checked:])) and not self._is_in(token_ids[begin:]):
             return None
-        counts = range(checked + 1, len(token_ids) + 1)
-        return next((count for count in counts if self._is_in(token_ids[:count])), None)
+        found = (count for count in counts if self._is_in(token_ids[begin:count]) and self._is_in(token_ids[:count]))
+        return next(found, None)
 
     def _begin(self, token_ids: list[int], checked: int) -> int:
         """Return the index to search from; no stop string that ends in the unchecked tokens can begin before it."""
         tokens = self._reach
         while tokens < checked and len(self._text_of(token_ids[checked - tokens : checked])) < self._reach:
             tokens *= 2  # control tokens have no text, and some characters take several tokens
-        return max(0, checked - tokens)
+        begin = max(0, checked - tokens)
+        while begin and self._is_byte(token_ids[begin]):  # a part of such a text may be invalid
+            begin -= 1
+        return begin
 
     def _is_in(self, token_ids: list[int]) -> bool:
         text = self._text_of(token_ids)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxft.errors import RequestError
 from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
 from jaxft.rollout.messages import MAX_TOOLS
+from jaxft.rollout.token_text import split_token_text
 from jaxft.serving.fields import (
     NAME,
     STREAM_OPTIONS,
@@ -373,11 +374,11 @@ def _ending(call: ChatCall, choice: Reply, text_of_token: Callable[[int], str]) 
 
 def _logprobs(call: ChatCall, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = text_of_token(token_id)
+        text, raw = split_token_text(text_of_token(token_id))
         return {
             "token": f"token_id:{token_id}" if call.tokens_as_ids else text,
             "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(text.encode()),
+            "bytes": list(raw),
             **({"token_id": token_id} if call.token_ids else {}),
         }
 

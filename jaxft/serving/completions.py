@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxft.rollout.chat_request import CompletionRequest, Delta, Reply
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS
+from jaxft.rollout.token_text import split_token_text
 from jaxft.serving.fields import (
     AT_LEAST_0,
     STREAM_OPTIONS,
@@ -245,13 +246,16 @@ def _ending(call: CompletionCall, choice: Reply, text_of_token: Callable[[int], 
 
 
 def _logprobs(call: CompletionCall, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
-    texts = [text_of_token(token_id) for token_id in choice.token_ids]
+    def readable(token_id: int) -> str:
+        return split_token_text(text_of_token(token_id))[0]
+
+    texts = [readable(token_id) for token_id in choice.token_ids]
     starts = [0]
     for text in texts:
         starts.append(starts[-1] + len(text))
 
     def name(token_id: int) -> str:
-        return f"token_id:{token_id}" if call.tokens_as_ids else text_of_token(token_id)
+        return f"token_id:{token_id}" if call.tokens_as_ids else readable(token_id)
 
     # Tokens of one text, such as halves of a character, share a key: the most likely one keeps it.
     most_likely = [

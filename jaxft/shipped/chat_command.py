@@ -95,13 +95,13 @@ def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -
             dtype = compute_dtype or dtype  # nothing is trained, so nothing needs more digits than products have
         base = local_folder(base_place(folder)) if is_adapter else folder
         lora = folder if is_adapter else None
+        tokenizer, shape = load_tokenizer(folder), load_config(base / "config.json")
+        check_vocabulary(tokenizer, shape)
         if context_tokens is None:
-            most = min(CONTEXT_TOKENS, load_config(Path(base) / "config.json").max_position_embeddings)
+            most = min(CONTEXT_TOKENS, shape.max_position_embeddings)
             context_tokens = most if config is None else config.max_context_tokens
         options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype, "lora": lora, "mesh": mesh}
         model, params = load_model(base, context_tokens=context_tokens, **options)
-        tokenizer = load_tokenizer(folder)
-        check_vocabulary(tokenizer, model)
         stop_ids = find_stop_ids(tokenizer, base)
         slots = row_shards(model)
         return Policy(

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
-from jaxft.core.types import Model
 from jaxft.errors import ComponentError
 from jaxft.harness.registry import LLMConfig
 from jaxft.models.config import DecoderConfig, model_preset
@@ -22,6 +21,7 @@ from jaxft.models.load import Lora, init_model, load_model, lora_spec
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.token_text import num_token_ids
 from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
 
@@ -35,6 +35,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
+    shape = shape_of(config)
+    check_vocabulary(tokenizer, shape)  # before weights are read
     mesh = None if config.mesh is None else mesh_of(config.mesh)
     dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
@@ -48,8 +50,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     if folder is not None:
         model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
     else:
-        model, params = init_model(shape_of(config), key, **options)
-    check_vocabulary(tokenizer, model)
+        model, params = init_model(shape, key, **options)
     policy = Policy(
         model,
         params,
@@ -68,12 +69,21 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     policy.close()
 
 
-def check_vocabulary(tokenizer: Any, model: Model) -> None:
-    """Raise unless a model has an embedding for every token of a tokenizer."""
-    assert isinstance(model.config, DecoderConfig)
-    vocabulary = model.config.vocab_size
-    if len(tokenizer) > vocabulary:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding only {vocabulary} rows")
+def check_vocabulary(tokenizer: Any, shape: DecoderConfig) -> None:
+    """Raise unless a model has an embedding for every token of a tokenizer, added tokens included.
+
+    Rows that no token has are usual: the text of their ids is empty.
+
+    Raises:
+        ValueError: the tokenizer has more tokens.
+    """
+    needed, rows = num_token_ids(tokenizer), shape.vocab_size
+    if needed > rows:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path!r} has ids up to {needed - 1}, added tokens included, but the "
+            f"model's embedding has {rows} rows; give the tokenizer that belongs to the model, remove added tokens, or "
+            "add rows with `resize_token_embeddings` of transformers"
+        )
 
 
 async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) -> ChatClient:
@@ -176,7 +186,7 @@ def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
         found = load_config(local_folder(config.path) / "config.json")
         return found.for_context(config.max_context_tokens)
     assert config.preset is not None
-    return model_preset(config.preset, vocab_size=len(load_tokenizer(config.tokenizer)))
+    return model_preset(config.preset, vocab_size=num_token_ids(load_tokenizer(config.tokenizer)))
 
 
 def sharding_table(config: LocalPolicyConfig) -> str | None:

@@ -37,6 +37,12 @@ SPECIAL = {
         "eos_token": "</s>",
         "additional_special_tokens": ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
     },
+    "smollm3": QWEN,
+    "qwen3_5": QWEN,
+}
+SPECIAL["ministral"] = {
+    "eos_token": "</s>",
+    "additional_special_tokens": [*SPECIAL["mistral"]["additional_special_tokens"], "[ARGS]"],
 }
 TOOLS = [
     {
@@ -67,7 +73,8 @@ CALLS = {
         '[TOOL_CALLS][{"name":"time","arguments":{"city":"Bern"},"id":"abcdefghi"}]',
     ],
 }
-CALLS["hermes"] = CALLS["qwen3"]
+CALLS["hermes"] = CALLS["smollm3"] = CALLS["qwen3"]
+CALLS["ministral"] = ['[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', '[TOOL_CALLS]time[ARGS]{"city":"Bern"}']
 FAMILIES = sorted(CALLS)
 
 
@@ -96,6 +103,10 @@ def template(family, tokenizer):
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
 
 
 def sample(template, messages, text, earlier=(), tools=TOOLS, end=True):
@@ -173,6 +184,9 @@ def test_several_calls_are_parsed(family, template, separator):
 )
 def test_a_malformed_call_is_text(family, template, spoil):
     text = spoil(CALLS[family][0])
+    if family == "ministral" and "[ARGS]" in text and "weather[ARGS]" not in text:
+        assert parse(template, text) == ParsedAnswer(text)  # without a name, it begins no call
+        return
     assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
     good = CALLS[family][1]
     if family in ("jaxft", "qwen3", "hermes"):
@@ -186,7 +200,7 @@ def test_without_tools_a_call_is_text(family, template):
 
 def test_a_tool_that_a_choice_forces_is_called(family, template):
     before = template.responses.forced_call("weather")
-    closed = {"jaxft": "</call>", "llama3": "}", "mistral": "}]"}.get(family, "}\n</tool_call>")
+    closed = {"jaxft": "</call>", "llama3": "}", "mistral": "}]", "ministral": ""}.get(family, "}\n</tool_call>")
     assert parse(template, before + '{"city": "Oslo"}' + closed).tool_calls == (OSLO,)
     assert before.startswith(template.responses.forced_call(None))
 
@@ -202,6 +216,73 @@ def test_reasoning_is_apart(tokenizer):
     )
     prompt = template.prompt([user("?")]).text + "<think>\n"
     assert template.responses.parse("hm\n</think>\n\nYes.", prompt, has_tools=False) == ParsedAnswer("Yes.", "hm")
+
+
+TAGS = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+
+
+def parse_tags(template, text, tools=TOOLS, **kwargs):
+    prompt = template.prompt([user("?")], tools=tools, template_kwargs=kwargs)
+    return template.responses.parse(text, prompt.text, has_tools=True, tools=tools)
+
+
+def test_calls_in_tags_are_parsed(tokenizer):
+    template = make_template("qwen3_5", tokenizer)
+    assert parse_tags(template, f"hm\n</think>\n\n{TAGS}") == ParsedAnswer("", "hm", (OSLO,))
+    second = TAGS.replace("weather", "time").replace("Oslo", "Bern")
+    text = f"I look.\n\n{TAGS}\n{second}"
+    assert parse_tags(template, text, enable_thinking=False) == ParsedAnswer("I look.", None, (OSLO, BERN))
+    for cut in (text[:-5], TAGS[: TAGS.index("Oslo") + 2]):
+        assert parse_tags(template, cut, enable_thinking=False) == ParsedAnswer(cut, is_malformed=True)
+    forced = template.responses.forced_call("weather")
+    assert TAGS.startswith(forced) and forced.startswith(template.responses.forced_call(None))
+
+
+def test_arguments_in_tags_have_the_types_of_the_tool(tokenizer):
+    template = make_template("qwen3_5", tokenizer)
+    types = {"days": "integer", "city": "string", "units": "array", "now": "boolean"}
+    parameters = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    values = {"days": "3", "city": "7", "units": '["C"]', "now": "true", "more": "8"}
+    tags = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=weather>\n{tags}</function>\n</tool_call>"
+    ((name, arguments),) = parse_tags(template, text, tools, enable_thinking=False).tool_calls
+    assert json.loads(arguments) == {"days": 3, "city": "7", "units": ["C"], "now": True, "more": "8"}
+    assert name == "weather"
+
+
+@pytest.mark.parametrize("thought", ["hm\n</think>\n\n", "\n</think>\n\n"])
+@pytest.mark.parametrize("said", [TAGS, "Cold."])
+def test_turns_stay_token_exact_where_the_prompt_begins_the_thought(tokenizer, thought, said):
+    template = make_template("qwen3_5", tokenizer)
+    call = sample(template, [user("Weather?")], thought + said)
+    assert call.content == ("" if call.tool_calls else "Cold.") and (call.reasoning_content == "hm") == (
+        "hm" in thought
+    )
+    answer = {"role": "assistant", "content": call.content or None}
+    if call.tool_calls:
+        answer["tool_calls"] = [each.as_message() for each in call.tool_calls]
+    # A question of the user's would make the template leave out the reasoning before it.
+    history = [user("Weather?"), answer, {"role": "tool", "content": "3 degrees", "tool_call_id": "123456789"}]
+    prompt = template.prompt(history, [call], tools=TOOLS)
+    assert prompt.ids[: len(call.context_ids)] == call.context_ids and not prompt.is_retokenized
+    later = template.prompt([*history, assistant("So."), user("And Bern?")], [call], tools=TOOLS)
+    assert later.is_retokenized
+
+
+def test_a_variable_switches_reasoning_off(tokenizer):
+    template = make_template("smollm3", tokenizer)
+    on, off = (
+        template.prompt([user("?")], template_kwargs={"enable_thinking": thinks}).text for thinks in (True, False)
+    )
+    assert "/think" in on and on.endswith("assistant\n")
+    assert "/no_think" in off and off.endswith("<think>\n\n</think>\n")
+    system = {"role": "system", "content": "/no_think Be short."}
+    messages = [system, user("?")]
+    call = sample(template, messages, "Yes.", tools=())
+    prompt = template.prompt([*messages, assistant("Yes."), user("!")], [call])
+    assert prompt.text.startswith(off[: off.index("<|im_end|>")] + "Be short.")
+    assert prompt.ids[: len(call.context_ids)] == call.context_ids
 
 
 def test_a_tokenizer_may_bring_its_own_response_template(tokenizer):
@@ -368,7 +449,7 @@ def test_an_assistant_with_a_name_and_an_empty_thought_is_recognised(family, tem
 
 def test_control_tokens_that_are_sampled_are_no_content(family, template):
     special = template.tokenizer.all_special_tokens
-    kept = {"[TOOL_CALLS]", "<|python_tag|>"}
+    kept = {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"}
     text = "".join(token for token in special if token not in kept)
     ids = template.tokenizer(text + "yes", add_special_tokens=False)["input_ids"]
     assert template.responses.text(ids) == "yes"
@@ -420,7 +501,8 @@ def test_conversations_with_calls_can_be_learned(family, template):
     learned = template.tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
     end = template.tokenizer.eos_token
     called, said, rest = learned.split(end)
-    assert parse(template, called).tool_calls == (OSLO,) and (said, rest) == ("3 degrees", "")
+    space = " " * (family == "mistral")  # which the template writes before an answer
+    assert parse(template, called).tool_calls == (OSLO,) and (said, rest) == (f"{space}3 degrees", "")
     asked = template.prompt(messages[:1], tools=TOOLS).ids
     assert tuple(ids[: len(asked)]) == asked and not any(mask[: len(asked)])
 

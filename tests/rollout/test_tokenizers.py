@@ -1,0 +1,378 @@
+"""Tokenizers of all kinds, made here: streams, stop strings, bytes of tokens, turns, and files that cannot be used."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jaxft.cli import main
+from jaxft.errors import RequestError
+from jaxft.models.bridge import from_function
+from jaxft.rollout.calls import Call, openai_logprobs
+from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
+from jaxft.rollout.chat_request import ChatRequest
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.messages import canonical_messages
+from jaxft.rollout.policy import Policy
+from jaxft.rollout.streaming import StopFinder, TextDecoder
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+CORPUS = [
+    "Paris is the capital",
+    "user assistant model tool",
+    "yes no stop don't",
+    "the quick brown fox",
+    "你好世界 你好",
+]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def finish(backend, template, special, *, bos=None, rstrip=False, more=(), **names):
+    """A tokenizer with a chat template and added tokens; it adds `bos` to text, as Llama's and Gemma's do."""
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in more])
+    text = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=text, bos_token=bos, **names)
+    if bos is not None:
+        pair = [(bos, made.convert_tokens_to_ids(bos))]
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=pair)
+    return made
+
+
+def byte_level(template, special, **options):
+    """BPE on bytes, as GPT-2, Qwen, Llama 3 and OLMo have it."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    return finish(backend, template, special, **options)
+
+
+def sentencepiece(template, special, *, form, bos, eos, **options):
+    """BPE with tokens for single bytes, as converted from SentencePiece's files."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    own = ["<unk>", bos, eos]
+    trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=[*own, *BYTES], show_progress=False)
+    backend.train_from_iterator(CORPUS[:4] * 4, trainer)
+    saved = json.loads(backend.to_str())
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] in own]
+    backend = Tokenizer.from_str(json.dumps(saved))
+    spaces, fallback, fuse = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    if form == "gemma":  # no space before a text
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        backend.decoder = decoders.Sequence([spaces, fallback, fuse])
+        return finish(backend, template, special, bos=bos, eos_token=eos, unk_token="<unk>", **options)
+    if form == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:  # a space after every control token
+        backend = Tokenizer.from_str(json.dumps(saved | {"pre_tokenizer": None}))
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([spaces, fallback, fuse, decoders.Strip(" ", 1, 0)])
+    return finish(backend, template, special, bos=bos, eos_token=eos, unk_token="<unk>", **options)
+
+
+def unigram():
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=80, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    return finish(backend, "hermes", ("<|im_start|>", "<|im_end|>"), eos_token="<|im_end|>", unk_token="<unk>")
+
+
+def wordpiece():
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=["[UNK]"], show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    return finish(backend, "hermes", ("<|im_start|>", "<|im_end|>"), eos_token="<|im_end|>", unk_token="[UNK]")
+
+
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|reserved|>")
+PHI = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+INST = ("[INST]", "[/INST]", "[TOOL_CALLS]")
+# The order of the kinds is that of the families, and the end of turn is no eos_token where it is named.
+KINDS = {
+    "qwen": lambda: byte_level("qwen3", QWEN, eos_token="<|im_end|>", more=("<think>", "</think>")),
+    "llama3": lambda: byte_level("llama3", HEADERS, bos="<|begin_of_text|>", eos_token="<|eot_id|>"),
+    "olmo2": lambda: byte_level("olmo2", PHI[:1], bos="<|endoftext|>", eos_token="<|endoftext|>"),
+    "gemma": lambda: sentencepiece(
+        "gemma", ("<start_of_turn>", "<end_of_turn>"), form="gemma", bos="<bos>", eos="<eos>", more=("\n\n", "<table>")
+    ),
+    "llama2": lambda: sentencepiece("mistral", (), form="llama", bos="<s>", eos="</s>"),
+    "mistral": lambda: sentencepiece("mistral", INST, form="metaspace", bos="<s>", eos="</s>"),
+    "phi3": lambda: sentencepiece("phi3", PHI, form="llama", bos="<s>", eos="<|endoftext|>", rstrip=True),
+    "unigram": unigram,
+    "wordpiece": wordpiece,
+}
+ENDS = {"gemma": "<end_of_turn>", "phi3": "<|end|>"}
+IN_BYTES = [name for name in KINDS if name not in ("unigram", "wordpiece")]  # can spell any text
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of the tokenizers, as `save_pretrained` writes them."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    for name, make in KINDS.items():
+        make().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def templates(folders):
+    loaded = {name: load_tokenizer(folders / name) for name in KINDS}
+    return {name: ChatTemplate(tokenizer, find_stop_ids(tokenizer)) for name, tokenizer in loaded.items()}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def template(templates, kind):
+    return templates[kind]
+
+
+def encode(template, text):
+    return template.tokenizer.encode(text, add_special_tokens=False)
+
+
+def random_ids(template, random_number):
+    """Words, emoji and Chinese in tokens, or any tokens at all."""
+    if random_number.random() < 0.5:
+        return [random_number.randrange(template.tokenizer.vocab_size + 5) for _ in range(random_number.randrange(12))]
+    pieces = random_number.choices(["你", "é", " yes", "👍", "z", "stop", "é", " "], k=4)
+    return [token for piece in pieces for token in encode(template, piece)]
+
+
+def test_streamed_text_is_never_taken_back(template):
+    random_number = random.Random(0)
+    for _ in range(150):
+        ids, pieces, sent = random_ids(template, random_number), "", 0
+        decoder = TextDecoder(template.answer_text, template.tokens.is_byte)
+        while sent < len(ids):
+            size = random_number.randrange(1, 3)
+            pieces += decoder.feed(ids[sent : sent + size])
+            sent += size
+            assert template.answer_text(ids).startswith(pieces)
+
+
+def test_streamed_text_comes_with_its_tokens(templates):
+    """A character waits for its last byte, and no longer; single bytes wait for the token after them."""
+    for name in IN_BYTES:
+        template = templates[name]
+        decoder, pieces = TextDecoder(template.answer_text, template.tokens.is_byte), []
+        for token in encode(template, "yes👍 no"):
+            pieces.append(decoder.feed([token]))
+        assert "".join(pieces) == "yes👍 no" and any(pieces[:3])
+
+
+def test_stop_strings_are_found_by_and_by(template):
+    random_number = random.Random(1)
+    stops = ("stop", "你好", "👍", " y")
+    for _ in range(60):
+        ids = [token for _ in range(4) for token in random_ids(template, random_number)]
+        texts = [template.answer_text(ids[:count]) for count in range(1, len(ids) + 1)]
+        expected = next((i + 1 for i, text in enumerate(texts) if any(stop in text for stop in stops)), None)
+        finder, sent, found = StopFinder(template.answer_text, stops, template.tokens.is_byte), 0, None
+        while found is None and sent < len(ids):
+            sent = min(sent + random_number.randrange(1, 6), len(ids))
+            found = finder(ids[:sent])
+        assert found == expected
+
+
+def test_bytes_of_tokens_join_to_the_text(templates):
+    text = "Paris 你好 é👍🏽  x\nyes"
+    for name in IN_BYTES:
+        template = templates[name]
+        ids = encode(template, text)
+        given = openai_logprobs(ids, [-1.0] * len(ids), template.tokens.text_of)["content"]
+        joined = bytes(byte for entry in given for byte in entry["bytes"]).decode()
+        assert joined.removeprefix(" ") == text
+        json.dumps(given, ensure_ascii=False).encode()  # no lone surrogates
+        whole = "".join(entry["token"] for entry in given if "\N{REPLACEMENT CHARACTER}" not in entry["token"])
+        assert "Paris" in whole and whole.endswith("yes")
+
+
+def test_bytes_of_tokens_that_split_no_characters(templates):
+    for name in ("unigram", "wordpiece"):
+        template = templates[name]
+        ids = encode(template, "paris yes stop")
+        assert b"".join(map(template.tokens.bytes_of, ids)).decode().strip() == template.text(ids).strip()
+
+
+def test_rows_without_a_token_have_no_text(template):
+    beyond = len(template.tokenizer) + 3
+    yes = encode(template, "yes")
+    assert template.tokens.text_of(beyond) == "" and template.text([beyond]) == ""
+    assert template.answer_text([*yes, beyond]) == template.responses.text([beyond, *yes]) == template.text(yes)
+
+
+def test_control_tokens_are_written_once(template, kind):
+    control = template.tokenizer.bos_token or template.tokenizer.eos_token
+    ids = template.prompt([{"role": "user", "content": f"yes {control}"}]).ids
+    if template.tokenizer.bos_token is not None and kind != "phi3":  # Phi-3's template writes none
+        assert ids.count(template.tokenizer.bos_token_id) == 1 and ids[0] == template.tokenizer.bos_token_id
+
+
+def test_the_end_of_a_turn_ends_an_answer(template, kind):
+    end = ENDS.get(kind, template.tokenizer.eos_token)
+    assert template.end_of_turn == end
+    expected = {template.tokenizer.eos_token_id, template.tokenizer.convert_tokens_to_ids(end)}
+    assert set(template.stop_ids) == expected
+    yes = encode(template, "yes")
+    assert template.answer_text([*yes, max(template.stop_ids)]) == template.text(yes)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_next_turn_goes_on_from_the_sampled_ids(template, kind, is_cut):
+    questions = [user("yes?"), user("no")]
+    prompt = template.prompt(questions[:1])
+    end = template.tokenizer.convert_tokens_to_ids(template.end_of_turn)
+    ids = [*encode(template, "stop"), *([] if is_cut else [end])]
+    call = Call(
+        index=0,
+        llm="policy",
+        messages=canonical_messages(questions[:1]),
+        content=template.answer_text(ids),
+        prompt_text=prompt.text,
+        prompt_ids=prompt.ids,
+        token_ids=tuple(ids),
+        sampler_logprobs=(-1.0,) * len(ids),
+        behavior_logprobs=(-1.0,) * len(ids),
+        temperature=1.0,
+        finish_reason="length" if is_cut else "stop",
+        policy_version=0,
+    )
+    history = [questions[0], assistant(call.content), questions[1]]
+    continued, afresh = template.prompt(history, [call]), template.prompt(history)
+    assert continued.ids[: len(call.context_ids)] == call.context_ids and not continued.is_retokenized
+    behind = continued.ids[len(call.context_ids) :]
+    if is_cut:
+        assert behind[0] == end
+    # What follows the answer is tokenised as in the whole text.
+    assert afresh.ids[-len(behind) :] == behind
+
+
+def test_conversations_are_learned_as_prompts_have_them(template, kind):
+    messages = [user("yes?"), assistant("stop"), user("no"), assistant("paris")]
+    ids, mask = template.conversation(messages)
+    asked = template.prompt(messages[:3]).ids
+    assert tuple(ids[: len(asked)]) == asked
+    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    end = template.tokenizer.convert_tokens_to_ids(template.end_of_turn)
+    assert learned.count(end) == 2 and learned[-1] == end
+    assert template.text(learned[:-1]).replace(" ", "") == f"stop{template.end_of_turn}paris"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "be"}, user("yes")], "System role not supported"),
+        ([user("yes"), user("no")], "Roles must go user, assistant, user, ..."),
+    ],
+)
+def test_a_template_that_refuses_is_quoted(templates, messages, words):
+    with pytest.raises(RequestError) as refused:
+        templates["gemma"].prompt(messages)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+SETTINGS = {"chat_template": "{{ messages[0].content }}", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}, "tokenizer.model": "x"}, "sentencepiece"),
+        ({"tokenizer_config.json": {"tokenizer_class": "MistralCommonBackend"}, "tekken.json": {}}, "mistral-common"),
+        ({"tokenizer_config.json": {}, "tokenizer.json": "{"}, "JSON"),
+        ({"tokenizer_config.json": {}, "tokenizer.json": {"model": {"type": "New"}}}, ""),
+        ({"tokenizer_config.json": [1]}, ""),
+    ],
+)
+def test_files_that_cannot_be_read_cost_one_line(tmp_path, files, named):
+    for name, content in files.items():
+        content = SETTINGS | content if isinstance(content, dict) and name == "tokenizer_config.json" else content
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError) as refused:
+        load_tokenizer(tmp_path)
+    message = str(refused.value)
+    assert str(tmp_path) in message and named in message and "\n" not in message
+
+
+def test_a_malformed_template_is_refused_at_once(folders, tmp_path):
+    tokenizer = load_tokenizer(folders / "qwen")
+    tokenizer.chat_template = "{% if %}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="statement"):
+        load_tokenizer(tmp_path)
+
+
+def scripted(script, vocabulary):
+    """A model that samples the tokens of the script at their positions."""
+
+    def network(params, tokens, positions):
+        following = jnp.take(params["script"], positions + 1, mode="clip")
+        return 100.0 * jax.nn.one_hot(following, vocabulary)
+
+    return from_function(network), {"script": jnp.array(script, jnp.int32)}
+
+
+def test_a_policy_streams_single_bytes_and_rows_without_a_token(templates):
+    template = templates["gemma"]
+    vocabulary, question = len(template.tokenizer) + 9, [user("yes?")]
+    said = [*encode(template, "yes👍你 "), vocabulary - 1, *encode(template, "好stop no")]
+    prompt = template.prompt(question).ids
+    model, params = scripted([*prompt, *said, max(template.stop_ids)], vocabulary)
+    sizes = {"slots": 2, "max_context_tokens": len(prompt) + len(said) + 1}
+    policy = Policy(model, params, template.tokenizer, stop_ids=template.stop_ids, **sizes)
+    deltas = []
+
+    async def ask():
+        async with asyncio.timeout(60):
+            return await ChatClient(policy).answer(ChatRequest(question, stop="好s"), deltas.append)
+
+    try:
+        reply = asyncio.run(ask())
+    finally:
+        policy.close()
+    assert reply.content == "".join(delta.content for delta in deltas) == "yes👍你 "
+    assert reply.stop_reason == "好s" and vocabulary - 1 in reply.token_ids
+    assert len([delta for delta in deltas if delta.content]) > 1 or len(deltas) == 1
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_weights_are_read(folders, tmp_path, capsys):
+    config = json.loads((TEMPLATES.parent / "hf" / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
+    tokenizer = load_tokenizer(folders / "gemma")
+    tokenizer.save_pretrained(tmp_path)
+    assert len(tokenizer) > config["vocab_size"]
+    assert main(["chat", str(tmp_path)]) != 0
+    shown = capsys.readouterr().err
+    assert f"has {config['vocab_size']} rows" in shown and f"up to {len(tokenizer) - 1}" in shown
+    assert "resize_token_embeddings" in shown and len(shown.strip().splitlines()) == 1
