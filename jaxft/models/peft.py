@@ -2,12 +2,20 @@
 
 A file has two matrices per adapter and layer, `lora_A [r D]` and `lora_B [F r]`; our parameters stack the layers and
 transpose the matrices, `lora_a [L D r]` and `lora_b [L r F]`. `jaxft_base.json`, which PEFT ignores, holds the
-fingerprint of the base that the adapters belong to.
+fingerprint of the base that the adapters belong to, and their projections where the base's files hold several in one.
+
+Such a fused module has one adapter in PEFT. One that PEFT made is an adapter of each projection, all with the same
+`lora_A`. Those of ours have their own, so that a fused one has their ranks in sum: `lora_A` holds one after the other,
+and `lora_B` is zero but for a block of each.
+Letters: `L` layers, `r` rank, `D` inputs, `F` outputs.
 """
 
 import hashlib
 import os
 import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +29,8 @@ from jaxft.core.sharding import Sharding
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
-from jaxft.models.hf import save_model
+from jaxft.models.families import FAMILIES
+from jaxft.models.hf import save_model, tensors_of
 from jaxft.models.hf_files import (
     DTYPES,
     StoredTensor,
@@ -32,11 +41,15 @@ from jaxft.models.hf_files import (
     tensors_of_file,
     write_json,
 )
+from jaxft.models.lora import LORA_NAMES
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
-FINGERPRINT, FINGERPRINT_ROWS = "base_fingerprint", 8
+FINGERPRINT, FINGERPRINT_ROWS, TARGETS = "base_fingerprint", 8, "targets"
 
-NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight")
+NAME = re.compile(
+    r"base_model\.model\.(?:model\.|model\.language_model\.|language_model\.model\.)"
+    r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight"
+)
 
 PLAIN: dict[str, Any] = {
     "bias": "none",
@@ -86,13 +99,27 @@ def save_adapter(
     if not isinstance(lora, LoraSpec) or not isinstance(config, DecoderConfig):
         raise ModelFileError("the model has no adapters to save; save_model writes all of its parameters")
     tensors = {}
-    for path, leaf in flatten_dict(params[ADAPTER]["layers"]).items():
-        *module, kind = path
-        for layer in range(leaf.shape[0]):
-            name = f"base_model.model.model.layers.{layer}.{'.'.join(module)}.lora_{kind[-1].upper()}.weight"
-            tensors[name] = np.ascontiguousarray(np.asarray(leaf[layer]).T)
+    kernels, adapters = (flatten_dict(params[part]["layers"], sep="/") for part in (BASE, ADAPTER))
+    modules = _modules_of(config, lora)
+    for module, parts in modules.items():
+        for layer in range(config.num_layers):
+            matrices = _fuse(
+                [
+                    {kind: np.asarray(adapters[f"{part}/{kind}"][layer]).T for kind in LORA_NAMES}
+                    if lora.is_target(part)
+                    else kernels[f"{part}/kernel"].shape[-1]
+                    for part in parts
+                ]
+            )
+            for kind, matrix in zip("AB", matrices, strict=True):
+                name = f"base_model.model.model.layers.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
+                tensors[name] = np.ascontiguousarray(matrix)
+    about: dict[str, Any] = {FINGERPRINT: base_fingerprint(params[BASE])}
+    if any(len(parts) > 1 for parts in modules.values()):
+        about[TARGETS] = [part for parts in modules.values() for part in parts if lora.is_target(part)]
     values = {
         **PLAIN,
+        **_patterns(lora, modules),
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -101,12 +128,12 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
-        "target_modules": sorted(path.split("/")[-1] for path in PROJECTIONS if lora.is_target(path)),
+        "target_modules": sorted(module.split("/")[-1] for module in modules),
     }
     with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
         save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
-        write_json(unfinished / ABOUT_BASE, {FINGERPRINT: base_fingerprint(params[BASE])})
+        write_json(unfinished / ABOUT_BASE, about)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         if base is None:
@@ -125,19 +152,23 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     values = load_json(file)
     if values.get("peft_type") != "LORA":
         raise ModelFileError(f"{file}: peft_type is {values.get('peft_type')!r}; wanted 'LORA'")
-    for name in UNSUPPORTED:
-        if values.get(name) not in (PLAIN.get(name), None, False, [], {}):
-            raise ModelFileError(f"{file}: {name} is {values[name]!r}; only {PLAIN.get(name)!r} is supported")
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ModelFileError(f"{file}: r is {rank!r}; wanted a whole number of at least 1")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise ModelFileError(f"{file}: lora_alpha is {alpha!r}; wanted a number")
-    named = {module for module, _ in _stored(folder)}
-    targets = tuple(path for path in PROJECTIONS if path in named)
+    modules = {module: projections_of()[module] for module, _ in _stored(folder)}
+    named = {part for parts in modules.values() for part in parts}
+    about = _about_base(folder).get(TARGETS, [])
+    targets = tuple(path for path in PROJECTIONS if path in named and (path in about or not about))
     if not targets:
         raise ModelFileError(f"{folder / WEIGHTS}: holds no adapter of {', '.join(PROJECTIONS)}")
-    return LoraSpec(rank, float(alpha), targets, bool(values.get("use_rslora")))
+    lora = LoraSpec(rank, float(alpha), targets, bool(values.get("use_rslora")))
+    supported = PLAIN | (_patterns(lora, modules) if about else {})
+    for name in UNSUPPORTED:
+        if values.get(name) not in (supported.get(name), None, False, [], {}):
+            raise ModelFileError(f"{file}: {name} is {values[name]!r}; only {supported.get(name)!r} is supported")
+    return lora
 
 
 def load_adapter(
@@ -156,31 +187,33 @@ def load_adapter(
     """
     folder = Path(folder).expanduser()
     lora, stored = load_lora_config(folder), _stored(folder)
-    about = folder / ABOUT_BASE
-    wanted = load_json(about).get(FINGERPRINT) if about.is_file() else None
+    about = _about_base(folder)
+    wanted = about.get(FINGERPRINT)
     if wanted is not None and wanted != base_fingerprint(base):
         raise ModelFileError(
             f"{folder} holds an adapter of another base: its {ABOUT_BASE} does not fit this one's weights"
         )
     kernels = flatten_dict(base["layers"], sep="/")
     flat: dict[str, Any] = {}
-    for path in lora.targets:
-        inputs, outputs = kernels[f"{path}/kernel"].shape[1:]
-        for kind, shape in (("a", (lora.rank, inputs)), ("b", (outputs, lora.rank))):
-            layers = stored.pop((path, kind), {})
-            if sorted(layers) != list(range(config.num_layers)):
-                raise ModelFileError(
-                    f"{folder / WEIGHTS}: lora_{kind.upper()} of {path} is there for layers {sorted(layers)}; the base "
-                    f"has {config.num_layers}"
-                )
-            for layer, tensor in layers.items():
-                if tensor.shape != shape or tensor.dtype not in DTYPES:
-                    raise ModelFileError(
-                        f"{folder / WEIGHTS}: lora_{kind.upper()} of {path} in layer {layer} is {tensor.dtype}"
-                        f"{list(tensor.shape)}; the base asks for {list(shape)}"
-                    )
-            parts = [read_tensor(layers[layer]).T.astype(np.float32) for layer in range(config.num_layers)]
-            flat[f"layers/{path}/lora_{kind}"] = jnp.asarray(np.stack(parts))
+    found = {module for module, _ in stored}
+    for module, parts in projections_of().items():
+        if module not in found:
+            continue
+        inputs = kernels[f"{parts[0]}/kernel"].shape[1]
+        outputs = [kernels[f"{part}/kernel"].shape[2] for part in parts]
+        adapted = [part for part in parts if part in lora.targets]
+        rank = lora.rank * (len(adapted) if about.get(TARGETS) else 1)
+        a, b = (
+            _read_layers(folder, stored, module, kind, shape, config.num_layers)
+            for kind, shape in (("A", (rank, inputs)), ("B", (sum(outputs), rank)))
+        )
+        ends = list(accumulate(outputs))
+        for part, end, size in zip(parts, ends, outputs, strict=True):
+            if part in adapted:
+                first = adapted.index(part) * lora.rank if rank > lora.rank else 0
+                own = slice(first, first + lora.rank)
+                flat[f"layers/{part}/lora_a"] = jnp.asarray(a[:, own].swapaxes(1, 2))
+                flat[f"layers/{part}/lora_b"] = jnp.asarray(b[:, end - size : end, own].swapaxes(1, 2))
     adapter = unflatten_dict(flat, sep="/")
     return adapter if sharding is None else sharding.place(adapter)
 
@@ -198,6 +231,100 @@ def base_fingerprint(base: Params) -> str:
     return digest.hexdigest()
 
 
+@cache
+def projections_of() -> Mapping[str, tuple[str, ...]]:
+    """Return the projections that a module of a layer holds in files, by the path of the module.
+
+    >>> projections_of()["self_attn/q_proj"], projections_of()["mlp/gate_up_proj"]
+    (('self_attn/q_proj',), ('mlp/gate_proj', 'mlp/up_proj'))
+    """
+    found = {}
+    for family in FAMILIES.values():
+        for name, paths in family.tensors.items():
+            parts = tuple(path.removeprefix("layers/").removesuffix("/kernel") for path in paths)
+            if set(parts) <= set(PROJECTIONS):
+                found[name.removeprefix("model.layers.*.").removesuffix(".weight").replace(".", "/")] = parts
+    return found
+
+
+def _modules_of(config: DecoderConfig, lora: LoraSpec) -> dict[str, tuple[str, ...]]:
+    """Return the modules of the base's files that have an adapter, and their projections."""
+    paths = {tensor.paths for tensor in tensors_of(config)}
+    return {
+        module: parts
+        for module, parts in projections_of().items()
+        if tuple(f"layers/{part}/kernel" for part in parts) in paths and any(map(lora.is_target, parts))
+    }
+
+
+def _patterns(lora: LoraSpec, modules: Mapping[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
+    """Return PEFT's settings of modules with the adapters of several projections: ranks in sum, and the same scale."""
+    counts = {module.split("/")[-1]: sum(map(lora.is_target, parts)) for module, parts in modules.items()}
+    fused = {name: count for name, count in counts.items() if count > 1}
+    return {
+        "rank_pattern": {name: count * lora.rank for name, count in fused.items()},
+        "alpha_pattern": {
+            name: lora.alpha * (count**0.5 if lora.use_rslora else count) for name, count in fused.items()
+        },
+    }
+
+
+def _fuse(parts: Sequence[Mapping[str, np.ndarray] | int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `lora_A` and `lora_B` of a module with these projections; a number is the outputs of one without adapter.
+
+    >>> one, two = ({"lora_a": np.full((1, 2), x), "lora_b": np.full((2, 1), x)} for x in (3.0, 4.0))
+    >>> a, b = _fuse([one, 1, two])
+    >>> a.tolist(), b.tolist()
+    ([[3.0, 3.0], [4.0, 4.0]], [[3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 4.0], [0.0, 4.0]])
+    """
+    adapters = [part for part in parts if not isinstance(part, int)]
+    if len(parts) == 1:
+        return adapters[0]["lora_a"], adapters[0]["lora_b"]
+    rank, dtype = len(adapters[0]["lora_a"]), adapters[0]["lora_b"].dtype
+    blocks, first = [], 0
+    for part in parts:
+        block = np.zeros((part if isinstance(part, int) else len(part["lora_b"]), rank * len(adapters)), dtype)
+        if not isinstance(part, int):
+            block[:, first : first + rank] = part["lora_b"]
+            first += rank
+        blocks.append(block)
+    return np.concatenate([part["lora_a"] for part in adapters]), np.concatenate(blocks)
+
+
+def _about_base(folder: Path) -> dict[str, Any]:
+    """Return what `save_adapter` noted about the base; nothing of adapters that PEFT saved."""
+    file = folder / ABOUT_BASE
+    return load_json(file) if file.is_file() else {}
+
+
+def _read_layers(
+    folder: Path,
+    stored: Mapping[tuple[str, str], Mapping[int, StoredTensor]],
+    module: str,
+    kind: str,
+    shape: tuple[int, int],
+    num_layers: int,
+) -> np.ndarray:
+    """Return `lora_A` or `lora_B` of a module in all layers, in float32.
+
+    Raises:
+        ModelFileError: a layer has none, or one of another shape.
+    """
+    layers = stored.get((module, kind.lower()), {})
+    if sorted(layers) != list(range(num_layers)):
+        raise ModelFileError(
+            f"{folder / WEIGHTS}: lora_{kind} of {module} is there for layers {sorted(layers)}; the base has "
+            f"{num_layers}"
+        )
+    for layer, tensor in layers.items():
+        if tensor.shape != shape or tensor.dtype not in DTYPES:
+            raise ModelFileError(
+                f"{folder / WEIGHTS}: lora_{kind} of {module} in layer {layer} is {tensor.dtype}"
+                f"{list(tensor.shape)}; the base asks for {list(shape)}"
+            )
+    return np.stack([read_tensor(layers[layer]).astype(np.float32) for layer in range(num_layers)])
+
+
 def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
     """The tensors of an adapter's file, by module and matrix (`a` or `b`), then by layer."""
     file = folder / WEIGHTS
@@ -206,7 +333,7 @@ def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
     found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
     for name, tensor in tensors_of_file(file).items():
         match = NAME.fullmatch(name)
-        if match is None or match[2].replace(".", "/") not in PROJECTIONS:
+        if match is None or match[2].replace(".", "/") not in projections_of():
             raise ModelFileError(f"{file}: tensor {name!r} is no adapter of a decoder's projection")
         found.setdefault((match[2].replace(".", "/"), match[3].lower()), {})[int(match[1])] = tensor
     return found
