@@ -167,13 +167,16 @@ def _call_gpu_kernel(
     tile = max(16, pl.next_power_of_2(block * groups))  # tensor cores multiply 16 rows at a time
     shapes = [jax.ShapeDtypeStruct((rows, length * heads, head_dim), q.dtype)]
     shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool if is_written]
+    warps = 8 if is_exact or tile * width > 2**13 else 4
+    if is_exact and width > 128:
+        warps = 16  # with 8 a thread spills up to 1,460 bytes of registers, on A100
     mixed, *written = pl.pallas_call(
         partial(_gpu_kernel, groups=groups, block=block, tile=tile, width=width, scores=scores),
         out_shape=shapes,
         grid=(rows, pool[0].shape[0], length // block),
         input_output_aliases={1: 1, 2: 2} if is_written else {},
         # A page's number is loaded two pages ahead, its keys and values one page ahead.
-        compiler_params=plgpu.CompilerParams(num_warps=8 if is_exact or tile * width > 2**13 else 4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
         interpret=interpret,
         name="paged_attention",
     )(q.reshape(rows, -1, head_dim), *pool, *where)

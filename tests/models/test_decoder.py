@@ -262,11 +262,12 @@ def test_gradients_of_embedding_and_head_are_summed_in_float32(is_tied):
             assert errors.max() < 0.02, name
 
 
-def test_scores_in_bfloat16_are_scaled_in_float32():
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_scores_in_bfloat16_are_scaled_and_capped_in_float32(soft_cap):
     """Scores are about 40; rounding the queries once more changes them by 0.1, and weights by a tenth."""
     draw = lambda i, *shape: jax.random.randint(jax.random.key(i), shape, -8, 9).astype(jnp.float32)  # noqa: E731
     q, keys, values = draw(0, 1, 8, 1, 32) * 1.25, draw(1, 1, 1, 32, 8), jnp.eye(8, 32)[None, None]
-    visible, scores = jnp.ones((1, 8, 8), bool), Scores(32**-0.5)
+    visible, scores = jnp.ones((1, 8, 8), bool), Scores(32**-0.5, soft_cap=soft_cap)
     wide = attend(q, HeadRows(keys, values), visible, scores)
     narrow = attend(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, HeadRows(keys, values))), visible, scores)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0.01, atol=1e-6)

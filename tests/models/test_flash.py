@@ -187,10 +187,11 @@ def test_the_triton_kernel_takes_wide_heads_and_widths_that_are_no_power_of_two(
 )
 def test_windows_may_be_one_token_or_longer_than_the_rows(attention):
     q, k, v, _ = draws()
-    first = jax.jit(attention, static_argnums=0)(Scores(0.25, window=1), None, q, k, v)
-    np.testing.assert_allclose(first, jnp.repeat(v, 2, axis=2), rtol=1e-5, atol=1e-5)
+    one = jax.jit(attention, static_argnums=0)(Scores(0.25, window=1), None, q, k, v)
+    np.testing.assert_allclose(one, jnp.repeat(v, 2, axis=2), rtol=1e-5, atol=1e-5)
     whole = jax.jit(attention, static_argnums=0)(Scores(0.25, window=1000), None, q, k, v)
-    np.testing.assert_allclose(whole, formula(PLAIN, None, q, k, v), rtol=1e-5, atol=1e-5)
+    expected = jax.jit(formula, static_argnums=0)(PLAIN, None, q, k, v)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
