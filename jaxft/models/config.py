@@ -56,7 +56,7 @@ class DecoderConfig:
         logit_soft_cap: logits `x` become `cap tanh(x / cap)`; None leaves them.
         tie_word_embeddings: the output projection is the embedding.
         source_json: JSON text of the other fields of the files that the model was loaded from, kept for the export:
-            `{"config.json": {...}, "generation_config.json": {...}}`; empty without any.
+            `{"config.json": {...}, "generation_config.json": {...}, "wrapper": {...}}`; empty without any.
     """
 
     family: str

@@ -18,6 +18,9 @@ from jaxft.models.hf_files import load_json
 from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+WRAPPER = "wrapper"
+"""Name, in `source_json`, of the model around a text model."""
+
 NOT_EXPORTED = ("_name_or_path", "auto_map")
 """Keys of a `config.json` that an export drops: the path of the source, and its code files."""
 
@@ -46,15 +49,23 @@ def load_config(file: Path) -> DecoderConfig:
     Raises:
         ModelFileError: a file is not a JSON object, or `config.json` is absent or describes an unsupported model.
     """
-    values = text_values(load_json(file), file)
+    whole = load_json(file)
+    values = text_values(whole, file)
     config = decoder_config(values, file)
     known = {*FAMILIES[config.family].all_defaults, *config_json(config, "float32"), *NOT_EXPORTED, *WRITTEN}
     source = {CONFIG: {name: value for name, value in values.items() if name not in known}}
     generation = file.with_name(GENERATION)
     if generation.is_file():
         source[GENERATION] = load_json(generation)
+    if whole.get("model_type") in WRAPPERS:
+        source[WRAPPER] = {"model_type": whole["model_type"]}
     source = {name: held for name, held in source.items() if held}
     return replace(config, source_json=json.dumps(source, sort_keys=True)) if source else config
+
+
+def has_other_modalities(config: DecoderConfig) -> bool:
+    """True if a model was loaded from files of several modalities, where text has modules of its own."""
+    return bool(config.source_json) and WRAPPER in json.loads(config.source_json)
 
 
 def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:

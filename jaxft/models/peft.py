@@ -31,6 +31,7 @@ from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
 from jaxft.models.hf import save_model, tensors_of
+from jaxft.models.hf_config import has_other_modalities
 from jaxft.models.hf_files import (
     DTYPES,
     StoredTensor,
@@ -101,6 +102,11 @@ def save_adapter(
     tensors = {}
     kernels, adapters = (flatten_dict(params[part]["layers"], sep="/") for part in (BASE, ADAPTER))
     modules = _modules_of(config, lora)
+    targets: list[str] | str = sorted(module.split("/")[-1] for module in modules)
+    layers = "model.layers"
+    if base is not None and has_other_modalities(config):  # as transformers names the modules of the base
+        layers = "model.language_model.layers"
+        targets = rf"model\.language_model\.layers\.\d+\.\w+\.({'|'.join(targets)})"
     for module, parts in modules.items():
         for layer in range(config.num_layers):
             matrices = _fuse(
@@ -112,7 +118,7 @@ def save_adapter(
                 ]
             )
             for kind, matrix in zip("AB", matrices, strict=True):
-                name = f"base_model.model.model.layers.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
+                name = f"base_model.model.{layers}.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
                 tensors[name] = np.ascontiguousarray(matrix)
     about: dict[str, Any] = {FINGERPRINT: base_fingerprint(params[BASE])}
     if any(len(parts) > 1 for parts in modules.values()):
@@ -128,7 +134,7 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
-        "target_modules": sorted(module.split("/")[-1] for module in modules),
+        "target_modules": targets,
     }
     with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
