@@ -2,6 +2,7 @@
 
     python scripts/peft_oracle.py tests/data/hf/qwen2 tests/data/peft/by_jaxft          # adapters that jaxft saved
     python scripts/peft_oracle.py tests/data/hf/llama tests/data/peft/by_peft --make    # adapters of PEFT's own
+    python scripts/peft_oracle.py tests/data/hf/phi3 tests/data/peft/fused_by_peft --make qkv_proj gate_up_proj o_proj
 
 The script writes `logits.json` into the adapter's folder: tokens, and the float32 logits of the base with the adapter.
 """
@@ -20,12 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path)
     parser.add_argument("adapter", type=Path)
-    parser.add_argument("--make", action="store_true", help="first make and save an adapter with random weights")
+    parser.add_argument(
+        "--make", nargs="*", metavar="MODULE", help="first make and save adapters of these modules with random weights"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.float32, trust_remote_code=False)
-    if arguments.make:
-        targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    if arguments.make is not None:
+        targets = arguments.make or ["q_proj", "v_proj", "o_proj", "down_proj"]
         config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=True, task_type="CAUSAL_LM")
         made = get_peft_model(base, config)
         for name, parameter in made.named_parameters():

@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding
@@ -138,7 +138,8 @@ def save_adapter(
     }
     with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
-        save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
+        # Not by save_file, whose files nobody but their owner may read.
+        (unfinished / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
         write_json(unfinished / ABOUT_BASE, about)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)

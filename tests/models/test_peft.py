@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jaxft
 from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
+from jaxft.models.config import LoraSpec
 from jaxft.models.lora import merge_lora
 from jaxft.models.peft import (
     ABOUT_BASE,
@@ -28,7 +30,7 @@ from jaxft.models.peft import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
-BASES = {"by_jaxft": "qwen2", "by_peft": "llama"}
+BASES = {"by_jaxft": "qwen2", "by_peft": "llama", "fused_by_jaxft": "phi3", "fused_by_peft": "phi3"}
 
 
 def loaded(name, base=None):
@@ -47,17 +49,52 @@ def test_logits_are_those_of_peft(name):
         np.testing.assert_allclose(logits, recorded["logits"], atol=1e-4)
 
 
-def test_saved_and_loaded_again(tmp_path):
-    _, model, params = loaded("by_jaxft")
+@pytest.mark.parametrize("name", ["by_jaxft", "fused_by_jaxft"])
+def test_saved_and_loaded_again(name, tmp_path):
+    _, model, params = loaded(name)
     save_adapter(tmp_path / "again", model, params)
-    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (DATA / "peft" / "by_jaxft" / WEIGHTS).read_bytes()
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (DATA / "peft" / name / WEIGHTS).read_bytes()
+    assert (tmp_path / "again" / WEIGHTS).stat().st_mode == (tmp_path / "again" / CONFIG).stat().st_mode
     assert load_lora_config(tmp_path / "again") == model.lora
     same = load_adapter(tmp_path / "again", model.config, params["base"])
     jax.tree.map(np.testing.assert_array_equal, same, params["adapter"])
     with pytest.raises(ModelFileError, match="exists and is not an empty folder"):
         save_adapter(tmp_path / "again", model, params)
     with pytest.raises(ModelFileError, match="no adapters to save"):
-        save_adapter(tmp_path / "other", jaxft.load_model(DATA / "hf" / "qwen2")[0], params["base"])
+        save_adapter(tmp_path / "other", jaxft.load_model(DATA / "hf" / BASES[name])[0], params["base"])
+
+
+def test_a_fused_adapter_of_peft_is_one_of_each_projection():
+    _, model, params = loaded("fused_by_peft")
+    assert model.lora.targets == (*(f"self_attn/{name}_proj" for name in "qkvo"), "mlp/gate_proj", "mlp/up_proj")
+    attention = params["adapter"]["layers"]["self_attn"]
+    assert np.array_equal(attention["q_proj"]["lora_a"], attention["v_proj"]["lora_a"])
+    assert not np.array_equal(attention["k_proj"]["lora_b"], attention["v_proj"]["lora_b"])
+
+
+def test_ranks_in_sum_are_only_those_of_fused_projections(tmp_path):
+    folder = Path(shutil.copytree(DATA / "peft" / "fused_by_jaxft", tmp_path / "adapter"))
+    (folder / MANIFEST).unlink()
+    values = json.loads((folder / CONFIG).read_text())
+    assert values["rank_pattern"] == {"gate_up_proj": 4, "qkv_proj": 4}
+    (folder / CONFIG).write_text(json.dumps(values | {"rank_pattern": {"qkv_proj": 8}}))
+    with pytest.raises(ModelFileError, match=r"rank_pattern is {'qkv_proj': 8}; only {.*'gate_up_proj': 4"):
+        load_lora_config(folder)
+
+
+def test_adapters_of_a_base_with_other_modalities(tmp_path):
+    """The base on its own, which is exported with the adapters, is the text model, and so has the names of one."""
+    base, spec = DATA / "hf" / "gemma3", LoraSpec(2, 4.0, ("q_proj", "mlp/*"))
+    model, params = jaxft.load_model(base, lora=spec)
+    for folder, place, prefix in (("beside", str(base), "language_model."), ("with", None, "")):
+        save_adapter(tmp_path / folder, model, params, base=place)
+        names = load_file(tmp_path / folder / WEIGHTS)
+        assert {name.split("layers")[0] for name in names} == {f"base_model.model.model.{prefix}"}
+        again = load_adapter(tmp_path / folder, model.config, params["base"])
+        jax.tree.map(np.testing.assert_array_equal, again, params["adapter"])
+    targets = json.loads((tmp_path / "beside" / CONFIG).read_text())["target_modules"]
+    assert re.fullmatch(targets, "model.language_model.layers.12.mlp.up_proj")
+    assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
 
 
 def test_a_merged_base_is_another_base():
