@@ -81,15 +81,12 @@ class Attention(nnx.Module):
             self.k_proj = linear(["k_proj"], hidden, kv_width, config.qkv_bias)
             self.v_proj = linear(["v_proj"], hidden, kv_width, config.qkv_bias)
         self.o_proj = linear(["o_proj"], width, hidden, config.output_bias)
-        is_normed = config.qk_norm is not None
-        self.joins_norms = is_joined and config.qk_norm == "heads"
-        if self.joins_norms:
+        self.norm_kind = config.qk_norm
+        if config.qk_norm == "heads" and is_joined:
             self.qk_norm = norm_of(config, (config.num_heads + config.num_kv_heads, head_dim))
-        elif is_normed:
-            self.q_norm, self.k_norm = (
-                norm_of(config, head_dim if config.qk_norm == "heads" else size) for size in (width, kv_width)
-            )
-        self.norms = config.qk_norm
+        elif config.qk_norm is not None:
+            sizes = (head_dim, head_dim) if config.qk_norm == "heads" else (width, kv_width)
+            self.q_norm, self.k_norm = (norm_of(config, size) for size in sizes)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.scale, self.soft_cap, self.is_joined = config.score_scale, config.attention_soft_cap, is_joined
 
@@ -126,27 +123,30 @@ class Attention(nnx.Module):
         shards = head_shards(context.sharding, self.kv_heads)
         y = by_heads(context.sharding, self.qkv_proj(x)).reshape(*x.shape[:2], shards, -1, self.head_dim)
         queries, keys = self.heads // shards, self.kv_heads // shards
-        qk, v = y[..., : queries + keys, :], y[..., queries + keys :, :]
-        if self.joins_norms:
+
+        def whole(part: Array) -> Array:
+            return part.reshape(*x.shape[:2], -1, self.head_dim)
+
+        qk, v = y[..., : queries + keys, :], whole(y[..., queries + keys :, :])
+        if self.norm_kind == "projections":  # no norm of a part
+            q, k = whole(qk[..., :queries, :]), whole(qk[..., queries:, :])
+            return (*self.normed_and_rotated(q, k, angles, context), v)
+        if self.norm_kind == "heads":
             qk = self.qk_norm(qk, in_halves=context.in_halves)
-        is_done = self.norms != "projections"
-        if is_done:
-            heads = qk.reshape(*x.shape[:2], -1, self.head_dim)
-            qk = rotated(heads, angles, context).reshape(qk.shape)
-        q, k = qk[..., :queries, :], qk[..., queries:, :]
-        q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in (q, k, v))
-        return (q, k, v) if is_done else (*self.normed_and_rotated(q, k, angles, context), v)
+        qk = rotated(whole(qk), angles, context).reshape(qk.shape)
+        return whole(qk[..., :queries, :]), whole(qk[..., queries:, :]), v
 
     def normed_and_rotated(
         self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], angles: Angles | None, context: Context
     ) -> tuple[Array, Array]:
-        """Return queries and keys with the norm and the positions that they have."""
-        if self.norms is not None:
-            pairs = []
-            for x, norm in ((q, self.q_norm), (k, self.k_norm)):
-                flat = x if self.norms == "heads" else x.reshape(*x.shape[:2], -1)
-                pairs.append(norm(flat, in_halves=context.in_halves).reshape(x.shape))
-            q, k = pairs
+        """Return queries and keys with the norms and the positions that they have."""
+
+        def normed(x: Array, norm: RMSNorm) -> Array:
+            flat = x if self.norm_kind == "heads" else x.reshape(*x.shape[:2], -1)
+            return norm(flat, in_halves=context.in_halves).reshape(x.shape)
+
+        if self.norm_kind is not None:
+            q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         return rotated(q, angles, context), rotated(k, angles, context)
 
     def attend(
