@@ -159,6 +159,7 @@ from .models.bridge import (
 )
 from .models.config import (
     DecoderConfig as DecoderConfig,
+    LayerKind as LayerKind,
     LoraSpec as LoraSpec,
     model_preset as model_preset,
 )
@@ -180,6 +181,9 @@ from .models.lora import (
 from .models.peft import (
     load_adapter as load_adapter,
     save_adapter as save_adapter,
+)
+from .models.rope import (
+    Rope as Rope,
 )
 from .rollout.chat import (
     load_tokenizer as load_tokenizer,

@@ -33,7 +33,8 @@ from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention, s
 from jaxft.models.layers import Linear, RMSNorm, look_up, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, adapter_of, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, PagedRows, init_pages, page_axis, write_and_attend
-from jaxft.models.rope import Angles, Rope, angles_of, rotate
+from jaxft.models.rope import Rope
+from jaxft.models.rotation import Angles, angles_of, rotate
 
 
 class Context(NamedTuple):
