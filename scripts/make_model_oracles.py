@@ -431,6 +431,40 @@ CASES: dict[str, Case] = {
         dtype=torch.bfloat16,
         changes=({"max_position_embeddings": 128},),
     ),
+    "granite": Case(
+        {
+            "model_type": "granite",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 0.8,
+            "rope_parameters": rope(),
+        },
+        changes=(
+            {"embedding_multiplier": 1.0},
+            {"residual_multiplier": 1.0},
+            {"attention_multiplier": 8**-0.5},
+            {"logits_scaling": 1.0},
+            {"rope_parameters": rope(theta=500.0)},
+        ),
+    ),
+    "granite-tied": Case(
+        {
+            "model_type": "granite",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 0.8,
+            "residual_multiplier": 1.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 0.7,
+            "tie_word_embeddings": True,
+        },
+        dtype=torch.bfloat16,
+        config_edits={"": OF_VERSION_4 | {"rope_theta": 1e4, "rope_scaling": None, "torch_dtype": "bfloat16"}},
+        changes=({"logits_scaling": 1.0}, {"rope_theta": 100.0}),
+    ),
     "ministral3": Case(
         {"model_type": "ministral3", "head_dim": 10, "rope_parameters": LLAMA4_YARN},
         changes=(

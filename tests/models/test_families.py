@@ -53,6 +53,8 @@ OTHERS = (
     "smollm3",
     "phi3",
     "phi3-longrope-v5",
+    "granite",
+    "granite-tied",
     "ministral3",
     "mistral3",
     "mistral3-mistral",
@@ -70,6 +72,7 @@ ON_A_MESH = (
     "olmo3-v4",
     "smollm3-window",
     "phi3",
+    "granite-tied",
     "ministral3-window",
 )
 """Cases whose heads divide over two devices."""

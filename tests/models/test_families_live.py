@@ -169,6 +169,16 @@ def draw_phi3(draw):
     return keys
 
 
+def draw_granite(draw):
+    """Embeddings are not larger than in other families: tied ones would predict themselves."""
+    return draw_llama(draw) | {
+        "embedding_multiplier": draw.choice([0.5, 0.8, 1.0]),
+        "residual_multiplier": draw.choice([0.7, 1.0, 1.5]),
+        "attention_multiplier": draw.choice([0.2, 0.5, 1.0]),
+        "logits_scaling": draw.choice([0.5, 0.8, 3.0]),
+    }
+
+
 def draw_ministral3(draw):
     yarn = oracles.LLAMA4_YARN | {
         "factor": draw.choice([4.0, 16.0]),
@@ -198,6 +208,7 @@ FAMILIES = {
     "olmo3": draw_olmo3,
     "smollm3": draw_smollm3,
     "phi3": draw_phi3,
+    "granite": draw_granite,
     "ministral3": draw_ministral3,
     "mistral3": draw_mistral3,
 }

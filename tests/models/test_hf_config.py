@@ -73,6 +73,9 @@ FEATURES = {
     "smollm3 window": replace(tiny["smollm3"], pattern=(LayerKind(5, None), LayerKind(None, Rope(2e6)))),
     "phi3": sliding("phi3", 5),
     "phi4-mini": replace(turning("phi3", Rope(1e4, LONG, 0.75)), max_position_embeddings=256),
+    "granite": replace(
+        tiny["granite"], embedding_scale=12.0, residual_scale=0.22, attention_scale=0.5, logit_scale=1 / 6
+    ),
 }
 
 
