@@ -22,7 +22,9 @@ from transformers import AutoConfig
 import jaxft
 from jaxft.core.cache import init_cache
 from jaxft.core.logprobs import token_logprobs
+from jaxft.models.families import FAMILIES
 from jaxft.models.hf import save_model
+from jaxft.models.hf_config import load_config
 from jaxft.rollout.device import DeviceThread
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.requests import Request
@@ -39,43 +41,30 @@ FAST = (
 )
 """Cases whose programs of sampling are compiled in the default tests: together they have all kinds of layers."""
 
-OTHERS = (
-    "llama-biases",
-    "mistral-tied",
-    "qwen2-mixed",
-    "gemma2-untied",
-    "gemma3_text",
-    "gemma3",
-    "gemma3-v5",
-    "olmo2",
-    "olmo2-tied",
-    "olmo3",
-    "smollm3",
-    "phi3",
-    "phi3-longrope-v5",
-    "granite",
-    "granite-tied",
-    "ministral3",
-    "mistral3",
-    "mistral3-mistral",
-)
-CASES = (*FAST, *OTHERS)
-OTHERS_SLOW = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
-ON_A_MESH = (
-    "llama",
-    "mistral",
-    "qwen2-mixed",
-    "qwen3",
-    "gemma2-untied",
-    "gemma3_text-v4",
-    "olmo2",
-    "olmo3-v4",
-    "smollm3-window",
-    "phi3",
-    "granite-tied",
-    "ministral3-window",
-)
-"""Cases whose heads divide over two devices."""
+MADE = sorted(file.parent.name for file in DATA.glob("*/expected.npz"))
+CASES = tuple(name for name in MADE if "greedy_ids" in np.load(DATA / name / "expected.npz"))
+"""All cases with a text; the older ones without are those of `test_hf.py`."""
+
+OTHERS_SLOW = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST))
+
+
+def family_of(name):
+    return load_config(DATA / name / "config.json").family
+
+
+def divides(name):
+    """Whether the heads of a case divide over two devices."""
+    return load_config(DATA / name / "config.json").num_kv_heads % 2 == 0
+
+
+ON_A_MESH = tuple({family_of(name): name for name in MADE if divides(name)}.values())
+"""A case of each family."""
+
+
+def test_every_family_has_a_case_for_each_comparison():
+    assert set(FAST) <= set(CASES)
+    assert {family_of(name) for name in CASES} == {family_of(name) for name in ON_A_MESH} == set(FAMILIES)
+
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """Prefixes of the tensors of text in the files of models of text and images."""

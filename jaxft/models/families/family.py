@@ -81,6 +81,16 @@ def same(value: Any) -> Any:
     return value
 
 
+def inverse(value: float) -> float:
+    """Return `1 / value`, or a number of 12 digits whose inverse is the same, so that two of them cancel.
+
+    >>> 1 / (1 / 49), inverse(inverse(49.0)), inverse(8.0)
+    (49.00000000000001, 49.0, 0.125)
+    """
+    short = float(f"{1 / value:.12g}")
+    return short if 1 / short == value else 1 / value
+
+
 class Key(NamedTuple):
     """A key of `config.json`, the fields of `DecoderConfig` that it gives, and conversions where they differ."""
 

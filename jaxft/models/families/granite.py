@@ -1,6 +1,6 @@
 """Granite 3 of IBM: Llama with factors of the embedding, the residual stream, the scores and the logits."""
 
-from jaxft.models.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Key
+from jaxft.models.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Key, inverse
 
 GRANITE = Family(
     name="granite",
@@ -11,7 +11,7 @@ GRANITE = Family(
         Key("embedding_multiplier", ("embedding_scale",)),
         Key("residual_multiplier", ("residual_scale",)),
         Key("attention_multiplier", ("attention_scale",)),
-        Key("logits_scaling", ("logit_scale",), read=lambda divisor: 1 / divisor, write=lambda scale: 1 / scale),
+        Key("logits_scaling", ("logit_scale",), inverse, inverse),
     ),
     defaults={
         "max_position_embeddings": 2048,
