@@ -355,9 +355,8 @@ def test_adapters_go_both_ways(family, number, tmp_path):
     theirs, tokens, _, _ = make_checkpoint(family, number, tmp_path / "theirs")
     plain = their_logits(theirs, tokens)
     save_model(tmp_path / "base", *load_model(tmp_path / "theirs"))
-    with_adapters = make_theirs(tmp_path / "base", FUSED if family == "phi3" else [*PROJECTIONS], tmp_path / "of_peft")(
-        tokens
-    )
+    targets = FUSED if family == "phi3" else [*PROJECTIONS]
+    with_adapters = make_theirs(tmp_path / "base", targets, tmp_path / "of_peft")(tokens)
     assert np.abs(with_adapters - plain).max() > 0.01
     model, params = load_model(tmp_path / "base", lora=tmp_path / "of_peft")
     close(our_logits(model, params, tokens), with_adapters, family, "adapter of PEFT", 1e-4)
