@@ -3,7 +3,7 @@
     python scripts/make_model_oracles.py                    # all cases, into tests/data/hf
     python scripts/make_model_oracles.py gemma2 phi3        # only these
 
-It needs torch 2.13.0 and transformers 5.23.0, takes about five minutes on two cores, and uses no downloaded weights. A
+It needs torch 2.13.0 and transformers 5.23.0, takes about three minutes on two cores, and uses no downloaded weights. A
 case is a folder with `config.json`, the weights, and `expected.npz`:
 
     input_ids, attention_mask [B T]    rows of random tokens, the last one right-padded

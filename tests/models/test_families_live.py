@@ -124,7 +124,9 @@ def draw_gemma3_text(draw):
 
 
 def draw_gemma3(draw):
-    text = draw_gemma3_text(draw) | {"model_type": "gemma3_text", "tie_word_embeddings": True}
+    # The cap of logits is transformers' only for a model of text: it computes those of text and images without it.
+    text = draw_gemma3_text(draw) | {"model_type": "gemma3_text", "final_logit_softcapping": None}
+    text["tie_word_embeddings"] = True
     return oracles.IN_AN_IMAGE | {"vision_config": oracles.SIGLIP, "text_config": text}
 
 
