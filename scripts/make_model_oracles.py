@@ -150,6 +150,17 @@ CASES: dict[str, Case] = {
         {"model_type": "mistral", "head_dim": 6, "sliding_window": WINDOW, "tie_word_embeddings": True},
         changes=({"sliding_window": None}, {"sliding_window": WINDOW + 1}),
     ),
+    "ministral": Case(
+        {
+            "model_type": "ministral",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        },
+        changes=({"sliding_window": WINDOW + 1}, {"layer_types": ["full_attention"] * 5}),
+    ),
     "qwen2-mixed": Case(
         {
             "model_type": "qwen2",

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 import jaxft
 from jaxft.core.logprobs import token_logprobs
+from jaxft.models import families
 from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.peft import save_adapter
@@ -86,6 +87,12 @@ def draw_llama(draw):
 def draw_mistral(draw):
     window = draw.choice([None, window_of(draw)])
     return sizes(draw, True) | {"sliding_window": window, "rope_parameters": rope(draw)}
+
+
+def draw_ministral(draw):
+    keys = sizes(draw, True)
+    types = {"layer_types": layers_of(draw, keys["num_hidden_layers"])}
+    return keys | types | {"sliding_window": window_of(draw), "rope_parameters": rope(draw)}
 
 
 def draw_qwen2(draw):
@@ -201,6 +208,7 @@ def draw_mistral3(draw):
 FAMILIES = {
     "llama": draw_llama,
     "mistral": draw_mistral,
+    "ministral": draw_ministral,
     "qwen2": draw_qwen2,
     "qwen3": draw_qwen3,
     "gemma2": draw_gemma2,
@@ -214,6 +222,10 @@ FAMILIES = {
     "ministral3": draw_ministral3,
     "mistral3": draw_mistral3,
 }
+
+
+def test_every_family_is_drawn():
+    assert set(FAMILIES) == {*families.FAMILIES, *families.WRAPPERS}
 
 
 def close(found, wanted, family, check, limit):
