@@ -307,7 +307,9 @@ def _layers_json(family: Family, config: DecoderConfig) -> dict[str, Any]:
     windows = [kind.window for kind in config.kinds if kind.window is not None]
     values: dict[str, Any] = family.layers_json(config)
     if "sliding_window" in family.all_defaults:
-        values["sliding_window"] = windows[0] if windows else None
+        # Where the file lists types, transformers asks for a window even if no layer has it.
+        unused = family.all_defaults["sliding_window"] if family.lists_types and family.window_switch is None else None
+        values["sliding_window"] = windows[0] if windows else unused
     if family.window_switch is not None:
         values[family.window_switch] = bool(windows)
     if family.lists_types:

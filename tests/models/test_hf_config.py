@@ -66,6 +66,7 @@ FEATURES = {
     "ministral": sliding("ministral", 5, *"sfs"),
     "ministral3": turning("ministral3", Rope(1e6, YarnScaling(16.0, 64, mscale=1.0, mscale_all_dim=1.0), 1.0, 0.1)),
     "gemma2": replace(sliding("gemma2", 5, *"sf"), attention_scale=0.5, attention_soft_cap=9.0, logit_soft_cap=None),
+    "gemma3 no windows": turning("gemma3_text", Rope(1e6)),
     "gemma3": replace(tiny["gemma3_text"], pattern=(LOCAL, LOCAL, GLOBAL), activation="silu"),
     "olmo2": replace(tiny["olmo2"], qkv_bias=True, output_bias=True),
     "olmo3": replace(tiny["olmo3"], pattern=(LayerKind(8, Rope(5e5)), YARN)),
