@@ -163,7 +163,7 @@ from .models.config import (
     LoraSpec as LoraSpec,
     model_preset as model_preset,
 )
-from .models.decoder import (
+from .models.decoder_sharding import (
     sharding_for as sharding_for,
 )
 from .models.hf import (

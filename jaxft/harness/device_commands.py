@@ -14,7 +14,7 @@ from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config
 from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
 from jaxft.harness.session import MODEL_FOLDER
-from jaxft.models.decoder import rules_table
+from jaxft.models.decoder_sharding import rules_table
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.model_card import Weights, card_of_copy, card_text

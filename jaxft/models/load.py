@@ -15,7 +15,8 @@ from jaxft.core.sharding import Sharding, check_one_process, constrain
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
-from jaxft.models.decoder import Remat, decoder, init_params, sharding_for
+from jaxft.models.decoder import Remat, decoder, init_params
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.hf import read_weights
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder

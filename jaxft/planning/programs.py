@@ -17,7 +17,8 @@ from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
 from jaxft.core.types import Model, Params
 from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig, LoraSpec
-from jaxft.models.decoder import Remat, decoder, parameter_shapes, sharding_for
+from jaxft.models.decoder import Remat, decoder, parameter_shapes
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
 from jaxft.planning.targets import Target

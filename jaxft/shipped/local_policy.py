@@ -14,7 +14,8 @@ from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
 from jaxft.errors import ComponentError
 from jaxft.harness.registry import LLMConfig
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import parameter_shapes, parameters_table, sharding_for
+from jaxft.models.decoder import parameter_shapes
+from jaxft.models.decoder_sharding import parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import Lora, init_model, load_model, lora_spec

@@ -18,8 +18,10 @@ from jaxft.core.sharding import AXES, device_bytes, path_text
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
+from jaxft.models.block import make_context
 from jaxft.models.config import PRESETS, LayerKind, model_preset
-from jaxft.models.decoder import decoder, make_context, parameters_table, rules_table, sharding_for
+from jaxft.models.decoder import decoder
+from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from jaxft.models.load import init_model
 
 SMALL = PRESETS["qwen3-50k"]

@@ -18,7 +18,8 @@ from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, devices_of
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
 from jaxft.models.config import PRESETS, LayerKind
-from jaxft.models.decoder import decoder, sharding_for
+from jaxft.models.decoder import decoder
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels
 
 SMALL = PRESETS["qwen3-50k"]

@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh
 
 from jaxft.core.sharding import AXES
 from jaxft.models.config import LoraSpec, model_preset
-from jaxft.models.decoder import REMATS, sharding_for
+from jaxft.models.decoder import REMATS
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, model_flops, update_flops
 from jaxft.planning.targets import find_target

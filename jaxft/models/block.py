@@ -1,0 +1,291 @@
+"""A layer of a decoder: attention and feed-forward as flax nnx modules, and what all layers of a call share.
+
+What a layer has is read from the `DecoderConfig`, and its window and positions from the layer's `LayerKind`.
+Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended to, `D` hidden, `H` query heads, `K`
+key/value heads, `N` heads, `h` head width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxft.core.sharding import Sharding, devices_of, platform_of
+from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.models.config import Activation, DecoderConfig, LayerKind, LoraSpec
+from jaxft.models.decode_layout import GATE_UP, QKV, head_shards, split_outputs
+from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
+from jaxft.models.layers import Linear, RMSNorm
+from jaxft.models.lora import adapter_of
+from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
+from jaxft.models.rope import Rope
+from jaxft.models.rotation import Angles, angles_of, rotate
+
+PROJECTED, WIDENED = "attention projections", "feed-forward projections"
+"""Checkpoint names of the outputs of all projections but the last, whose output no gradient needs. An adapter's product
+is saved within its projection's."""
+
+
+class Context(NamedTuple):
+    """Rotary angles of the tokens and what they see, for every kind of layer."""
+
+    angles: Mapping[Rope | None, Angles | None]
+    visible: Mapping[int | None, Bool[Array, "B T S"] | None]
+    """By window; None where there are pages, or the reference computes chunk by chunk."""
+    segment_ids: Int[Array, "B T"] | None
+    paged: PagedRows | None  # None without a cache
+    sharding: Sharding | None
+    in_halves: bool  # for `invariant_sum`: sampling on a CPU
+
+
+def make_context(
+    config: DecoderConfig,
+    positions: Int[Array, "B T"],
+    tables: Int[Any, "B C"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    sharding: Sharding | None = None,
+) -> Context:
+    """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
+
+    Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
+    positions.
+
+    Raises:
+        ValueError: segments are given together with pages.
+    """
+    ropes = {kind.rope for kind in config.pattern}
+    angles = {rope: None if rope is None else angles_of(rope, config.head_dim, positions) for rope in ropes}
+    windows = {kind.window for kind in config.pattern}
+    if tables is not None:
+        if segment_ids is not None:
+            raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
+        counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+        paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
+        nothing = dict.fromkeys(windows)
+        return Context(angles, nothing, None, paged, sharding, in_halves=platform_of(sharding) == "cpu")
+    (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
+    visible: dict[int | None, Array | None] = dict.fromkeys(windows)
+    if chunk_of((rows, length, config.num_heads), length, devices) == length:
+        keys = jnp.arange(length)
+        for window in windows:
+            seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
+            visible[window] = jnp.broadcast_to(seen, (rows, length, length))
+    return Context(angles, visible, segment_ids, None, sharding, in_halves=False)
+
+
+def by_rows(sharding: Sharding | None, tree: Any) -> Any:
+    """Constrain arrays, on a mesh, so that only their rows are sharded."""
+    return tree if sharding is None else sharding.constrain_rows(tree)
+
+
+def by_heads(sharding: Sharding | None, tree: Any) -> Any:
+    """Constrain activations `[B T N ...]`, on a mesh, so that rows and heads (or width) are sharded."""
+    return tree if sharding is None else sharding.constrain_heads(tree)
+
+
+def norm_of(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+    """Return a norm of this shape as the model has it."""
+    return RMSNorm(shape, config.rms_norm_eps, config.norm_offset)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
+        hidden, head_dim = config.hidden_size, config.head_dim
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+        def linear(names: Sequence[str], inputs: int, outputs: int, use_bias: bool) -> Linear:
+            adapter = adapter_of(lora, [f"self_attn/{name}" for name in names])
+            return Linear(inputs, outputs, use_bias, rngs, is_joined, adapter)
+
+        if is_joined:
+            self.qkv_proj = linear(QKV, hidden, width + 2 * kv_width, config.qkv_bias)
+        else:
+            self.q_proj = linear(["q_proj"], hidden, width, config.qkv_bias)
+            self.k_proj = linear(["k_proj"], hidden, kv_width, config.qkv_bias)
+            self.v_proj = linear(["v_proj"], hidden, kv_width, config.qkv_bias)
+        self.o_proj = linear(["o_proj"], width, hidden, config.output_bias)
+        self.norm_kind = config.qk_norm
+        if config.qk_norm == "heads" and is_joined:
+            self.qk_norm = norm_of(config, (config.num_heads + config.num_kv_heads, head_dim))
+        elif config.qk_norm is not None:
+            sizes = (head_dim, head_dim) if config.qk_norm == "heads" else (width, kv_width)
+            self.q_norm, self.k_norm = (norm_of(config, size) for size in sizes)
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
+        self.scale, self.soft_cap, self.is_joined = config.score_scale, config.attention_soft_cap, is_joined
+
+    def __call__(
+        self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
+    ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
+        rows, length, _ = x.shape
+        angles, scores = context.angles[kind.rope], Scores(self.scale, kind.window, self.soft_cap)
+        heads = self.joined_heads(x, angles, context) if self.is_joined else self.separate_heads(x, angles, context)
+        q, k, v = by_heads(context.sharding, heads)
+        if angles is not None and angles.query_factor is not None:
+            q = (q * angles.query_factor[:, :, None, None]).astype(q.dtype)
+        if pages is None or context.paged is None:
+            attended = self.attend(q, k, v, scores, context)
+        else:
+            attended, pages = write_and_attend(q, k, v, pages, context.paged, scores, context.sharding)
+        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), pages
+
+    def separate_heads(
+        self, x: Float[Array, "B T D"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array, Array]:
+        """Return queries `[B T H h]`, keys and values `[B T K h]`."""
+        projected = (checkpoint_name(project(x), PROJECTED) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        return (*self.normed_and_rotated(q, k, angles, context), v)
+
+    def joined_heads(
+        self, x: Float[Array, "B T D"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array, Array]:
+        """Return what `separate_heads` does, from one product.
+
+        Queries and keys are normed by head and rotated as one array, which saves launches on GPUs.
+        """
+        shards = head_shards(context.sharding, self.kv_heads)
+        y = by_heads(context.sharding, self.qkv_proj(x)).reshape(*x.shape[:2], shards, -1, self.head_dim)
+        queries, keys = self.heads // shards, self.kv_heads // shards
+
+        def whole(part: Array) -> Array:
+            return part.reshape(*x.shape[:2], -1, self.head_dim)
+
+        qk, v = y[..., : queries + keys, :], whole(y[..., queries + keys :, :])
+        if self.norm_kind == "projections":  # no norm of a part
+            q, k = whole(qk[..., :queries, :]), whole(qk[..., queries:, :])
+            return (*self.normed_and_rotated(q, k, angles, context), v)
+        if self.norm_kind == "heads":
+            qk = self.qk_norm(qk, in_halves=context.in_halves)
+        qk = rotated(whole(qk), angles, context).reshape(qk.shape)
+        return whole(qk[..., :queries, :]), whole(qk[..., queries:, :]), v
+
+    def normed_and_rotated(
+        self, q: Float[Array, "B T H h"], k: Float[Array, "B T K h"], angles: Angles | None, context: Context
+    ) -> tuple[Array, Array]:
+        """Return queries and keys with the norms and the positions that they have."""
+
+        def normed(x: Array, norm: RMSNorm) -> Array:
+            flat = x if self.norm_kind == "heads" else x.reshape(*x.shape[:2], -1)
+            return norm(flat, in_halves=context.in_halves).reshape(x.shape)
+
+        if self.norm_kind is not None:
+            q, k = normed(q, self.q_norm), normed(k, self.k_norm)
+        return rotated(q, angles, context), rotated(k, angles, context)
+
+    def attend(
+        self,
+        q: Float[Array, "B T H h"],
+        k: Float[Array, "B T K h"],
+        v: Float[Array, "B T K h"],
+        scores: Scores,
+        context: Context,
+    ) -> Float[Array, "B T H h"]:
+        """Return attention within whole rows by the kernel that takes them, or by the reference.
+
+        The reference goes chunk by chunk where the scores of all queries are too large.
+        """
+        length, ids, sharding = q.shape[1], context.segment_ids, context.sharding
+        visible = context.visible[scores.window]
+        if scores.window is not None and scores.window >= length:
+            scores = scores._replace(window=None)
+        kernel = kernel_for(q, scores, context)
+        if kernel != "xla":
+            return row_attention(q, k, v, kernel=kernel, scores=scores, segment_ids=ids, sharding=sharding)
+        seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
+        if visible is not None:
+            attended = attend(q, seen, visible, scores)
+        else:
+            chunk = chunk_of(q.shape, length, 1 if sharding is None else sharding.devices)
+            attended = attend_in_chunks(q, seen, jnp.arange(length)[None], scores, ids, chunk)
+        return by_heads(sharding, attended)
+
+
+def rotated(x: Float[Array, "B T N h"], angles: Angles | None, context: Context) -> Float[Array, "B T N h"]:
+    """Return queries or keys rotated by their angles, if the layer has positions."""
+    return x if angles is None else rotate(x, angles, platform_of(context.sharding))
+
+
+def kernel_for(q: Float[Array, "B T H h"], scores: Scores, context: Context) -> Kernel:
+    """Return the kernel of rows without a cache, and log the choice."""
+    devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
+    choice = choose_kernel(q.dtype, q.shape[-1], scores, devices, has_segments=has_segments)
+    if q.shape[1] > 1:  # a single token only asks for shapes
+        announce(choice, q.dtype, q.shape[-1], scores, devices[0], has_segments)
+    return choice.kernel
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class FeedForward(nnx.Module):
+    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
+        hidden, width = config.hidden_size, config.intermediate_size
+
+        def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
+            adapter = adapter_of(lora, [f"mlp/{name}" for name in names])
+            return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
+
+        if is_joined:
+            self.gate_up_proj = linear(GATE_UP, hidden, 2 * width)
+        else:
+            self.gate_proj = linear(["gate_proj"], hidden, width)
+            self.up_proj = linear(["up_proj"], hidden, width)
+        self.down_proj = linear(["down_proj"], width, hidden)
+        self.width, self.is_joined = width, is_joined
+        self.activate = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
+        if self.is_joined:
+            both = by_heads(sharding, self.gate_up_proj(x))
+            gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
+        else:
+            gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
+        return self.down_proj(by_heads(sharding, self.activate(gate) * up))
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each added to the residual stream; their inputs, outputs or both are normed.
+
+    The names of the two norms of inputs are those of Llama's files, where the second one comes after attention.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
+    ) -> None:
+        before, after = config.norm_places != "after", config.norm_places != "before"
+        self.input_layernorm = norm_of(config, config.hidden_size) if before else None
+        self.self_attn = Attention(config, rngs, is_joined, lora)
+        self.attention_output_norm = norm_of(config, config.hidden_size) if after else None
+        self.post_attention_layernorm = norm_of(config, config.hidden_size) if before else None
+        self.mlp = FeedForward(config, rngs, is_joined, lora)
+        self.mlp_output_norm = norm_of(config, config.hidden_size) if after else None
+        self.residual_scale = config.residual_scale
+
+    def __call__(
+        self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
+    ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
+        def normed(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            return x if norm is None else by_rows(context.sharding, norm(x, in_halves=context.in_halves))
+
+        def add(x: Float[Array, "B T D"], change: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            if self.residual_scale != 1:
+                change = change * jnp.asarray(self.residual_scale, x.dtype)
+            return by_rows(context.sharding, x + change)
+
+        attended, pages = self.self_attn(normed(self.input_layernorm, x), kind, context, pages)
+        x = add(x, normed(self.attention_output_norm, attended))
+        changed = self.mlp(normed(self.post_attention_layernorm, x), context.sharding)
+        return add(x, normed(self.mlp_output_norm, changed)), pages
