@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import jaxft.models.attention as attention_module
+import jaxft.models.block as block_module
 import jaxft.models.decoder as decoder_module
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, devices_of
@@ -273,7 +274,7 @@ def forced(monkeypatch):
 
     def make(kernel, **options):
         choose = lambda *_, has_segments: Choice(kernel if has_segments else "xla")  # noqa: E731
-        monkeypatch.setattr(decoder_module, "choose_kernel", choose)
+        monkeypatch.setattr(block_module, "choose_kernel", choose)
         monkeypatch.setattr(decoder_module, "_decoder", NOT_CACHED)  # its functions may be traced with another kernel
         return decoder(**{"config": SMALL} | options)
 
