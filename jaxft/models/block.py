@@ -259,7 +259,7 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream; their inputs, outputs or both are normed.
 
-    The names of the two norms of inputs are those of Llama's files, where the second one comes after attention.
+    The names of the two norms of inputs are those of most files, where the second one comes after attention.
     """
 
     def __init__(
