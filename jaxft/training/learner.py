@@ -52,7 +52,9 @@ def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
 
 def loses_kernel(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> bool:
     """True if a fused kernel takes some layers' attention in rows of one sequence, but none does in packed rows."""
-    for window in {kind.window for kind in config.pattern}:
+    longest = config.max_position_embeddings
+    windows = {None if kind.window is None or kind.window >= longest else kind.window for kind in config.pattern}
+    for window in windows:
         kind = dtype, config.head_dim, Scores(config.score_scale, window, config.attention_soft_cap), devices
         padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
         if padded != "xla" and packed == "xla":

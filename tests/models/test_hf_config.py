@@ -239,3 +239,77 @@ def test_unreadable_files_are_named(tmp_path):
     file.write_text("[]")
     with pytest.raises(ModelFileError, match=r"config.json holds a list; wanted a JSON object"):
         load_config(file)
+
+
+PUBLISHED = {
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3",
+        "boi_token_index": 255999,
+        "eos_token_id": [1, 106],
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+    },
+    "phi-4-mini": {
+        "model_type": "phi3",
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "full_attn_mod": 1,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
+}
+"""What is written in the files of published models, as far as it tells their kind."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_keys_of_published_files_are_known(name):
+    config = decoder_config(PUBLISHED[name])
+    assert decoder_config(config_json(config, "bfloat16")) == config
+    if name == "gemma-3-4b":  # all else is left to the defaults
+        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+        assert windows(config)[:6] == [1024] * 5 + [None]
+        assert config.pattern[5].rope == Rope(1e6, LinearScaling(8.0))
+    if name == "phi-4-mini":
+        assert config.head_dim == 128 and len(config.pattern[0].rope.scaling.short_factor) == 48
+        assert config != config.for_context(8192)
