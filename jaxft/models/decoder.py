@@ -7,7 +7,7 @@ Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` tokens of all ro
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -163,8 +163,7 @@ def _decoder(
             return output
 
         if cache is None:
-            compute = jax.checkpoint(compute_layer, policy=SAVEABLE[remat], static_argnums=0)
-            x = scan_layers(compute, config.kinds, x, params["layers"])
+            x = scan_layers(compute_layer, SAVEABLE[remat], config.kinds, x, params["layers"], platform_of(sharding))
         else:
             updated: list[Any] = []
             for layer, kind, pages in zip(bind_layers(params), config.kinds, cache, strict=True):
@@ -268,30 +267,74 @@ def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
 
 def scan_layers(
     compute: Callable[[LayerKind, Array, Params], Array],
+    policy: Callable[..., Any],
     kinds: tuple[LayerKind, ...],
     x: Float[Array, "B T D"],
     layers: Params,
+    platform: str,
 ) -> Float[Array, "B T D"]:
-    """Return the residual stream after all layers, whose parameters are stacked on axis 0."""
-    runs = layer_runs(kinds)
-    if len(runs) == 1:
-        parts = [layers]
-    else:  # the gradient of a split is one concatenation
+    """Return the residual stream after all layers, whose parameters are stacked on axis 0.
+
+    Args:
+        compute: computes a layer.
+        policy: checkpoint policy of each layer.
+        kinds: kind of each layer.
+        x: residual stream.
+        layers: parameters of all layers.
+        platform: platform of the devices.
+    """
+    runs, flat = layer_runs(kinds), flatten_dict(layers)
+    frozen = {path for path in flat if path[-1] not in LORA_NAMES} if has_adapters(layers) else set()
+    whole: dict[Any, Array] = {}
+    parts = [flat]
+    if len(runs) > 1:
+        # A split of parameters that were cast is part of the cast, and its gradient, a concatenation, part of the sum
+        # of gradients. The base of adapters would be copied: its layers are cut from the whole stack.
+        whole = {path: flat[path] for path in frozen}
         sizes = [len(run.kinds) * run.repeats for run in runs]
-        split = {path: jax.lax.split(leaf, sizes) for path, leaf in flatten_dict(layers).items()}
-        parts = [unflatten_dict({path: pieces[i] for path, pieces in split.items()}) for i in range(len(runs))]
+        split = {path: jax.lax.split(leaf, sizes) for path, leaf in flat.items() if path not in whole}
+        parts = [{path: pieces[i] for path, pieces in split.items()} for i in range(len(runs))]
+
+    # The layer is cut in here, as the backward pass would otherwise keep a copy of it.
+    @partial(jax.checkpoint, policy=policy, static_argnums=(0, 1))
+    def compute_layer(run: LayerRun, place: int, x: Array, turn: Any, start: Any, whole: Any) -> Array:
+        layer = {
+            path: jax.lax.dynamic_index_in_dim(leaf, start + place, keepdims=False) for path, leaf in whole.items()
+        }
+        layer |= turn if len(run.kinds) == 1 else {path: leaf[place] for path, leaf in turn.items()}
+        if len(run.kinds) > 1 and platform == "gpu":
+            x, trained = in_turn(x, {path: leaf for path, leaf in layer.items() if path not in frozen})
+            layer |= trained
+        return compute(run.kinds[place], x, unflatten_dict(layer))
+
+    first = 0
     for run, part in zip(runs, parts, strict=True):
         count = len(run.kinds)
 
-        def step(x: Array, turn: Params, run: LayerRun = run, count: int = count) -> tuple[Array, None]:
-            for kind, layer in zip(run.kinds, [turn] if count == 1 else per_layer(turn, count), strict=True):
-                x = compute(kind, x, layer)
+        def step(x: Array, turn: Any, run: LayerRun = run) -> tuple[Array, None]:
+            for place in range(len(run.kinds)):
+                x = compute_layer(run, place, x, *turn, whole)
             return x, None
 
         if count > 1:
-            part = jax.tree.map(lambda leaf, run=run: leaf.reshape(run.repeats, -1, *leaf.shape[1:]), part)
-        x = jax.lax.scan(step, x, part)[0]
+            part = {path: leaf.reshape(run.repeats, count, *leaf.shape[1:]) for path, leaf in part.items()}
+        starts = first + count * jnp.arange(run.repeats)
+        x = jax.lax.scan(step, x, (part, starts))[0]
+        first += count * run.repeats
     return x
+
+
+@jax.custom_vjp
+def in_turn(x: Array, trained: Any) -> tuple[Array, Any]:
+    """Return the arguments; the gradients of both are finished before those of the layer before are begun.
+
+    XLA for GPUs computes the gradients of a turn's weights last, and would hold the activations of all of its layers.
+    That for TPUs does not, and needs more memory with this barrier.
+    """
+    return x, trained
+
+
+in_turn.defvjp(lambda x, trained: ((x, trained), None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
 
 
 def per_layer(layers: Params, num_layers: int) -> list[Params]:

@@ -13,15 +13,18 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from pydantic import TypeAdapter
 
 from jaxft.harness.registry import ComponentConfig
 from jaxft.models.config import DecoderConfig
+from jaxft.models.flash import compute_capability
 from jaxft.planning.decode_step import LargeCopy, Step, decode_step, large_copies
 from jaxft.planning.hlo import CACHED_BYTES, read
 from jaxft.planning.programs import Programs, Run, mesh_of_devices
@@ -198,6 +201,21 @@ def topology_devices(target: Target) -> list[Any]:
     return list(description.devices)[: target.chips]
 
 
+@contextmanager
+def cudnn_limits_of(target: Target) -> Iterator[None]:
+    """Let JAX check arguments of cuDNN's attention by the limits of a target's GPUs.
+
+    It asks the GPU of its own process, and where there is none takes the limits of Ampere: heads of up to 128.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo  # there is no public way, and no other code of jaxft needs it
+
+    def is_at_least(wanted: str) -> bool:
+        return compute_capability(target.device) >= tuple(map(int, wanted.split(".")))
+
+    with patch.object(fused_attention_stablehlo, "check_compute_capability", is_at_least):
+        yield
+
+
 def lower(request: Mapping[str, Any]) -> Any:
     """Return the lowered program of a request of `compile_program`."""
     run = Run(
@@ -208,7 +226,8 @@ def lower(request: Mapping[str, Any]) -> Any:
     target = find_target(request["target"])
     mesh = mesh_of_devices(run, topology_devices(target))
     programs = Programs(run, mesh, target, request["remat"])
-    return (programs.warm_up() | programs.by_name())[request["program"]]()
+    with cudnn_limits_of(target):
+        return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 
 def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target, pool_bytes: int) -> Compiled:

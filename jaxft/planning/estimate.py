@@ -1,8 +1,9 @@
 """Memory of a run's compiled programs, estimated by arithmetic from shapes and sharding rules, without a compiler.
 
-An update's gradient has two moments that need much memory: the backward pass of the head, with logits of one chunk and
-the head's gradient in float32, and the backward pass of a layer, with all that was recomputed of it. Both find the
-activations that all layers have kept, and the weights in the dtype of products. Estimates are sums of such arrays, in
+An update's gradient has three moments that need much memory: the backward pass of the head, with logits of one chunk
+and the head's gradient in float32, the backward pass of a layer, with all that was recomputed of it, and, where layers
+of several kinds take turns, the forward pass of a turn. All find the activations that all layers have kept, and the
+weights in the dtype of products. Estimates are sums of such arrays, in
 the order in which the program makes them. They promise to be within 25 % of the compilers' figures; for updates, they
 miss none of the cases of `tests/planning/test_estimate.py` by more than 10 %. Attention is that of fused kernels, and
 all bytes are those of one device.
@@ -19,7 +20,7 @@ from jaxft.core.logprobs import CHUNK_LOGITS
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, device_bytes
 from jaxft.models.config import DecoderConfig, LoraSpec
-from jaxft.models.decoder import Remat, parameter_shapes
+from jaxft.models.decoder import Remat, layer_runs, parameter_shapes
 from jaxft.planning.flops import block_weights, head_weights
 from jaxft.rollout.model_runner import PREFILL_TOKENS_ELSEWHERE
 
@@ -77,6 +78,8 @@ class UpdateBytes(NamedTuple):
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
             tokens with its gradient, cut into chunks.
+        turn: activations that the layers of one turn keep, before they are written to `kept`; with adapters the
+            products with the base and with the adapter, which are added then.
         layer: activations and gradients of one layer during its backward pass.
         layer_weights: weights of one layer, cut from the stack or gathered, and on a mesh their gradients before they
             are exchanged.
@@ -91,9 +94,15 @@ class UpdateBytes(NamedTuple):
     exchanged: int
     embedding_gradient: int
     chunk: int
+    turn: int
     layer: int
     layer_weights: int
     reserved: int
+
+    @property
+    def in_turn(self) -> int:
+        """Bytes during the forward pass of the last turn."""
+        return self.kept + self.weights + self.turn + self.reserved
 
     @property
     def in_head(self) -> int:
@@ -114,7 +123,7 @@ class UpdateBytes(NamedTuple):
     @property
     def peak(self) -> int:
         """Bytes at the moment that needs most."""
-        return max(self.in_head, self.in_layer, self.in_embedding)
+        return max(self.in_turn, self.in_head, self.in_layer, self.in_embedding)
 
 
 def update_bytes(
@@ -165,7 +174,7 @@ def update_bytes(
         normalizers=rows_here * tokens * config.num_heads * FLOAT32 // tensor,
     )
     repeats_heads = is_packed and platform == "gpu"  # for the Triton kernel, which has no grouped heads
-    work = _recomputed(activations, repeats_heads)
+    work = _recomputed(activations, repeats_heads, config)
     # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
     layer = work + 3 * activations.wide + 2 * activations.hidden
 
@@ -178,9 +187,10 @@ def update_bytes(
     scored = -(-rows_here * (tokens - 1) // tensor)
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
     weights_of_layer = block_weights(config) // tensor * itemsize
-    everything = _everything(activations, repeats_heads, config.qk_norm is not None)
+    kept = activations.kept(remat, _everything(activations, repeats_heads, config))
+    layers_of_turn = max(len(run.kinds) for run in layer_runs(config.kinds))
     return UpdateBytes(
-        kept=config.num_layers * activations.kept(remat, everything),
+        kept=config.num_layers * kept,
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
@@ -188,33 +198,42 @@ def update_bytes(
         exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
+        turn=layers_of_turn * kept * (1 if lora is None else 2),
         layer=layer,
         layer_weights=weights_of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
     )
 
 
-def _recomputed(activations: Activations, repeats_heads: bool) -> int:
+def _recomputed(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
     """Return the bytes of one layer's activations that its backward pass reads, and recomputes where it must.
 
     These are the input, its norm, queries, keys and values before and after norm and rotation, the kernel's output,
-    the residual stream after attention, its norm, and gate, up and their product.
+    the residual stream after attention, its norm, and gate, up and their product. Where outputs have a norm, it reads
+    the outputs of attention and feed-forward.
     """
     hidden, queries, keys, wide, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
-    return 4 * hidden + queries + 2 * keys + given + queries + normalizers + 3 * wide
+    of_stream = (2 + _norms(config)) * hidden
+    return of_stream + queries + 2 * keys + given + queries + normalizers + 3 * wide
 
 
-def _everything(activations: Activations, repeats_heads: bool, has_qk_norm: bool) -> int:
+def _everything(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
     """Return the bytes of one layer's activations if no step is computed again, as `everything_saveable` has it.
 
-    The residual stream has five copies in the dtype of products, and for each of two norms two in float32, before and
-    after division. So have queries and keys with a norm. The feed-forward's width has six, three of them of `silu`.
+    The residual stream has five copies in the dtype of products, and for each norm two in float32, before and after
+    division. So have queries and keys with a norm. The feed-forward's width has six, three of them of `silu`.
     """
     hidden, queries, keys, wide, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
-    of_norms = 4 * (queries + keys) if has_qk_norm else 0
-    return 13 * hidden + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
+    of_norms = 4 * (queries + keys) if config.qk_norm is not None else 0
+    of_stream = (5 + 4 * _norms(config)) * hidden
+    return of_stream + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
+
+
+def _norms(config: DecoderConfig) -> int:
+    """Return the number of a layer's norms of the residual stream or of what is added to it."""
+    return 4 if config.norm_places == "both" else 2
 
 
 def _sharded_bytes(sharding: Sharding | None, shapes: Any, dtype: Any) -> int:

@@ -123,8 +123,9 @@ def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lo
     """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
-    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, whose result no
-    gradient needs, `attention` and `full` those of attention as well. The logits are always computed twice.
+    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention` and
+    `full` those of attention as well. The gradient of a norm of outputs needs the result of the last, which all but
+    `none` recompute; no other does. The logits are always computed twice.
 
     >>> from jaxft.models.config import model_preset
     >>> m60 = model_preset("qwen3-58m")
@@ -133,9 +134,10 @@ def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lo
     True
     """
     shapes = projection_shapes(config)
-    recomputed = {"none": (), "dots": (), "projections": ("mlp/gate_proj", "mlp/up_proj")}.get(
-        remat, tuple(path for path in shapes if path != "mlp/down_proj")
-    )
+    kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
+    recomputed = set() if remat == "none" else set(shapes) - set(kept.get(remat, ())) - {"mlp/down_proj"}
+    if remat != "none" and config.norm_places != "before":
+        recomputed.add("mlp/down_proj")
     of_token = 0
     for path, (inputs, outputs) in shapes.items():
         passes = (2 if lora is not None else 3) + (path in recomputed)

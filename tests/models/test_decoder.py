@@ -19,10 +19,11 @@ from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
-from jaxft.models.config import PRESETS, LayerKind, model_preset
-from jaxft.models.decoder import decoder
+from jaxft.models.config import PRESETS, LayerKind, LoraSpec, model_preset
+from jaxft.models.decoder import SAVEABLE, decoder, layer_runs, scan_layers
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from jaxft.models.load import init_model
+from jaxft.models.lora import put_beside
 
 SMALL = PRESETS["qwen3-50k"]
 FEW_IDS = replace(SMALL, vocab_size=48)
@@ -338,3 +339,44 @@ def test_tables():
     assert lines[0] == "mesh: data 2, fsdp 2, tensor 2"
     (kernel,) = [line.split() for line in lines if line.startswith("layers/self_attn/o_proj/kernel")]
     assert kernel[1:] == ["(2,", "64,", "32)", "-,", "tensor,", "fsdp", f"{2 * 64 * 32 / 2**20:.3f}"]
+
+
+MIXED = replace(SMALL, num_layers=8, pattern=(LayerKind(window=2), LayerKind(window=3), LayerKind(rope=None)))
+
+
+@pytest.mark.parametrize(("lora", "platform"), [(None, "gpu"), (LoraSpec(2, 4.0), "gpu"), (None, "cpu")])
+def test_layers_in_turns_are_the_same_as_one_by_one(lora, platform):
+    """Two layers, and two turns of three, scanned, against a loop over layers."""
+    assert [(len(run.kinds), run.repeats) for run in layer_runs(MIXED.kinds)] == [(2, 1), (3, 2)]
+    model = decoder(MIXED, lora=lora)
+    params, tokens = model.init(jax.random.key(0)), random_tokens(2, 8)
+    layers = put_beside(params)["layers"]
+    x = jax.random.normal(jax.random.key(2), (2, 8, MIXED.hidden_size))
+
+    def compute(kind, x, layer):
+        y = sum(jnp.tanh(leaf.astype(x.dtype)).sum() for leaf in jax.tree.leaves(layer))
+        return x * (1 + 1e-3 * y) + (kind.window or 7)
+
+    def in_runs(x, layers):
+        return scan_layers(compute, SAVEABLE["dots"], MIXED.kinds, x, layers, platform).sum()
+
+    def one_by_one(x, layers):
+        for i, kind in enumerate(MIXED.kinds):
+            x = compute(kind, x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+        return x.sum()
+
+    found, wanted = (jax.jit(jax.value_and_grad(each, argnums=(0, 1)))(x, layers) for each in (in_runs, one_by_one))
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert jnp.isfinite(model.apply(params, tokens, tokens)[0]).all()
+
+
+def test_the_backward_pass_keeps_no_copy_of_a_layer():
+    model = decoder(MIXED)
+    params, tokens = jax.eval_shape(model.init, jax.random.key(0)), random_tokens(2, 8)
+    loss = jax.grad(lambda params: model.apply(params, tokens, tokens)[0].sum())
+    scans = [each for each in jax.make_jaxpr(loss)(params).eqns if each.primitive.name == "scan"]
+    kept = {variable.aval.shape for scan in scans for variable in scan.outvars}
+    hidden, wide = MIXED.hidden_size, MIXED.intermediate_size
+    assert (2, 3, hidden, wide) in kept  # the gradient of two turns
+    assert (2, hidden, wide) not in kept

@@ -21,13 +21,15 @@ from jax.sharding import AbstractMesh
 import roofline
 from jaxft.core.sharding import AXES
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import Remat
+from jaxft.models.decoder import Remat, layer_runs
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled
 from jaxft.planning.hlo import Program, read
+from jaxft.planning.plan import estimate_update
 from jaxft.planning.programs import Programs, Run
 from jaxft.planning.targets import find_target
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from published import CONFIGS, published
 
 INTERPRETER = compiler.default_interpreter()
 pytestmark = [
@@ -57,14 +59,14 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> DecoderConfig:
-        config = model_preset(self.model)
+        config = published(self.model) if self.model in CONFIGS else model_preset(self.model)
         return config if self.layers is None else replace(config, num_layers=self.layers)
 
     @property
     def run(self) -> Run:
         shards = self.mesh[0] * self.mesh[1]
         policy: dict[str, Any] = {
-            "preset": self.model,
+            "path": self.model,
             "max_context_tokens": self.width,
             "compute_dtype": self.compute_dtype,
             "mesh": None if math.prod(self.mesh) == 1 else dict(zip(AXES, self.mesh, strict=True)),
@@ -282,3 +284,20 @@ def test_temporaries_are_linear_in_tokens():
     """The same tokens in rows that are longer take the same memory."""
     sizes = [compiled(ONE_GPU._replace(rows=8192 // width, width=width))[0].temporaries for width in (1024, 2048, 4096)]
     assert max(sizes) <= 1.02 * min(sizes), sizes
+
+
+GEMMA = ONE_GPU._replace(model="gemma-3-1b", layers=20)  # three turns of six layers, and two layers
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_layers_of_several_kinds_are_not_copied_and_have_kernels_for_wide_heads(lora):
+    """A turn cuts its layers from the stack, in the backward pass again; a base of adapters is not split into runs."""
+    case = GEMMA._replace(lora=lora)
+    figures, hlo = compiled(case)
+    assert [len(run.kinds) * run.repeats for run in layer_runs(case.config.kinds)] == [18, 2]
+    assert attention_calls(hlo) == {"__cudnn$fmhaSoftmax": 20, "__cudnn$fmhaSoftmaxBackward": 20}
+    hidden, wide = case.config.hidden_size, case.config.intermediate_size
+    stacks = Counter(buffer.array.shape for buffer in hlo.buffers)
+    assert not stacks[3, hidden, wide], "a layer of each turn is kept"
+    assert not lora or not stacks[18, hidden, wide], "the base is split"
+    assert figures.temporaries == pytest.approx(estimate_update(case.programs), rel=0.15)

@@ -3,10 +3,12 @@
 `data/compiled_updates.json` has, for each case, what `memory_analysis()` and the reader of HLO said of the program that
 jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of `ModelRunner.programs`. Weights are sharded
 over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16; products
-are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed.
+are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed, nor those of models with windows on GPUs.
+Models are presets, or those of `benchmarks/published.py`, some with fewer layers.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from jaxft.models.decoder_sharding import sharding_for
 from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, model_flops, update_flops
 from jaxft.planning.targets import find_target
+from published import CONFIGS, published
 
 CASES = json.loads((Path(__file__).parent / "data" / "compiled_updates.json").read_text())
 GRADIENTS = [name for name, case in CASES.items() if case["program"] == "gradient"]
@@ -27,9 +30,14 @@ RECOMPUTED_BY_XLA = {"h100_8b_lora_dots", "h100x8_8b_dots"}
 """Programs in which XLA for GPUs found memory short and computed products a second time on its own account."""
 
 
+def config_of(case):
+    config = published(case["model"]) if case["model"] in CONFIGS else model_preset(case["model"])
+    return replace(config, num_layers=case.get("layers", config.num_layers))
+
+
 def setting(case):
     """Arguments of `update_bytes` for a case."""
-    target, config = find_target(case["target"]), model_preset(case["model"])
+    target, config = find_target(case["target"]), config_of(case)
     lora = LoraSpec(16, 32.0) if case["lora"] else None
     return dict(
         config=config,
@@ -40,7 +48,7 @@ def setting(case):
         sharding=sharding_for(config, AbstractMesh((1, target.chips, 1), AXES)),
         lora=lora,
         param_dtype="float32" if lora is None else "bfloat16",
-        is_packed=case["loss"] != "dpo",
+        is_packed=case.get("is_packed", case["loss"] != "dpo"),
     )
 
 
@@ -104,6 +112,32 @@ def test_adapters_have_no_gradient_of_the_head_and_no_copy_of_a_narrow_base():
             2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)  # q and o; k and v; gate, up and down
         )
     )
+
+
+def test_a_turn_of_layers_keeps_what_each_of_them_does():
+    config = published("gemma-3-1b")  # 26 layers: 4 turns of 6, and 2
+
+    def needed(config, lora):
+        given = dict(rows=8, tokens=2048, remat="dots", platform="gpu", is_packed=False)
+        return update_bytes(config, lora=lora, param_dtype="bfloat16", **given)
+
+    full, adapters = needed(config, None), needed(config, LoraSpec(16, 32.0))
+    assert full.turn * 26 == full.kept * 6
+    assert adapters.turn == 2 * full.turn and adapters.peak == adapters.in_turn
+    assert needed(replace(config, pattern=config.pattern[:1]), None).turn * 6 == full.turn
+
+
+def test_norms_of_outputs_need_the_outputs():
+    config = model_preset("qwen3-0.6b")
+    both = replace(config, norm_places="both")
+    after = replace(config, norm_places="after")
+    sizes = [setting(CASES["h200_06_full"]) | {"config": each} for each in (config, after, both)]
+    before_bytes, after_bytes, both_bytes = (update_bytes(**size).layer for size in sizes)
+    assert before_bytes == after_bytes
+    assert both_bytes - before_bytes == 2 * 8 * 2048 * 1024 * 2  # two more arrays of 8 x 2,048 tokens in bfloat16
+    down = 2 * 28 * 1024 * 3072
+    for remat, again in (("none", 0), ("dots", down), ("projections", down), ("attention", down), ("full", down)):
+        assert update_flops(both, 1, 1, remat) - update_flops(config, 1, 1, remat) == again
 
 
 def test_operations_of_a_full_recomputation():

@@ -5,12 +5,13 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from pydantic import TypeAdapter
 
 from jaxft.cli import main
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.flash import Choice
-from jaxft.planning.compiler import Compiled, plain
+from jaxft.planning.compiler import Compiled, cudnn_limits_of, plain
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
 from jaxft.planning.programs import Run, mesh_shape
 from jaxft.planning.targets import find_target, target_names
@@ -331,3 +332,15 @@ def test_a_configuration_is_sent_as_it_is():
     assert LocalPolicyConfig.model_validate(sent[0]) == RUN_OF_V5E.policy
     assert LocalTrainerAdapterConfig.model_validate(sent[1]) == RUN_OF_V5E.adapter
     assert TypeAdapter(DecoderConfig).validate_python(sent[2]) == RUN_OF_V5E.model
+
+
+def test_limits_of_cudnn_are_those_of_the_target():
+    def reaches():
+        return [fused_attention_stablehlo.check_compute_capability(wanted) for wanted in ("8.0", "9.0")]
+
+    assert reaches() == [False, False]  # a CPU
+    with cudnn_limits_of(find_target("h200x1")):
+        assert reaches() == [True, True]
+    with cudnn_limits_of(find_target("a100x8")):
+        assert reaches() == [True, False]
+    assert reaches() == [False, False]
