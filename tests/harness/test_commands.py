@@ -269,7 +269,7 @@ def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
         run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-1m", "mesh": {"data": 16, "tensor": 2}}
 
     assert main(["doctor", "--sharding"]) == 0
-    assert "llama, mistral, qwen2, qwen3\nembed " in capsys.readouterr().out
+    assert "\nembed " in capsys.readouterr().out
     command = ["doctor", "--sharding", "--config_file", run_file(on_a_mesh)]  # of more devices than are here
     assert main(command) == 0
     shown = capsys.readouterr().out
