@@ -211,7 +211,10 @@ def test_chunked_gradients_never_hold_all_logits(bigram):
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("vocabulary", [151_936, 262_144])
 def test_large_vocabularies_take_the_memory_of_one_chunk(bigram, vocabulary, cap):
-    """Of 8,192 tokens, whose logits are 5 or 8 GB, only one default chunk's exist; a soft cap takes as much again."""
+    """Of 8,192 tokens, whose logits are 5 or 8 GB, only those of one default chunk exist, in at most two tables.
+
+    Without a soft cap jaxlib 0.10.2 makes one table, and 0.10.0 two.
+    """
     model = bigram
     if cap is not None:
         model = bigram._replace(unembed=lambda params, hidden: cap * jnp.tanh(bigram.unembed(params, hidden) / cap))
@@ -219,7 +222,7 @@ def test_large_vocabularies_take_the_memory_of_one_chunk(bigram, vocabulary, cap
     tokens = jax.ShapeDtypeStruct((4, 2049), jnp.int32)
     memory = jitted_value_and_gradient.lower(model, params, tokens, None).compile().memory_analysis()
     head_bytes, chunk_bytes = 8 * vocabulary * 4, 4 * CHUNK_LOGITS
-    assert memory.temp_size_in_bytes < (1.25 if cap is None else 2.25) * chunk_bytes + 2 * head_bytes
+    assert memory.temp_size_in_bytes < 2.25 * chunk_bytes + 2 * head_bytes
 
 
 def test_rows_of_one_token(bigram):
