@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, LayerKind
 from jaxft.models.families import FAMILIES, WRAPPERS
-from jaxft.models.families.family import FULL, SLIDING, Family, Keys
+from jaxft.models.families.family import FULL, SLIDING, Family, Key, Keys
 from jaxft.models.hf_files import load_json
 from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 
@@ -25,6 +25,7 @@ NOT_EXPORTED = ("_name_or_path", "auto_map")
 """Keys of a `config.json` that an export drops: the path of the source, and its code files."""
 
 WRITTEN = ("architectures", "model_type", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "rope_theta")
+"""Keys that every export writes anew."""
 
 NEUTRAL = frozenset(
     """
@@ -137,7 +138,7 @@ def _check_keys(family: Family, keys: Keys) -> None:
             )
 
 
-def _read_key(key: Any, keys: Keys) -> dict[str, Any]:
+def _read_key(key: Key, keys: Keys) -> dict[str, Any]:
     """Return the fields that a key gives."""
     hint = get_type_hints(DecoderConfig)[key.fields[0]]
     if key.name == "num_key_value_heads" and keys.is_null(key.name):
@@ -217,7 +218,6 @@ def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default
     """Return rotary positions by tables of their parameters, of which the first that is not empty counts."""
     tables = [table for table in tables if table]
     rope = Keys(keys.file, tables[0] if tables else {})
-    # In files that hold a theta in several places, a table of an own type of layer comes before the file's own.
     thetas = {Keys(keys.file, each).number("rope_theta") for each in (keys.values, *tables) if "rope_theta" in each}
     if len(thetas) > 1:
         raise ModelFileError(f"{keys.file}: rope_theta has several values, {sorted(thetas)}; wanted one")
