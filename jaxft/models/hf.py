@@ -182,8 +182,10 @@ def _check_stored(folder: Path, stored: dict[str, StoredTensor], tensors: Sequen
         for name in tensor.names:
             found = extra.pop(name, None)
             if found is None:
-                hint = "; is tie_word_embeddings missing in config.json?" if tensor.paths == ("lm_head",) else ""
-                raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}{hint}")
+                hint = "download the file again, or take the config.json that belongs to it"
+                if tensor.paths == ("lm_head",):
+                    hint = "is tie_word_embeddings missing in config.json?"
+                raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}; {hint}")
             if found.dtype not in DTYPES:
                 raise ModelFileError(
                     f"{found.file}: tensor {name!r} has dtype {found.dtype}; wanted one of {', '.join(DTYPES)}"
@@ -200,7 +202,8 @@ def _check_stored(folder: Path, stored: dict[str, StoredTensor], tensors: Sequen
     if unknown:
         name = min(unknown)
         raise ModelFileError(
-            f"{extra[name].file}: tensor {name!r} has no place in the model of config.json ({len(unknown)} such)"
+            f"{extra[name].file}: tensor {name!r} has no place in the model of config.json ({len(unknown)} such); "
+            "take the config.json that belongs to these weights, or export them without it"
         )
 
 

@@ -53,7 +53,7 @@ def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapt
     else:
         base, folder = hub_id(policy.path), Path(policy.path)
         own = folder.parent.name if folder.name == MODEL_FOLDER else folder.name  # of a run: the name of the run
-        name, about = base.split("/")[-1] if base else own, f"This model is {reference(base, own)}"
+        name, about = base.split("/")[-1] if base else own, f"This model began as {reference(base, own)}"
     sentences = [f"{about}."] + ([] if policy.path is None else licence(policy.path))
     if not version:
         return ModelCard(redacted(name), redacted(" ".join(sentences)), metadata_of(base))
