@@ -16,8 +16,6 @@ from jaxft.harness.config_merge import literal
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.session import (
     CAME_BACK,
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
     MASKED,
     RESUME_COMMAND,
     UNHEALTHY,
@@ -28,7 +26,7 @@ from jaxft.harness.session import (
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import RunDirectory, bring_back_earlier_run, holds_run
+from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, RunDirectory, bring_back_earlier_run, holds_run
 from jaxft.runs.environment import secrets_of_environment
 
 EVALUATION_FILE = "evaluation.json"

@@ -38,12 +38,9 @@ from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import LOG_FILE, RunDirectory, is_run
+from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, LOG_FILE, RESULT_FILE, RunDirectory, is_run
 from jaxft.runs.environment import environment, script, secrets_of_environment
 
-CONFIG_FILE = "config.yml"
-ENVIRONMENT_FILE = "environment.json"
-RESULT_FILE = "result.json"
 RESUME_COMMAND, MASKED = "resume_command", "masked"
 """Keys of `environment.json`: the command that resumes the run, and the paths of secrets in the configuration."""
 MODEL_FOLDER = "model"

@@ -5,9 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxft.runs.directory import METRICS_FILE, RunDirectory
+from jaxft.runs.directory import (
+    CURRICULUM_FILE,
+    METRICS_FILE,
+    REWARD_HISTORY_FILE,
+    VALIDATION_HISTORY_FILE,
+    RunDirectory,
+)
 from jaxft.runs.plots import PLOT_FILE
-from jaxft.shipped.run_log import CURRICULUM_FILE, REWARD_HISTORY_FILE, VALIDATION_HISTORY_FILE
 
 NAMES = {
     "avg_reward": "reward_mean",

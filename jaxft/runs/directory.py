@@ -15,8 +15,18 @@ from filelock import FileLock, Timeout
 from jaxft.errors import RunDirectoryError
 from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non_finite_named
 
+CONFIG_FILE = "config.yml"
+ENVIRONMENT_FILE = "environment.json"
+RESULT_FILE = "result.json"
 METRICS_FILE = "training_metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
+REWARD_HISTORY_FILE = "reward_history.json"
+VALIDATION_HISTORY_FILE = "validation_history.json"
+CURRICULUM_FILE = "curriculum_state.json"
+SAMPLES_FILE = "trajectories/samples.jsonl"
+EPISODE_REWARDS_FILE = "trajectories/rewards.jsonl"
+"""Log with the rewards of every episode, one line per epoch."""
+PAIRS_FILE = "trajectories/pairs.jsonl"
 RESUMES_FILE = "resumes.jsonl"
 """Log with one line per resume of the run."""
 LOG_FILE = "run.log"
@@ -26,18 +36,19 @@ NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
 
 # All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
 RUN_FILES = (
-    "config.yml",
-    "environment.json",
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
     RESUMES_FILE,
     LOG_FILE,
-    "result.json",
+    RESULT_FILE,
     "evaluation.json",
     METRICS_FILE,
     TIMINGS_FILE,
-    "reward_history.json",
-    "validation_history.json",
-    "curriculum_state.json",
+    REWARD_HISTORY_FILE,
+    VALIDATION_HISTORY_FILE,
+    CURRICULUM_FILE,
     "reward_plot.png",
+    "report.html",
     "tensorboard",
     "trajectories",
     "bad_batches",
@@ -162,7 +173,7 @@ class RunDirectory:
         directory = cls._locked(Path(path), make=False)
         try:
             directory._recover()
-            others = [name for name in _run_files(directory.path) if name not in (begun_by, "environment.json")]
+            others = [name for name in _run_files(directory.path) if name not in (begun_by, ENVIRONMENT_FILE)]
             if begun_by is not None and others and not directory.holds(begun_by):
                 raise RunDirectoryError(
                     f"run directory '{directory.path}' holds {', '.join(others[:3])}, but no {begun_by}: it was being "

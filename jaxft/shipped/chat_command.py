@@ -20,7 +20,7 @@ from jaxft.files import MANIFEST
 from jaxft.harness.chat_tools import Tools, load_tools
 from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
 from jaxft.harness.conversation import Conversation
-from jaxft.harness.session import CONFIG_FILE, MODEL_FOLDER
+from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place, load_model
@@ -30,6 +30,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.policy import Policy
 from jaxft.runs.console import current_console
+from jaxft.runs.directory import CONFIG_FILE
 from jaxft.shipped.configs import LocalPolicyConfig
 from jaxft.shipped.local_policy import check_vocabulary, dtypes_of, mesh_of
 

@@ -31,10 +31,9 @@ from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import readable_text
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
-from jaxft.runs.directory import RunDirectory
+from jaxft.runs.directory import PAIRS_FILE, RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
 from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics
-from jaxft.shipped.run_log import PAIRS_FILE
 from jaxft.shipped.trainer import LoggedTrainer
 from jaxft.training.rows import why_no_calls
 

@@ -15,13 +15,18 @@ from pydantic import BaseModel
 from jaxft.harness.config import Config
 from jaxft.harness.hub_datasets import HuggingFaceDatasetConfig
 from jaxft.harness.registry import DatasetConfig
-from jaxft.harness.session import ENVIRONMENT_FILE, MODEL_FOLDER
+from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.model_card import ModelCard, hub_id, licence, metadata_of, reference
 from jaxft.redaction import redacted
-from jaxft.runs.directory import METRICS_FILE, RESUMES_FILE, RunDirectory
+from jaxft.runs.directory import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    RESUMES_FILE,
+    VALIDATION_HISTORY_FILE,
+    RunDirectory,
+)
 from jaxft.runs.environment import is_secret_name
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.run_log import VALIDATION_HISTORY_FILE
 
 METHODS = {"dr_grpo": "Dr. GRPO", "sft": "supervised finetuning"}
 """Names of losses in prose, where they are not the upper-case form of their name in the configuration."""

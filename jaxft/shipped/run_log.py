@@ -7,15 +7,17 @@ from typing import Any
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.redaction import redacted_tokens, redacted_values
 from jaxft.runs.console import Console
-from jaxft.runs.directory import RunDirectory
+from jaxft.runs.directory import (
+    CURRICULUM_FILE,
+    PAIRS_FILE,
+    REWARD_HISTORY_FILE,
+    SAMPLES_FILE,
+    VALIDATION_HISTORY_FILE,
+    RunDirectory,
+)
 from jaxft.runs.metrics import MetricsLog
 from jaxft.runs.plots import plot_rewards
 
-REWARD_HISTORY_FILE = "reward_history.json"
-VALIDATION_HISTORY_FILE = "validation_history.json"
-CURRICULUM_FILE = "curriculum_state.json"
-SAMPLES_FILE = "trajectories/samples.jsonl"
-PAIRS_FILE = "trajectories/pairs.jsonl"
 SAVE_EVERY = 10
 
 SHOWN = {

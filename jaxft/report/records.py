@@ -1,0 +1,153 @@
+"""The records of a run, read from its directory. Nothing is locked or written.
+
+A run may be going on while it is read, so the last line of a log may be incomplete; it is left out.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxft.errors import RunDirectoryError
+from jaxft.runs.directory import (
+    CONFIG_FILE,
+    CURRICULUM_FILE,
+    ENVIRONMENT_FILE,
+    EPISODE_REWARDS_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    RESUMES_FILE,
+    REWARD_HISTORY_FILE,
+    SAMPLES_FILE,
+    TIMINGS_FILE,
+    VALIDATION_HISTORY_FILE,
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run has written up to now; a file that is not there yet is an empty list or mapping.
+
+    Attributes:
+        path: the run directory.
+        config: the resolved configuration: every field with its value, secrets masked.
+        environment: versions, devices, command, `chosen` settings, and `differences` to the defaults by dotted path.
+        metrics: a row per epoch, with `epoch` from 0.
+        timings: a row per epoch: seconds by phase, rates, memory.
+        rewards: a row per epoch: mean, minimum, maximum and quartiles of the rewards.
+        episode_rewards: a row per epoch: `rewards`, a list of each example's rewards by example id.
+        validations: a row per validation, with the number of `epoch`s before it and `avg_reward`.
+        curriculum: state of the curriculum after the last epoch.
+        resumes: a row per resume: the checkpoint it went on from, and changes of the configuration.
+        result: the figures that the run ended with; None while it goes on.
+    """
+
+    path: Path
+    config: Row
+    environment: Row
+    metrics: list[Row]
+    timings: list[Row]
+    rewards: list[Row]
+    episode_rewards: list[Row]
+    validations: list[Row]
+    curriculum: Row
+    resumes: list[Row]
+    result: Row | None
+
+    @property
+    def name(self) -> str:
+        """Name of the run directory."""
+        return self.path.resolve().name
+
+    def episodes(self) -> Iterator[Row]:
+        """Yield the episodes of `trajectories/samples.jsonl`, in the order of the file.
+
+        A row is a `Trajectory` with its `epoch`, or a `failure`: the report of an episode that failed. `sequences` has
+        the tokens of each training row; `token_texts`, `advantages` and `entropies` have a value per token of each
+        sequence, or are None.
+        """
+        yield from _lines(self.path / SAMPLES_FILE)
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read the records in a run directory.
+
+    Raises:
+        RunDirectoryError: the folder holds no run, or a file of it cannot be read; the message names the file.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        raise RunDirectoryError(f"'{path}' holds no run: it has no {CONFIG_FILE}; give the directory of a run")
+    metrics = list(_lines(path / METRICS_FILE))
+    # The history is written every tenth epoch, the metrics after each.
+    rewards = _json(path / REWARD_HISTORY_FILE, [])
+    return RunRecords(
+        path=path,
+        config=_yaml(path / CONFIG_FILE),
+        environment=_json(path / ENVIRONMENT_FILE, {}),
+        metrics=metrics,
+        timings=list(_lines(path / TIMINGS_FILE)),
+        rewards=metrics if len(metrics) > len(rewards) else rewards,
+        episode_rewards=list(_lines(path / EPISODE_REWARDS_FILE)),
+        validations=_json(path / VALIDATION_HISTORY_FILE, []),
+        curriculum=_json(path / CURRICULUM_FILE, {}),
+        resumes=list(_lines(path / RESUMES_FILE)),
+        result=_json(path / RESULT_FILE, None),
+    )
+
+
+def flat(config: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a nested configuration by dotted path; lists are values.
+
+    >>> flat({"finetuning": {"seed": 1, "checkpoints": {}}, "imports": ["a"]})
+    {'finetuning.seed': 1, 'finetuning.checkpoints': {}, 'imports': ['a']}
+    """
+    if not isinstance(config, dict) or not config:
+        return {path: config}
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{path}.{name}" if path else str(name))
+    return found
+
+
+def _yaml(file: Path) -> Row:
+    try:
+        return yaml.safe_load(file.read_text("utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _json(file: Path, missing: Any) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return missing
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise _unreadable(file, error, number) from error
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
+    where = f"{file}" if line is None else f"{file}:{line}"
+    return RunDirectoryError(
+        f"{where} cannot be read ({error}): the run's files are damaged; copy them back, or leave the run out"
+    )
