@@ -61,7 +61,7 @@ class LoggedTrainer(Trainer):
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
             self.log.decode[adapter.adapter_config.llm] = adapter.policy.tokenizer.decode
-        self.log.start(num_epochs, self.epoch)
+        self.log.start(num_epochs, self.epoch, self.loggers)
 
     async def validate(self, num_epochs: int) -> float | None:
         """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""
