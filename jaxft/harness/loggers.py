@@ -73,7 +73,7 @@ async def wandb_logger(config: WandbLoggerConfig, builder: Any) -> AsyncIterator
     """
     # In a thread, as importing takes long, and the package's own loop must not run in this one.
     wandb = await asyncio.to_thread(import_wandb, config.mode)
-    options = config.model_dump(include={"project", "entity", "group", "name", "tags", "mode"})
+    options = {name: dict(config)[name] for name in ("project", "entity", "group", "name", "tags", "mode")}
     yield WandbLogger(
         wandb,
         builder.directory,

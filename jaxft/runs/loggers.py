@@ -228,7 +228,7 @@ class _LoggerThread:
             self._is_off = True
             self._changed.notify_all()
         if self.failed or self.dropped:
-            self._say(f"{self.failed} calls failed, {self.dropped} were dropped")
+            self._say(f"in all, failed calls: {self.failed}, dropped ones: {self.dropped}")
 
     def _is_idle(self) -> bool:
         return self._is_off or (not self._waiting and self._running is None)

@@ -89,6 +89,7 @@ class WandbLogger(RunLogger):
             settings=self._wandb.Settings(
                 console="off",
                 silent=True,
+                x_disable_meta=True,  # as it has the command line, which may hold secrets
                 init_timeout=self._seconds,
                 finish_timeout=self._seconds,
                 finish_timeout_raises=True,
@@ -96,8 +97,8 @@ class WandbLogger(RunLogger):
         )
         self._run.define_metric("*", step_metric="epoch")
         self._save()
-        last = max(self._logged.values(), default=-1)
-        again = f"; epochs {run.first_epoch} to {last} are there already" if last >= run.first_epoch else ""
+        last = max((epoch for name, epoch in self._logged.items() if not name.startswith("validation/")), default=-1)
+        again = f"; it keeps what it has of epochs {run.first_epoch} to {last}" if last >= run.first_epoch else ""
         self._show(f"wandb: run {self._run_id}, {self._place()}{again}")
 
     def metrics(self, epoch: int, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
@@ -117,9 +118,9 @@ class WandbLogger(RunLogger):
             return
         artifact = self._wandb.Artifact(f"{name}-{self._run_id}", type=name)
         if path.is_dir():
-            artifact.add_dir(str(path), policy="immutable")  # without a copy, as a model may be large
+            artifact.add_dir(str(path))
         else:
-            artifact.add_file(str(path), policy="immutable")
+            artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
     def end(self, status: Status, result: Mapping[str, Any]) -> None:
