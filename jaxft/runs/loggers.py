@@ -196,9 +196,10 @@ class _LoggerThread:
     def call(self, what: str, call: Callable[[RunLogger], None]) -> None:
         """Queue a call; it is dropped if the logger is off, or has too many calls waiting."""
         with self._changed:
-            if self._running is not None and time.monotonic() - self._running[1] > self.timeout_seconds:
+            running = None if self._is_off else self._running
+            if running is not None and time.monotonic() - running[1] > self.timeout_seconds:
                 self.failed += 1
-                self._switch_off(f"{self._running[0]} did not return within {self.timeout_seconds:g} seconds")
+                self._switch_off(f"{running[0]} did not return within {self.timeout_seconds:g} seconds")
             if self._is_off:
                 self.dropped += 1
             elif len(self._waiting) >= MAX_WAITING:
