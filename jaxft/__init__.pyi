@@ -249,5 +249,11 @@ from .shipped.grpo import (
 from .shipped.local_adapter import (
     LocalTrainerAdapter as LocalTrainerAdapter,
 )
+from .shipped.train import (
+    train as train,
+)
+from .shipped.train_result import (
+    TrainResult as TrainResult,
+)
 
 __version__: str
