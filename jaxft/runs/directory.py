@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from jaxft.errors import RunDirectoryError
-from jaxft.files import MANIFEST, disk_errors, json_bytes, sync_folder, with_non_finite_named
+from jaxft.files import MANIFEST, disk_errors, json_bytes, replace_file, sync_folder, with_non_finite_named
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
@@ -342,19 +342,8 @@ class RunDirectory:
             DiskFull: there is no room for the file; the old one stays.
         """
         path = self.file(name)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with self._writable(), disk_errors(path):
-            temporary.unlink(missing_ok=True)  # left by a killed process, or a link to somewhere else
-            try:
-                with temporary.open("xb") as stream:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        return path
+        with self._writable():
+            return replace_file(path, content)
 
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file by text in UTF-8; line ends are not converted."""
