@@ -37,9 +37,9 @@ _LIKE_A_SUFFIX = re.compile(r"-[0-9a-f]{12}$")
 
 
 class Seeds(NamedTuple):
-    """Seeds of a sweep: `count` of them from the configuration's seed on, or else these `values`."""
+    """Seeds of a sweep: `number` of them from the configuration's seed on, or else these `values`."""
 
-    count: int
+    number: int
     values: tuple[int, ...] = ()
 
 
@@ -65,7 +65,7 @@ def parse_seeds(text: str) -> Seeds:
         ValueError: the message says what is wanted.
 
     >>> parse_seeds("3"), parse_seeds("0,5,7")
-    (Seeds(count=3, values=()), Seeds(count=3, values=(0, 5, 7)))
+    (Seeds(number=3, values=()), Seeds(number=3, values=(0, 5, 7)))
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 10 and int(part) < 2**32 for part in parts):
@@ -136,7 +136,9 @@ def read_list(file: Path) -> list[Overrides]:
         raise ConfigError([f"--list {file}: not UTF-8"]) from None
     if not isinstance(entries, list) or not entries:
         raise ConfigError([f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1"])
-    faults, known, found = [], [], []
+    faults: list[str] = []
+    known: list[Any] = []
+    found: list[Overrides] = []
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict):
             faults.append(f"--list {file}: entry {number} is no mapping of dotted paths to values, as {SEED}: 1")
@@ -208,21 +210,20 @@ def make_grid(
     ]
     if seeds is not None and (len(axes.get(SEED, [])) > 1 or SEED in in_entries):
         faults.append(f"--seeds: {SEED} is varied by --{'list' if SEED in in_entries else 'set'} as well: give one")
-    if seeds is not None and not seeds.values and first_seed + seeds.count > 2**32:
-        faults.append(f"--seeds {seeds.count}: from {SEED} {first_seed} on, they would pass 4294967295")
+    if seeds is not None and not seeds.values and first_seed + seeds.number > 2**32:
+        faults.append(f"--seeds {seeds.number}: from {SEED} {first_seed} on, they would pass 4294967295")
     if faults:
         raise ConfigError(faults)
     shared = tuple((path, texts[0]) for path, texts in axes.items() if len(texts) == 1)
     choices: list[list[Overrides]] = [[((path, text),) for text in texts] for path, texts in axes.items() if texts[1:]]
     choices += [list(entries)] if entries else []
     if seeds is not None:
-        values = seeds.values or range(first_seed, first_seed + seeds.count)
+        values = seeds.values or range(first_seed, first_seed + seeds.number)
         choices.append([((SEED, str(value)),) for value in values])
         shared = tuple(each for each in shared if each[0] != SEED)
     if not choices:
         raise ConfigError(
-            ["nothing is varied: give --seeds 3, --set PATH=A,B with several values, or --list FILE; jaxft finetune "
-             "makes a single run"]
+            ["nothing is varied: give --seeds 3, --set PATH=A,B with several values, or --list FILE"]
         )  # fmt: skip
     varied: dict[str, dict[str, None]] = {}
     combinations = [tuple(pair for choice in combination for pair in choice) for combination in product(*choices)]
@@ -260,8 +261,8 @@ def _faults_of(path: str, alternatives: Sequence[str]) -> list[str]:
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     """Return the shortest end of each dotted path that says what it is, and that no other path has.
 
-    >>> _short_names(["finetuning.seed", "trainer_adapters.local.loss.name", "a.b.rank", "a.c.rank"])
-    {'finetuning.seed': 'seed', 'trainer_adapters.local.loss.name': 'loss.name', 'a.b.rank': 'b.rank', 'a.c.rank': 'c.rank'}
+    >>> _short_names(["finetuning.seed", "adapters.local.loss.name", "a.b.rank", "a.c.rank"]).values()
+    dict_values(['seed', 'loss.name', 'b.rank', 'c.rank'])
     """
     names = {}
     for path in paths:
