@@ -46,6 +46,11 @@ SERVE = """Serves the language models of a configuration to OpenAI's and Anthrop
 
 The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
 first."""
+COMPARE = """Compares runs, folded over their seeds: settings that differ, figures with 95 % intervals, and curves.
+
+Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
+in different folders. With --expected it holds each run against a reference history instead, and writes expected.html,
+expected.png and expected.json; exit code 1 then says that a run is not as expected."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
@@ -90,6 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return
         if parsed.verb == "serve":
             await serve(load_config(parsed.config_file, parsed.override))
+            return
+        if parsed.verb == "compare":
+            from jaxft.report.compare_command import compare  # imports matplotlib
+
+            compare(parsed)
             return
         if parsed.verb == "plan":
             from jaxft.planning.plan import plan  # imports jax as well
@@ -168,6 +178,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     _chat_arguments(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
+    _compare_arguments(verbs.add_parser("compare", help="compare runs, or hold one against what is expected"))
+
     planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
     planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
     planning.add_argument("--config_file", type=Path, required=True, help="the YAML file of the run")
@@ -189,6 +201,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     override_arguments(checking)
     return parser
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the files (default: as above)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file that gets the JSON as well")
+    parser.add_argument(
+        "--x", choices=("epochs", "episodes", "seconds", "tokens"), default="epochs",
+        help="what curves are drawn over (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--last_epochs",
+        type=_count,
+        metavar="K",
+        help="the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)",
+    )
+    parser.add_argument(
+        "--expected", metavar="NAME", help="the reference to hold the runs against, as in tic_tac_toe; or its .json"
+    )
 
 
 def _chat_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,9 +17,9 @@ from jaxft.errors import RunDirectoryError
 from jaxft.report.records import Row, RunRecords, flat, read_run
 from jaxft.runs.directory import CONFIG_FILE, LOG_FILE
 
-COMPARISON_FILE = "compare.json"
-COMPARISON_KIND = "jaxft comparison"
-"""Value of `kind` in a comparison's JSON file, by which jaxft knows the files it may replace."""
+COMPARISON_FILE, VERDICT_FILE = "compare.json", "expected.json"
+COMPARISON_KIND, VERDICT_KIND = "jaxft comparison", "jaxft verdict"
+"""Values of `kind` in the JSON files of comparisons and verdicts, by which jaxft knows the files it may replace."""
 
 RESULT_PREFIX = "result."
 """Beginning of the names of figures that come from `result.json`."""
@@ -164,13 +164,22 @@ def read_compared(path: Path) -> ComparedRun:
     return ComparedRun(records, "failed" if has_failed else "unfinished", ending)
 
 
-def is_comparison(file: Path) -> bool:
-    """Return True if a file is the JSON file of a comparison."""
+def last_epochs_of(epochs: int) -> int:
+    """Return the number of epochs over which a final reward is the mean: a tenth, at least 3 and at most 25.
+
+    >>> [last_epochs_of(epochs) for epochs in (0, 2, 20, 90, 500)]
+    [1, 2, 3, 9, 25]
+    """
+    return min(max(epochs // 10, 3), 25, max(epochs, 1))
+
+
+def is_ours(file: Path) -> bool:
+    """Return True if a file is the JSON file of a comparison or of a verdict."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and content.get("kind") == COMPARISON_KIND
+    return isinstance(content, dict) and content.get("kind") in (COMPARISON_KIND, VERDICT_KIND)
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
@@ -189,7 +198,7 @@ def _why_no_run(path: Path) -> str | None:
         return "is no folder"
     if (path / CONFIG_FILE).is_file():
         return None
-    if is_comparison(path / COMPARISON_FILE):
+    if is_ours(path / COMPARISON_FILE) or is_ours(path / VERDICT_FILE):
         return "holds an earlier comparison"
     inner = sum((folder / CONFIG_FILE).is_file() for folder in path.iterdir() if folder.is_dir())
     if inner:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import RunDirectoryError
-from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, find_runs
+from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, find_runs, last_epochs_of
+from jaxft.report.curves import REWARD, group_curves
 from jaxft.report.intervals import (
     CURVE_RESAMPLES,
     LEVEL,
@@ -105,9 +106,7 @@ def compare_runs(paths: Iterable[str | Path], *, last_epochs: int | None = None)
     """
     runs, left_out = find_runs(paths)
     if not runs:
-        reasons = "; ".join(f"'{each.path}' {each.reason}" for each in left_out[:5])
-        more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        raise RunDirectoryError(f"no run to compare: {reasons or 'no path was given'}{more}: give run directories")
+        raise RunDirectoryError(no_runs_message(left_out))
     groups, differences = group_runs(runs)
     last_epochs = _last_epochs(runs) if last_epochs is None else last_epochs
     figures = _figures(groups, last_epochs)
@@ -122,8 +121,15 @@ def compare_runs(paths: Iterable[str | Path], *, last_epochs: int | None = None)
     )
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain values for JSON; NaN does not occur in it."""
+def no_runs_message(left_out: Sequence[LeftOut]) -> str:
+    """Return the message of an error for paths among which there is no run."""
+    reasons = "; ".join(f"'{each.path}' {each.reason}" for each in left_out[:5])
+    more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+    return f"no run to compare, give run directories: {reasons or 'no path was given'}{more}"
+
+
+def comparison_json(comparison: Comparison, x_axis: str = "epochs") -> dict[str, Any]:
+    """Return a comparison as plain values for JSON, with the curves of the training reward; NaN is null."""
     return {
         "kind": COMPARISON_KIND,
         "format_version": 1,
@@ -156,6 +162,8 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             name: [None if estimate is None else _estimate_json(estimate) for estimate in estimates]
             for name, estimates in comparison.figures.items()
         },
+        "x_axis": x_axis,
+        "curves": {group.name: _curve_json(group, x_axis) for group in comparison.groups},
         "improvements": [
             {
                 "group": each.group,
@@ -192,10 +200,20 @@ def _estimate_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
+def _curve_json(group: RunGroup, x_axis: str) -> dict[str, Any] | None:
+    curves = group_curves(group, REWARD, x_axis)
+    if curves.mean is None:
+        return None
+    columns = {"x": curves.mean.xs, "mean": curves.mean.ys, "low": curves.lows, "high": curves.highs}
+    return {
+        name: None if values is None else [value if math.isfinite(value) else None for value in values]
+        for name, values in columns.items()
+    }
+
+
 def _last_epochs(runs: Sequence[ComparedRun]) -> int:
     lengths = [len(run.rewards) for run in runs if run.status == "finished" and run.rewards]
-    shortest = min(lengths or [len(run.rewards) for run in runs if run.rewards] or [1])
-    return min(max(shortest // 10, 3), 25, shortest)
+    return last_epochs_of(min(lengths or [len(run.rewards) for run in runs if run.rewards] or [0]))
 
 
 def _figures(groups: Sequence[RunGroup], last_epochs: int) -> dict[str, tuple[Estimate | None, ...]]:
@@ -244,6 +262,7 @@ def _notes(
         if count < total and name != "final_reward":
             yield f"{name} is in {count} of {total} finished runs"
     yield from _notes_on_metrics(groups)
+    yield from _notes_on_separation(groups, figures.get("final_reward", ()))
     lengths = sorted({len(run.rewards) for group in groups for run in group.finished})
     if len(lengths) > 1:
         yield f"runs have from {lengths[0]} to {lengths[-1]} epochs; the mean of a group ends with its shortest run"
@@ -265,6 +284,19 @@ def _notes_on_seeds(groups: Sequence[RunGroup]) -> Iterable[str]:
     seeds = [{run.seed for run in group.finished} for group in groups if group.finished]
     if len(seeds) > 1 and not set.intersection(*seeds):
         yield "the groups have no seed in common; the intervals do not need it"
+
+
+def _notes_on_separation(groups: Sequence[RunGroup], rewards: Sequence[Estimate | None]) -> Iterable[str]:
+    """Yield the chance of two groups that do not overlap, of which the bootstrap has no interval."""
+    if len(groups) != 2 or len(rewards) != 2 or rewards[0] is None or rewards[1] is None:
+        return
+    first, second = rewards[0].values, rewards[1].values
+    if len(first) + len(second) > 2 and (min(first) > max(second) or max(first) < min(second)):
+        ways = math.comb(len(first) + len(second), len(first))
+        yield (
+            f"the final rewards of the two groups do not overlap; with {len(first)} and {len(second)} seeds of equal "
+            f"groups that happens 2 times in {ways}"
+        )
 
 
 def _notes_on_metrics(groups: Sequence[RunGroup]) -> Iterable[str]:

@@ -23,6 +23,7 @@ from jaxft.runs.directory import (
     REWARD_HISTORY_FILE,
     SAMPLES_FILE,
     TIMINGS_FILE,
+    TOKEN_SCORES_FILE,
     VALIDATION_HISTORY_FILE,
 )
 
@@ -69,9 +70,14 @@ class RunRecords:
 
         A row is a `Trajectory` with its `epoch`, or a `failure`: the report of an episode that failed. `sequences` has
         the tokens of each training row; `token_texts`, `advantages` and `entropies` have a value per token of each
-        sequence, or are None.
+        sequence, or are None where that is not known, as for an episode that was not trained.
         """
-        yield from _lines(self.path / SAMPLES_FILE)
+        scores = {
+            (row["epoch"], row["example_id"], row["generation"]): row for row in _lines(self.path / TOKEN_SCORES_FILE)
+        }
+        for row in _lines(self.path / SAMPLES_FILE):
+            found = scores.get((row["epoch"], row.get("example_id"), row.get("generation")), {})
+            yield {"token_texts": None, **row, **{name: found.get(name) for name in ("advantages", "entropies")}}
 
 
 def read_run(path: Path) -> RunRecords:

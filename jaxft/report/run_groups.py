@@ -122,14 +122,14 @@ def comparable_settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any
     made = []
     for config in configs:
         folder = config.get("finetuning.output_dir")
-        made.append({path: _mapped(value, partial(_below, folder=folder)) for path, value in config.items()})
+        made.append({path: map_texts(value, partial(_below, folder=folder)) for path, value in config.items()})
     for path in {path for each in made for path in each}:
-        texts = {text for each in made for text in _texts(each.get(path)) if "/" in text or "." in text}
+        texts = {text for each in made for text in texts_of(each.get(path)) if "/" in text or "." in text}
         absolute = {text for text in texts if os.path.isabs(text)}
         if absolute and absolute != texts:
             for each in made:
                 if path in each:
-                    each[path] = _mapped(each[path], partial(_absolute, known=absolute))
+                    each[path] = map_texts(each[path], partial(_absolute, known=absolute))
     return made
 
 
@@ -222,11 +222,13 @@ def _values(facts: Sequence[dict[str, Any]], group: Sequence[int], path: str) ->
     return " | ".join(dict.fromkeys(shown(facts[at].get(path, ABSENT)) for at in group))
 
 
-def _texts(value: Any) -> list[str]:
+def texts_of(value: Any) -> list[str]:
+    """Return the texts of a setting: itself, or those of its list."""
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a setting with every text of it changed."""
     if isinstance(value, list):
         return [change(each) if isinstance(each, str) else each for each in value]
     return change(value) if isinstance(value, str) else value
