@@ -10,6 +10,7 @@ runs that are done, continues those that were interrupted, and repeats those tha
 import argparse
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,6 +208,7 @@ def _take_up(
         elif is_known and (run.directory / CONFIG_FILE).is_file():
             run.state = "interrupted" if entry["state"] == "running" else entry["state"]
             run.exit_code, run.seconds, run.num_cpus = entry["exit_code"], entry["seconds"], entry["num_cpus"]
+            run.started_by = entry["command"]
             if found.changes and run.state == "failed":
                 run.begins_anew = True
             elif found.changes and not may_change:
@@ -278,12 +280,14 @@ def _compare(sweep: Sweep, console: Console) -> None:
     # matplotlib and numpy take a second to import, for which a sweep that only lists its runs should not wait.
     from jaxft.report.comparison import compare_runs
     from jaxft.report.comparison_files import write_comparison
+    from jaxft.report.comparison_text import comparison_text
 
     made = [run.directory for run in sweep.runs if (run.directory / CONFIG_FILE).is_file()]
     if not made:
         return
     try:
         comparison = compare_runs(made)
+        console.message(comparison_text(comparison, shutil.get_terminal_size((120, 24)).columns))
         written = write_comparison(comparison, sweep.folder)
     except JaxftError as error:  # the runs themselves are all right
         console.message(f"the runs could not be compared: {error}")

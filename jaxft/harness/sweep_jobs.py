@@ -172,11 +172,11 @@ async def run_jobs(
 
 async def _start(run: SweepRun, share: Share) -> Job:
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    arguments = run.arguments()
+    arguments, run.started_by = run.arguments(), run.shown()
     start = [sys.executable, "-c", START, str(os.getpid()), ",".join(map(str, share.cpus)), *arguments]
     with run.log.open("ab") as log:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        log.write(f"--- {when} {run.shown()}\n".encode("utf-8", "backslashreplace"))
+        log.write(f"--- {when} {run.started_by}\n".encode("utf-8", "backslashreplace"))
         log.flush()
         process = await asyncio.create_subprocess_exec(
             *start,

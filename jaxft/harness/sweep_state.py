@@ -44,6 +44,7 @@ class SweepRun:
         exit_code: that of its last process; None before.
         seconds: those of all its processes.
         num_cpus: CPUs that its last process computed with; None before, and with a GPU.
+        started_by: the command line of its last process, for a person; empty before.
         begins_anew: True to replace what an earlier start has left; False to continue from its checkpoint.
     """
 
@@ -58,6 +59,7 @@ class SweepRun:
     exit_code: int | None = None
     seconds: float = 0.0
     num_cpus: int | None = None
+    started_by: str = ""
     begins_anew: bool = False
 
     def arguments(self) -> list[str]:
@@ -138,7 +140,7 @@ def _entry(run: SweepRun) -> dict[str, Any]:
     return {
         "directory": str(run.directory),
         "overrides": {path: MASK if is_secret_name(path) else text for path, text in run.overrides},
-        "command": run.shown(),
+        "command": run.started_by or run.shown(),
         "log": str(run.log),
         "state": run.state,
         "exit_code": run.exit_code,
