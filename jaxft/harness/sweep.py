@@ -10,7 +10,6 @@ runs that are done, continues those that were interrupted, and repeats those tha
 import argparse
 import os
 import shlex
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,34 +191,34 @@ def _take_up(
         RunDirectoryError: lists directories that are in use, that other programs made, or whose runs had another
             configuration.
     """
-    faults = []
+    faults: dict[str, list[str]] = {}
     for run, found in zip(sweep.runs, checked, strict=True):
         holder = holder_of_lock(run.directory)
         entry = entries.get(run.name, {})
         is_known = entry.get("directory") == str(run.directory)
+        fault = None
         if holder is not None:
-            faults.append(f"'{run.directory}' is in use by {holder}: wait for that run, or give another --sweep_dir")
+            fault = f"is in use by {holder}: wait for that run, or give another --sweep_dir"
         elif overwrite:
             run.begins_anew = True
         elif holds_run(run.directory) and not is_known:
-            faults.append(
-                f"'{run.directory}' holds a run that is not of this sweep: give another --sweep_dir, or --overwrite"
-            )
+            fault = "holds a run that is not of this sweep: give another --sweep_dir, or --overwrite"
         elif is_known and (run.directory / CONFIG_FILE).is_file():
-            run.state = "interrupted" if entry["state"] == "running" else entry["state"]
-            run.exit_code, run.seconds, run.num_cpus = entry["exit_code"], entry["seconds"], entry["num_cpus"]
-            run.started_by = entry["command"]
+            run.take_up(entry)
             if found.changes and run.state == "failed":
                 run.begins_anew = True
-            elif found.changes and not may_change:
-                faults.append(
-                    f"'{run.directory}' was made with another configuration: {listed(found.changes)}: give --resume to "
-                    "continue it with this one, --overwrite to begin anew, or another --sweep_dir"
-                )
-            elif found.changes:
+            elif found.changes and may_change:
                 run.state = "interrupted"
+            elif found.changes:
+                fault = (
+                    f"was made with another configuration ({listed(found.changes)}): give --resume to continue it with "
+                    "this one, --overwrite to begin anew, or another --sweep_dir"
+                )
+        if fault is not None:
+            faults.setdefault(fault, []).append(f"'{run.directory}'")
     if faults:
-        raise RunDirectoryError("\n  ".join([f"the sweep in '{sweep.folder}' cannot go on:", *faults]))
+        lines = [f"{listed(paths)}: {fault}" for fault, paths in faults.items()]
+        raise RunDirectoryError("\n  ".join([f"the sweep in '{sweep.folder}' cannot go on:", *lines]))
 
 
 def list_runs(sweep: Sweep, jobs: int, show: Any) -> None:
@@ -287,7 +286,7 @@ def _compare(sweep: Sweep, console: Console) -> None:
         return
     try:
         comparison = compare_runs(made)
-        console.message(comparison_text(comparison, shutil.get_terminal_size((120, 24)).columns))
+        console.message(f"\n{comparison_text(comparison, console.columns)}\n")
         written = write_comparison(comparison, sweep.folder)
     except JaxftError as error:  # the runs themselves are all right
         console.message(f"the runs could not be compared: {error}")

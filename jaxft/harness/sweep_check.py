@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def _check(runs: Sequence[GridRun], load: Load) -> dict[str, Any]:
                 by_fault.setdefault(fault, []).append(run.name)
         except JaxftError as error:
             by_fault.setdefault(str(error), []).append(run.name)
-    faults = [fault if len(names) == len(runs) else f"{fault} ({listed(names)})" for fault, names in by_fault.items()]
+    faults = grouped(by_fault, len(runs))
     faults += _twins(configs)
     directories: dict[str, list[str]] = {}
     for name, config in configs.items():
@@ -117,6 +117,15 @@ def _changes(config: Config) -> list[str]:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)[:60]
+
+
+def grouped(by_fault: Mapping[str, Sequence[str]], total: int) -> list[str]:
+    """Return each fault once, with the runs that have it unless all of them do.
+
+    >>> grouped({"too small": ["a", "b"], "too large": ["b"]}, 2)
+    ['too small', 'too large (b)']
+    """
+    return [fault if len(names) == total else f"{fault} ({listed(names)})" for fault, names in by_fault.items()]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -62,6 +62,12 @@ class SweepRun:
     started_by: str = ""
     begins_anew: bool = False
 
+    def take_up(self, entry: dict[str, Any]) -> None:
+        """Take the state of an entry of `sweep.json`; a run that was running has died with its sweep."""
+        self.state = "interrupted" if entry["state"] == "running" else entry["state"]
+        self.exit_code, self.seconds, self.num_cpus = entry["exit_code"], entry["seconds"], entry["num_cpus"]
+        self.started_by = entry["command"]
+
     def arguments(self) -> list[str]:
         """Return the command line of its next process: it continues from a checkpoint if there is one."""
         can_resume = not self.begins_anew and any(self.directory.glob(f"checkpoints/*/{MANIFEST}"))
