@@ -137,19 +137,20 @@ def read_list(file: Path) -> list[Overrides]:
     if not isinstance(entries, list) or not entries:
         raise ConfigError([f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1"])
     faults: list[str] = []
-    known: list[Any] = []
     found: list[Overrides] = []
+    numbers: dict[frozenset[tuple[str, str]], int] = {}
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict):
             faults.append(f"--list {file}: entry {number} is no mapping of dotted paths to values, as {SEED}: 1")
             continue
-        if entry in known:
-            faults.append(f"--list {file}: entry {number} is the same as entry {known.index(entry) + 1}: remove one")
-        known.append(entry)
         try:
             found.append(tuple((path, yaml_text(value)) for path, value in entry.items()))
         except ValueError as error:
             faults.append(f"--list {file}: entry {number} {error}")
+            continue
+        first = numbers.setdefault(frozenset(found[-1]), number)
+        if first != number:
+            faults.append(f"--list {file}: entry {number} is the same as entry {first}: remove one")
     if faults:
         raise ConfigError(faults)
     return found
