@@ -44,7 +44,9 @@ from jaxft.harness.config_types import (
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
+from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, with_fields_expanded
 from jaxft.harness.registry import (
+    ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
     LLMConfig,
@@ -289,7 +291,9 @@ def validation_config(config: Config) -> Config:
 
 def resolved_yaml(config: Config) -> str:
     """Return the configuration as YAML that loads from any folder: paths are absolute, secrets masked."""
-    return dump_yaml(map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text))))
+    values = map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text)))
+    values["finetuning"]["output_dir"] = escape_fields(values["finetuning"]["output_dir"])
+    return dump_yaml(values)
 
 
 def differences_to_defaults(config: Config) -> dict[str, dict[str, Any]]:
@@ -368,11 +372,25 @@ def _config(
             # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details, values))
+    else:
+        if not is_validation:  # a run never writes to the directory of that configuration
+            config = _with_output_dir(config, faults)
     if faults:
         raise ConfigError(faults.lines(), source)
     if config.eval.validation is not None and not is_validation:
         validation_config(config)
     return config
+
+
+def _with_output_dir(config: Config, faults: ConfigErrors) -> Config:
+    """Return the configuration with the fields in `finetuning.output_dir` expanded."""
+    finetuning = config.finetuning
+    try:
+        path = Path(with_fields_expanded(str(finetuning.output_dir), config.model_dump(mode="json")))
+    except ValueError as error:
+        faults.add(OUTPUT_DIR, str(error))
+        return config
+    return config.model_copy(update={"finetuning": finetuning.model_copy(update={"output_dir": path})})
 
 
 def _import_modules(names: Any, faults: ConfigErrors) -> bool:

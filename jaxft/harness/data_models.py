@@ -302,7 +302,9 @@ class FinetuneConfig(ConfigModel):
     )
     seed: Seed = Field(default=0, description="Seed of sampling, data order and new weights.")
     output_dir: OutputPath = Field(
-        default=Path("runs/finetuning"), description="Run directory, relative to the working directory."
+        default=Path("runs/finetuning"),
+        description="Run directory, relative to the working directory. {seed} and other fields are replaced by their "
+        "values, as in runs/{trainer_adapters.local.loss.name}/{seed}; {{ and }} stand for braces.",
     )
     target_functions: tuple[str, ...] = Field(
         default=(WORKFLOW,),

@@ -112,6 +112,21 @@ def bring_back_earlier_run(path: Path) -> bool:
         return directory.came_back
 
 
+def holder_of_lock(path: Path) -> str | None:
+    """Return who has locked a run directory, as `process 7 on host 'a'`; None if nobody has."""
+    if not (path / LOCK_FILE).is_file():
+        return None
+    lock = FileLock(path / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return _holder(path)
+    except OSError:  # not writable: who opens the directory says so
+        return None
+    lock.release()
+    return None
+
+
 def _run_files(path: Path) -> list[str]:
     return [name for name in RUN_FILES if os.path.lexists(path / name)]
 

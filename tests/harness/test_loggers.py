@@ -284,7 +284,7 @@ def test_a_signal_ends_a_run_as_stopped(tmp_path, monkeypatch):
 def test_a_logger_that_cannot_be_made_ends_the_run_before_it_begins(tmp_path):
     with pytest.raises(ComponentError, match=r"finetuning.loggers.0 \(own_logger\): OSError: no such server"):
         train(run_config(tmp_path / "run", [{"_type": "own_logger", "does": "is not made"}]))
-    with pytest.raises(ComponentError, match="finetuning.loggers.0: .* a RunLogger, not str"):
+    with pytest.raises(ComponentError, match=r"finetuning.loggers.0: .* a RunLogger, not str"):
         train(run_config(tmp_path / "run", [{"_type": "own_logger", "does": "is none"}]))
     assert not (tmp_path / "run" / "config.yml").exists()
 
