@@ -1,8 +1,8 @@
 """Links of the pages, as the documentation site needs them (a hook of MkDocs).
 
-The Markdown files are written for the repository, where a link may lead to any file and is often called by its name. In
-the site a link to a file that has a page leads to the page, and is called by its title. A link to any other file leads to
-`repo_url`, and is plain text where there is none.
+The Markdown files are written for the repository, where a link may lead to any file and is often called by its name.
+In the site a link to a file that has a page leads to the page, and is called by its title. A link to any other file
+leads to `repo_url`, and is plain text where there is none.
 """
 
 import posixpath
