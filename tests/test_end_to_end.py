@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard as HubCard
 import jaxft
 from jaxft.cli import main
 from jaxft.errors import TooManyFailures, TrajectoryError
+from jaxft.report.records import read_run
 from jaxft.runs.console import Console
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,23 @@ def test_sampler_and_trainer_agree_in_every_epoch(first_run):
         assert 0 < row["sampler_logprob_diff_max"] <= MAX_DIFFERENCE
         assert row["stale_token_fraction"] == 0.0 and row["applied_updates"] == 1.0
         assert row["sequences_per_trajectory"] == 2.0 and row["episodes"] == 12
+
+
+def test_kept_episodes_are_read_back_with_the_scores_of_their_tokens(first_run):
+    folder = first_run[0]
+    episodes = [row for row in read_run(folder).episodes() if "failure" not in row]
+    assert [row["epoch"] for row in episodes] == [0, 0, 0, 1, 1, 1]
+    assert read_run(folder).environment["differences"]["finetuning.num_epochs"] == {"value": 2, "default": 1}
+    for row in episodes:
+        lists = (row["token_texts"], row["advantages"], row["entropies"])
+        for sequence, texts, advantages, entropies in zip(row["sequences"], *lists, strict=True):
+            mask = sequence["completion_mask"]
+            assert len(texts) == len(advantages) == len(entropies) == len(mask)
+            trained = [value for value, is_trained in zip(advantages, mask, strict=True) if is_trained]
+            assert len(set(trained)) == 1  # one reward, for every token
+            assert min(entropies) >= 0.0 and max(entropies) > 1.0
+    signs = {row["reward"]: row["advantages"][0][-1] for row in episodes if row["epoch"] == 0}
+    assert signs[min(signs)] < 0 < signs[max(signs)]
 
 
 def test_a_run_shows_itself(first_run):

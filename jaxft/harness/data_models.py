@@ -136,11 +136,14 @@ class TrajectoryCollection(DataModel):
         metrics: counts of episodes and calls; equal in equal runs.
         timings: durations in seconds.
         failures: reports of the failed episodes, which have no trajectory.
+        kept_episodes: example id and generation of each episode that the run keeps; the job reports the advantages and
+            entropies of their tokens.
     """
 
     trajectories: list[list[Trajectory]]
     run_id: str
     # jaxft's own
+    kept_episodes: list[tuple[str, int]] = []
     metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
     failures: list[str] = []

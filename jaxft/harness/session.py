@@ -24,7 +24,7 @@ from jaxft.errors import (
 from jaxft.files import disk_errors
 from jaxft.harness.checkpointing import Checkpointing, check_changes, masked_paths, record
 from jaxft.harness.component_builder import ComponentBuilder
-from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
+from jaxft.harness.config import Config, differences_to_defaults, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.contracts import Trainer, TrainerAdapter
 from jaxft.harness.data_models import (
     EvalInputItem,
@@ -41,8 +41,9 @@ from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, LOG_FILE, RESULT_FILE, RunDirectory, is_run
 from jaxft.runs.environment import environment, script, secrets_of_environment
 
-RESUME_COMMAND, MASKED = "resume_command", "masked"
-"""Keys of `environment.json`: the command that resumes the run, and the paths of secrets in the configuration."""
+RESUME_COMMAND, MASKED, DIFFERENCES = "resume_command", "masked", "differences"
+"""Keys of `environment.json`: the command that resumes the run, the paths of secrets in the configuration, and its
+differences to the defaults."""
 MODEL_FOLDER = "model"
 
 CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
@@ -364,7 +365,11 @@ async def open_session(
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
     """Write `environment.json` and `config.yml`, open `run.log`, and return the content of `environment.json`."""
     config, directory = builder.config, builder.directory
-    about = _environment(builder) | {RESUME_COMMAND: command, MASKED: masked_paths(config)}
+    about = _environment(builder) | {
+        RESUME_COMMAND: command,
+        MASKED: masked_paths(config),
+        DIFFERENCES: differences_to_defaults(config),
+    }
     directory.write_json(ENVIRONMENT_FILE, about)
     directory.write_text(CONFIG_FILE, resolved_yaml(config))
     builder.console.keep(directory.file(LOG_FILE))

@@ -441,10 +441,11 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     show_episodes_every: int = Field(
         default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
     )
-    save_episodes: Literal["shown", "all"] = Field(
-        default="shown",
-        description="Episodes that trajectories/samples.jsonl keeps. shown: those on the console. all: every episode "
-        "of every epoch, failed ones included.",
+    save_episodes: Literal["shown", "some", "all"] = Field(
+        default="some",
+        description="Episodes that trajectories/samples.jsonl keeps; the entropies of their tokens take one more "
+        "forward pass over them. shown: those on the console. some: of each epoch those of lowest, "
+        "median and highest reward, and the first that failed. all: every episode, failed ones included.",
     )
 
 

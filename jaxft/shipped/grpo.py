@@ -5,7 +5,7 @@ curriculum, and submits what remains to the trainer adapter.
 """
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -85,6 +85,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
                 "run_id": run_id,
                 "score": outcome.reward,
                 "reasoning": verdict.reasoning,
+                "finish_reasons": [call.finish_reason for call in outcome.episode.calls],
                 **({} if outcome.error is None else {"error": outcome.error}),
                 # For people who read `trajectories/samples.jsonl`; nothing is trained on them.
                 **({"remote_calls": [asdict(call) for call in remote_calls]} if remote_calls else {}),
@@ -163,7 +164,8 @@ class GRPOTrainer(LoggedTrainer):
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
         if unscorable := metrics.get("unscorable_trajectories"):
             message(f"{run_id}: {unscorable:.0f} rewards were None, NaN or infinite; their episodes train nothing")
-        self._keep_episodes(epoch, collection)
+        self.log.episode_rewards(epoch, collection.trajectories)
+        kept = self._keep_episodes(epoch, collection)
 
         chosen = self.apply_curriculum_learning(collection, epoch)
         chosen_rewards = [t.reward for group in chosen.trajectories for t in group if t.scorable]
@@ -193,7 +195,7 @@ class GRPOTrainer(LoggedTrainer):
             )
             return None
         try:
-            return await self.submit(chosen)
+            return await self.submit(chosen.model_copy(update={"kept_episodes": kept}))
         except NothingToTrain as error:
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
@@ -218,15 +220,16 @@ class GRPOTrainer(LoggedTrainer):
             position += len(taken)
         return {"example_ids": chosen}
 
-    def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> None:
-        """Show a sample episode if one is due, and write the episodes that `save_episodes` selects."""
-        every = self.trainer_config.show_episodes_every
+    def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> list[tuple[str, int]]:
+        """Show a sample episode if one is due, write the episodes that `save_episodes` selects, and name these."""
+        every, saved = self.trainer_config.show_episodes_every, self.trainer_config.save_episodes
         trajectories = [trajectory for group in collection.trajectories for trajectory in group]
         shown = trajectories[:1] if every and epoch % every == 0 else []
         for trajectory in shown:
             self.log.sample(epoch, trajectory)
-        is_all = self.trainer_config.save_episodes == "all"
-        self.log.keep(epoch, trajectories if is_all else shown, collection.failures if is_all else [])
+        kept = {"all": trajectories, "some": lowest_median_highest(trajectories), "shown": shown}[saved]
+        self.log.keep(epoch, kept, {"all": collection.failures, "some": collection.failures[:1], "shown": []}[saved])
+        return [(str(trajectory.example_id), trajectory.generation or 0) for trajectory in kept]
 
     def state(self) -> dict[str, Any]:
         """Return counters, histories, and the rewards that early stopping compares, for JSON."""
@@ -237,6 +240,18 @@ class GRPOTrainer(LoggedTrainer):
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
         self._stop_reason = self._early_stop.verdict()
+
+
+def lowest_median_highest(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories of lowest, median and highest reward, in their order; fewer if there are fewer.
+
+    >>> rewards = [0.5, 1.0, 0.0, 0.25]
+    >>> [t.reward for t in lowest_median_highest([Trajectory(episode=[], reward=reward) for reward in rewards])]
+    [0.5, 1.0, 0.0]
+    """
+    order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].scorable, trajectories[i].reward))
+    chosen = {order[0], order[len(order) // 2], order[-1]} if order else set()
+    return [trajectories[i] for i in sorted(chosen)]
 
 
 class EarlyStop:

@@ -38,7 +38,7 @@ from jaxft.shipped.run_card import run_card
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
-from jaxft.training.memory import device_mebibytes, peak, phases
+from jaxft.training.memory import device_mebibytes, peak, peak_bytes, phases
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
@@ -47,6 +47,7 @@ from jaxft.training.rows import (
     gather_rows,
     with_usable_rewards,
 )
+from jaxft.training.token_scores import KeptTokens
 
 BACKEND = "local"
 
@@ -193,7 +194,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._warn_of_filters(data.sampled.log_kept_mass)
         job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
         self._jobs[run_id] = job
-        job.task = asyncio.create_task(self._run(job, data, rewards), name=f"job {run_id}")
+        kept = KeptTokens(data, trajectories.kept_episodes)
+        job.task = asyncio.create_task(self._run(job, data, rewards, kept), name=f"job {run_id}")
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": run_id})
 
     def _lay_out(self, trajectories: TrajectoryCollection) -> tuple[Gathered, CollectedRewards | None]:
@@ -222,14 +224,14 @@ class LocalTrainerAdapter(TrainerAdapter):
             "what cannot be sampled cannot be unlearned: train without filters"
         )
 
-    async def _run(self, job: _Job, data: Gathered, rewards: CollectedRewards | None) -> None:
+    async def _run(self, job: _Job, data: Gathered, rewards: CollectedRewards | None, kept_tokens: KeptTokens) -> None:
         started = time.perf_counter()
         bad_updates: list[BadUpdate] = []
         kept: list[str] = []
         try:
             with user_code(), self._memory_errors():  # whatever stops the job becomes its status
                 metrics = await self.policy.update(
-                    partial(self._learn, job, data, rewards, bad_updates),
+                    partial(self._learn, job, data, rewards, bad_updates, kept_tokens),
                     has_changed=lambda metrics: metrics["applied_updates"] > 0,
                 )
                 if self._bad_batches is not None:
@@ -242,8 +244,10 @@ class LocalTrainerAdapter(TrainerAdapter):
         metrics |= data.metrics
         compiles = self.policy.compiles
         timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
+        timings |= peak_bytes(self.policy.model.sharding)
         compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
-        metadata = {"metrics": metrics, "timings": timings, "compiled": compiled}
+        metadata: dict[str, Any] = {"metrics": metrics, "timings": timings, "compiled": compiled}
+        metadata |= {"token_scores": kept_tokens.rows()} if kept_tokens.indices else {}
         if job.canceled_after is not None:
             job.report(status=TrainingStatusEnum.CANCELED, message=job.canceled_after, metadata=metadata)
             return
@@ -255,7 +259,13 @@ class LocalTrainerAdapter(TrainerAdapter):
             job.report(status=TrainingStatusEnum.COMPLETED, progress=100.0, message=message, metadata=metadata)
 
     def _learn(
-        self, job: _Job, data: Gathered, rewards: CollectedRewards | None, bad_updates: list[BadUpdate], params: Any
+        self,
+        job: _Job,
+        data: Gathered,
+        rewards: CollectedRewards | None,
+        bad_updates: list[BadUpdate],
+        kept_tokens: KeptTokens,
+        params: Any,
     ) -> tuple[Any, dict[str, float]]:
         """Run a job on the device thread: return the parameters and its metrics."""
         stale = data.sampled.stale_fractions(self.policy.version)
@@ -274,15 +284,17 @@ class LocalTrainerAdapter(TrainerAdapter):
 
         job.report(status=TrainingStatusEnum.RUNNING)
         self.policy.keep_snapshots(params)
-        params, learned = self.learner.learn(data.rows, rewards, params, goes_on, bad_updates.append)
+        params, learned = self.learner.learn(
+            data.rows, rewards, params, goes_on, bad_updates.append, kept_tokens.indices, kept_tokens.keep
+        )
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**metrics, **learned, "policy_version": version}
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Return the status of a job, also after it has ended.
 
-        Its `metadata` holds the `metrics` and `timings` of a job that completed, and the `traceback` of one that
-        failed.
+        Its `metadata` holds the `metrics` and `timings` of a job that completed, with the `token_scores` of
+        `kept_episodes`, and the `traceback` of one that failed.
         """
         return self._job(ref).status
 

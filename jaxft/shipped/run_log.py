@@ -9,9 +9,11 @@ from jaxft.redaction import redacted_tokens, redacted_values
 from jaxft.runs.console import Console
 from jaxft.runs.directory import (
     CURRICULUM_FILE,
+    EPISODE_REWARDS_FILE,
     PAIRS_FILE,
     REWARD_HISTORY_FILE,
     SAMPLES_FILE,
+    TOKEN_SCORES_FILE,
     VALIDATION_HISTORY_FILE,
     RunDirectory,
 )
@@ -44,6 +46,7 @@ class RunLog:
         timings: measured times of each epoch, by run id.
         validations: one row per validation.
         decode: functions from token ids to text, by name of the language model; empty if unknown.
+        token_text: functions from one token id to its text, by name of the language model; empty if unknown.
     """
 
     def __init__(self, directory: RunDirectory, console: Console) -> None:
@@ -52,6 +55,7 @@ class RunLog:
         self.timings: dict[str, dict[str, Any]] = {}
         self.validations: list[dict[str, Any]] = []
         self.decode: dict[str, Callable[[Sequence[int]], str]] = {}
+        self.token_text: dict[str, Callable[[int], str]] = {}
         self._rewards: list[dict[str, Any]] = []
         self._directory = directory
         self._log: MetricsLog | None = None
@@ -85,6 +89,19 @@ class RunLog:
         chosen = {name: metrics[name] for name in ("reward_mean_chosen", "curriculum_percentile") if name in metrics}
         self._rewards.append({"epoch": epoch, **row, **chosen})
 
+    def episode_rewards(self, epoch: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Write the reward of every episode of an epoch, by example; null for one without a usable reward."""
+        rewards: dict[str, list[float | None]] = {}
+        for trajectory in (trajectory for group in groups for trajectory in group):
+            of_example = rewards.setdefault(str(trajectory.example_id), [])
+            of_example.append(trajectory.reward if trajectory.scorable else None)
+        self._directory.append_jsonl(EPISODE_REWARDS_FILE, {"epoch": epoch, "rewards": rewards})
+
+    def token_scores(self, epoch: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write advantages and entropies of the tokens of kept episodes."""
+        for row in rows:
+            self._directory.append_jsonl(TOKEN_SCORES_FILE, {"epoch": epoch, **row})
+
     def validation(self, row: Mapping[str, Any]) -> None:
         """Add a validation to its history, and show its reward and its failures."""
         self.validations.append(dict(row))
@@ -113,7 +130,9 @@ class RunLog:
     def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:
         """Write episodes with their tokens, then the reports of failed ones: example, error and traceback."""
         for trajectory in trajectories:
-            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **self._without_secret_ids(trajectory)})
+            row = self._without_secret_ids(trajectory)
+            texts = self._token_texts(trajectory) if row["sequences"] is not None else None
+            self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **row, "token_texts": texts})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
 
@@ -152,6 +171,16 @@ class RunLog:
             if sequence.llm in (None, llm)
         )
         return row | {"sequences": None} if holds_secret else row
+
+    def _token_texts(self, trajectory: Trajectory) -> list[list[str]] | None:
+        """Return the text of each token, per sequence; None if the tokenizer of one is not known.
+
+        Bytes that are no whole character are lone surrogates, which JSON writes as escapes.
+        """
+        sequences, known = trajectory.sequences or (), self.token_text
+        if not sequences or any(sequence.llm not in known for sequence in sequences):
+            return None
+        return [[known[str(sequence.llm)](token) for token in sequence.tokens] for sequence in sequences]
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

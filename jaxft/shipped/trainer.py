@@ -60,7 +60,8 @@ class LoggedTrainer(Trainer):
             raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
-            self.log.decode[adapter.adapter_config.llm] = adapter.policy.tokenizer.decode
+            llm, policy = adapter.adapter_config.llm, adapter.policy
+            self.log.decode[llm], self.log.token_text[llm] = policy.tokenizer.decode, policy.template.tokens.text_of
         self.log.start(num_epochs, self.epoch)
 
     async def validate(self, num_epochs: int) -> float | None:
@@ -101,6 +102,7 @@ class LoggedTrainer(Trainer):
             metadata = status.metadata or {}
             metrics |= metadata.get("metrics", {})
             timings |= metadata.get("timings", {})
+            self.log.token_scores(self.epoch, metadata.get("token_scores", []))
             if metrics.get("applied_updates", 1) == 0:
                 self.nothing_was_learned(
                     run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0

@@ -239,19 +239,24 @@ def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, ref
     """
     batch, behind = job.batch, None
     if policy is not None:
-        old = _scores(job, policy)
+        old = score_tokens(job, policy)
         batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
         if old.next_values is not None:
             rows, starts, lengths = job.packing[:3]
             at_end = old.next_values[rows, starts + lengths - 1]
             behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
     if reference is not None:
-        batch = batch._replace(ref_logprobs=_scores(job, reference).logprobs)
+        batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
     return job._replace(batch=batch, bootstrap_values=behind)
 
 
-def _scores(job: TrainingBatch, score: Scorer) -> Scored:
-    """Return the scores `[B T]` of all tokens of the job, 0 in padding."""
+def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
+    """Return the scores `[B T]` of all tokens of a job, as numpy tables, 0 in padding.
+
+    Args:
+        job: result of `make_batch`, or some sequences of it.
+        score: scores one microbatch.
+    """
     scored = [score(microbatch) for microbatch in job.microbatches()]
 
     def joined(*tables: np.ndarray) -> np.ndarray:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxft.core.logprobs import init_value_head
+from jaxft.core.packing import unpack
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.sharding import device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
@@ -25,14 +27,18 @@ from jaxft.training.batch import (
     CollectedRewards,
     Row,
     Scorer,
+    TrainingBatch,
     compute_advantages,
     divide,
     empty_batch,
     make_batch,
     padded_width,
+    score_tokens,
+    select_sequences,
     with_scores,
 )
 from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.token_scores import TokenScores
 from jaxft.training.update import make_schedule, scored, update_of
 
 
@@ -184,6 +190,8 @@ class Learner:
         params: Params,
         goes_on: GoesOn = always,
         keep_bad: Callable[[BadUpdate], object] = lambda update: None,
+        kept_rows: Sequence[int] = (),
+        keep_scores: Callable[[int, TokenScores], object] = lambda row, scores: None,
     ) -> tuple[Params, dict[str, float]]:
         """Run the updates of a job, and return the new parameters and the job's metrics.
 
@@ -193,12 +201,18 @@ class Learner:
             params: parameters of the policy; the first update donates them.
             goes_on: called before each update with the numbers of updates made and planned; False ends the job.
             keep_bad: called with each non-finite update, after it.
+            kept_rows: indices of rows, ascending, whose tokens' advantages and entropies are wanted; none without
+                `credit`.
+            keep_scores: called with each of these indices and its scores, before the first update.
         """
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
-        job = with_scores(make_batch(rows, planner), self._loss_config, *self._scorers(params))
+        laid_out = make_batch(rows, planner)
+        job = with_scores(laid_out, self._loss_config, *self._scorers(params))
         if credit is not None:
             job, metrics = compute_advantages(job, credit, self._loss_config)
+            if kept_rows:
+                self._score_kept(laid_out, job, kept_rows, params, keep_scores)
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
@@ -226,6 +240,22 @@ class Learner:
             self._follow(params)
         metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates, "learning_rate": rate}
         return params, metrics
+
+    def _score_kept(
+        self,
+        laid_out: TrainingBatch,
+        job: TrainingBatch,
+        kept_rows: Sequence[int],
+        params: Params,
+        keep_scores: Callable[[int, TokenScores], object],
+    ) -> None:
+        """Call `keep_scores` with each kept row; `laid_out` is the job before its scores and advantages."""
+        chosen = select_sequences(laid_out, np.array(kept_rows), self._planner())
+        # The value head changes no entropy, but shares the program that scores a job for ppo.
+        scored = score_tokens(chosen, partial(self._scored, params, value_head=self.value_head))
+        entropies, advantages = unpack(chosen.packing, scored.entropy), unpack(job.packing, job.batch.advantages)
+        for row, of_row in zip(kept_rows, entropies, strict=True):
+            keep_scores(row, TokenScores(advantages[row], of_row))
 
     def state(self) -> dict[str, int]:
         """Return the counters that the next jobs depend on, for JSON."""
@@ -318,7 +348,7 @@ class Learner:
             head = None if self.value_head is None else state.params["value_head"]
             before_scoring = (*RECORDED, "positions", "segment_ids")
             recorded = Batch(**{name: table for name, table in batch._asdict().items() if name in before_scoring})
-            if self._needs_old:
+            if self._loss_config.is_policy_loss:  # for old log-probabilities, and for the entropies of kept rows
                 self._scored(policy, recorded, value_head=head)
             if self._loss_config.needs_reference:
                 self._scored(policy, recorded, value_head=None)

@@ -1,6 +1,7 @@
 """Memory of a run, in MiB per device by purpose: the peak over its phases, and the memory that a device has."""
 
 import os
+import resource
 from collections.abc import Mapping
 
 import jax
@@ -49,3 +50,14 @@ def device_mebibytes(sharding: Sharding | None) -> float | None:
     if limit is None and device.platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return None if limit is None else limit / 2**20
+
+
+def peak_bytes(sharding: Sharding | None) -> dict[str, int]:
+    """Return the largest memory since the process began: `host_peak_bytes`, and `device_peak_bytes` of a device.
+
+    The device is the fullest one. Devices that do not say, as CPUs, are left out.
+    """
+    found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices_of(sharding)]
+    known = [size for size in peaks if size is not None]
+    return found | ({"device_peak_bytes": max(known)} if known else {})

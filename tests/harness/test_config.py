@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.config import config_from_mapping, help_text, load_config, resolved_yaml
+from jaxft.harness.config import config_from_mapping, differences_to_defaults, help_text, load_config, resolved_yaml
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.strict_yaml import dump_yaml
 
@@ -23,6 +23,15 @@ def test_a_whole_tree_loads(toy_run, tmp_path):
     assert config.eval.general.max_concurrency == 2
     assert config.finetuning.reward_function.name == "match"
     assert config.finetuning.target_functions == ("<workflow>",)
+
+
+def test_differences_to_the_defaults_are_listed_with_both_values(toy_run, tmp_path):
+    changes = [("finetuning.seed", "3"), ("eval.general.workers.count", "2"), ("finetuning.checkpoints.every", "1")]
+    differences = differences_to_defaults(config_from_mapping(toy_run, base_dir=tmp_path, overrides=changes))
+    assert differences["finetuning.seed"] == {"value": 3, "default": 0}
+    assert differences["eval.general.workers.count"] == {"value": 2, "default": None}
+    assert differences["finetuning.reward_function.name"] == {"value": "match"}
+    assert "finetuning.checkpoints.every" not in differences and "finetuning.grace_seconds" not in differences
 
 
 EXAMPLE = """

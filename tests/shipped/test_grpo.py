@@ -149,8 +149,15 @@ def test_a_builder_may_price_what_has_no_score(make_items):
     assert [(t.reward, t.scorable) for t in group] == [(1.0, True), (-2.0, True)]
     assert (collection.metrics["priced_trajectories"], collection.metrics["unscorable_trajectories"]) == (1, 0)
     assert [t.metadata for t in group] == [
-        {"id": "a", "generation": 0, "run_id": "run", "score": 1.0, "reasoning": None},
-        {"id": "a", "generation": 1, "run_id": "run", "score": None, "reasoning": "not usable: nan"},
+        {"id": "a", "generation": 0, "run_id": "run", "score": 1.0, "reasoning": None, "finish_reasons": []},
+        {
+            "id": "a",
+            "generation": 1,
+            "run_id": "run",
+            "score": None,
+            "reasoning": "not usable: nan",
+            "finish_reasons": [],
+        },
     ]
 
 
@@ -428,7 +435,11 @@ def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
         "group_reward_q75": 0.5,
     }
     samples = (tmp_path / "run" / "trajectories" / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(sample)["epoch"] for sample in samples] == [0]
+    assert [(row["epoch"], row["example_id"], row["reward"]) for row in map(json.loads, samples)] == [
+        (epoch, *episode) for epoch in (0, 1) for episode in [("a", 0.0), ("a", 1.0), ("b", 1.0)]
+    ]
+    rewards = (tmp_path / "run" / "trajectories" / "rewards.jsonl").read_text().splitlines()
+    assert json.loads(rewards[1]) == {"epoch": 1, "rewards": {"a": [0.0, 1.0], "b": [0.0, 1.0]}}
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
     timings = json.loads((tmp_path / "run" / "timings.jsonl").read_text().splitlines()[0])
     assert {"seconds", "seconds_rollout", "seconds_reward", "seconds_update"} <= timings.keys()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jaxft.training.learner as learner_module
+from jaxft.core.advantages import group_advantages
+from jaxft.core.logprobs import token_logprobs
 from jaxft.core.packing import pack, unpack
 from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
@@ -131,6 +133,27 @@ def test_metrics_of_several_updates_are_weighted_by_what_they_are_means_of(make_
     assert (parts["updates"], parts["applied_updates"]) == (2, 2.0)
     for name in ("loss", "policy_loss", "entropy", "sampler_logprob_diff_mean", "sampler_disagreement_fraction"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_kept_rows_report_the_advantages_and_entropies_of_their_tokens(job, start, packing):
+    loss, kept = LossConfig(), {}
+    rows, rewards = job(loss)
+    parts = [
+        Learner(MODEL, loss, SGD, microbatch_tokens=64, packing=packing).learn(
+            rows, rewards, jax.tree.map(jnp.copy, start), kept_rows=wanted, keep_scores=kept.__setitem__
+        )
+        for wanted in ((), (1, 2))
+    ]
+    assert difference(parts[0][0], parts[1][0]) == 0.0 and parts[0][1] == parts[1][1]
+    assert list(kept) == [1, 2]
+    advantages = group_advantages(rewards.rewards, rewards.group_ids)
+    for row, (of_tokens, entropies) in kept.items():
+        tokens = jnp.array([rows[row].sequence.tokens])
+        expected = np.asarray(token_logprobs(MODEL, start, tokens).entropy[0])
+        assert entropies[1:] == pytest.approx(expected[1:], abs=1e-5)  # nothing precedes the first token
+        mask = rows[row].sequence.completion_mask
+        assert of_tokens[mask] == pytest.approx([advantages[row]] * sum(mask)) and len(of_tokens) == len(mask)
 
 
 def test_references_stay_follow_or_average(job, start):
