@@ -7,6 +7,7 @@ shown or searched. So ten thousand episodes take a few megabytes, and are render
 import base64
 import json
 import multiprocessing
+import signal
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -110,8 +111,16 @@ def _blocks(places: Sequence[Place], scale: Scale, processes: int) -> Iterator[B
     if processes < 2 or len(batches) < 2 * processes:
         yield from map(partial(_block, scale=scale), batches)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, initializer=_leave_signals) as pool:
         yield from pool.map(partial(_block, scale=scale), batches, chunksize=4)
+
+
+def _leave_signals() -> None:
+    """Leave Ctrl-C to the parent process, which ends the pool."""
+    signal.set_wakeup_fd(-1)  # the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _block(places: Sequence[Place], scale: Scale) -> Block:

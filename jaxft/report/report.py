@@ -5,6 +5,7 @@
 Nothing is locked, so that a report may be made while the run goes on.
 """
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -146,7 +147,7 @@ def _replace(path: Path, content: bytes) -> None:
         raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
 
 
-def watch(
+async def watch(
     run: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
     show: Callable[[str], None],
@@ -155,7 +156,7 @@ def watch(
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
 ) -> Written:
-    """Write the report of a run again and again until the run ends, and a last time then; Ctrl-C ends it as well.
+    """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
 
     A file that cannot be read is an error at first. Later it is shown and tried again, as the run may be overwritten.
 
@@ -182,9 +183,10 @@ def watch(
             if words != shown:
                 show(words)
                 shown = words
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        return write_report(run, output, **options)  # a page that no longer loads itself again
+            await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        write_report(run, output, **options)  # this page no longer loads itself again
+        raise
 
 
 def summary(written: Written) -> str:
