@@ -18,6 +18,7 @@ from jaxft.report.charts import scale as scale_key
 from jaxft.report.episodes import Fragment, Scale, fragment, scale_of
 from jaxft.report.markup import Markup, tag
 from jaxft.report.page import section
+from jaxft.report.records import unreadable
 from jaxft.report.samples import Place, read_episodes, spread
 from jaxft.runs.directory import PAIRS_FILE
 
@@ -132,7 +133,10 @@ def _block(places: Sequence[Place], scale: Scale) -> Block:
 def _fragments(places: Sequence[Place], scale: Scale) -> Iterator[Fragment]:
     for place, row in zip(places, read_episodes(places), strict=True):
         kind = "p" if place.file.match(f"*/{PAIRS_FILE}") else "e"
-        yield fragment(row, f"{kind}{place.line}", scale)
+        try:
+            yield fragment(row, f"{kind}{place.line}", scale)
+        except (LookupError, TypeError, AttributeError) as error:  # JSON, but no episode
+            raise unreadable(place.file, error, place.line) from error
 
 
 def _packed(text: str) -> str:
