@@ -97,6 +97,27 @@ def _without_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
     return value
 
 
+def replace_file(path: Path, content: bytes) -> Path:
+    """Replace a file atomically and return its path: after a crash it has the old content or the new.
+
+    Raises:
+        DiskFull: there is no room for the file; the old one stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link to somewhere else
+        try:
+            with temporary.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    return path
+
+
 MAX_NAME_CHARACTERS = 100
 _PLAIN = re.compile(r"[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_-])?")
 _SUFFIX = re.compile(r"-[0-9a-f]{12}$")

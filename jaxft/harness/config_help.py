@@ -20,6 +20,7 @@ SECTIONS = {
     "trajectory builder": "trajectory_builders.<name>",
     "trainer adapter": "trainer_adapters.<name>",
     "trainer": "trainers.<name>",
+    "logger": "finetuning.loggers.<n>",
 }
 """Path in a configuration of each kind of component."""
 

@@ -32,7 +32,7 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        name: its name in the legend and on hover.
+        name: its name in the legend and on hover; a line without a name is in neither.
         xs: ascending positions.
         ys: a value for each position.
         color: index of its colour, taken modulo `NUM_COLORS`.
@@ -103,10 +103,13 @@ def line_chart(
         return _figure(caption, Markup(), tag("p", {"class": "empty"}, "no values yet"), note)
     frame = _Frame(*size, _padded(xs[0], xs[-1], 0.0), y_range or _padded(min(values), max(values), 0.06))
     drawn = [_band(frame, band) for band in reversed(bands)] + [_line(frame, line) for line in reversed(lines)]
-    summary = f"{caption}: " + "; ".join(map(_summary, lines))
-    svg = _svg(frame, summary, _axes(frame, x_label), *drawn, _columns(frame, xs, _texts(xs, lines, bands, x_label)))
-    keys = [(line.name, f"key {line.style} c{line.color % NUM_COLORS}") for line in lines]
-    keys += [(band.name, f"key band{' faint' * band.is_faint} c{band.color % NUM_COLORS}") for band in bands]
+    named, named_bands = [line for line in lines if line.name], [band for band in bands if band.name]
+    summary = f"{caption}: " + "; ".join(map(_summary, named))
+    svg = _svg(
+        frame, summary, _axes(frame, x_label), *drawn, _columns(frame, xs, _texts(xs, named, named_bands, x_label))
+    )
+    keys = [(line.name, f"key {line.style} c{line.color % NUM_COLORS}") for line in named]
+    keys += [(band.name, f"key band{' faint' * band.is_faint} c{band.color % NUM_COLORS}") for band in named_bands]
     return _figure(caption, legend(keys) if len(keys) > 1 else Markup(), svg, note)
 
 

@@ -1,0 +1,151 @@
+"""Text of a comparison for a terminal: tables of settings and figures, probabilities, notes."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from jaxft.report.comparison import Comparison, Estimate
+from jaxft.report.intervals import RESAMPLES, Interval
+from jaxft.report.markup import number
+
+MAX_CELL = 44
+"""Longest cell of a table; a longer one is cut."""
+
+MAX_LINES = 20
+"""Largest number of notes, and of paths that were left out, that are shown; all stand in compare.json."""
+
+DESCRIPTIONS = {
+    "final_reward": "final reward",
+    "best_validation_reward": "best validation reward",
+    "best_validation_epoch": "  after epochs",
+    "epochs": "epochs",
+    "seconds": "seconds",
+    "tokens_per_second": "tokens per second, median",
+}
+"""Words for figures; those of `result.json` keep their names."""
+
+WITHOUT_IQM = ("best_validation_epoch", "epochs", "seconds", "tokens_per_second")
+"""Figures for which the interquartile mean is not shown."""
+
+
+def comparison_text(comparison: Comparison, width: int = 120) -> str:
+    """Return the tables of a comparison as aligned lines, most of them no longer than `width` characters."""
+    names = [group.name for group in comparison.groups]
+    parts = [overview(comparison)]
+    if comparison.left_out:
+        left_out = [f"'{each.path}' {each.reason}" for each in comparison.left_out]
+        parts.append(f"Left out: {len(left_out)}\n" + _listed(left_out))
+    if comparison.differences:
+        rows = [[each.path + " *" * (not each.has_effect), *each.values] for each in comparison.differences]
+        text = "Settings that differ\n" + aligned([["", *names], *rows], width)
+        unsaid = any(not each.has_effect for each in comparison.differences)
+        parts.append(text + "\n* has no effect on what is trained, or is no setting" * unsaid)
+    elif len(comparison.runs) > 1:
+        parts.append("No setting differs but the seed.")
+    parts.append(f"{figures_title(comparison)}\n" + aligned([["", *names], *figure_rows(comparison)], width))
+    if comparison.improvements:
+        rows = [
+            [f"{each.group}  over  {each.other}", with_interval(each.probability, each.interval)]
+            for each in comparison.improvements
+        ]
+        title = "Probability that a run of the first group ends with a higher reward (a tie counts half)"
+        parts.append(f"{title}\n" + aligned(rows, 10**6))
+    if comparison.notes:
+        parts.append("Notes\n" + _listed(comparison.notes))
+    return "\n\n".join(parts)
+
+
+def overview(comparison: Comparison) -> str:
+    """Return how many runs and groups there are, and how the runs ended, in one line."""
+    counts = Counter(run.status for run in comparison.runs)
+    resumed = sum(run.resumes > 0 for run in comparison.runs)
+    ended = [f"{counts[status]} {status}" for status in ("finished", "failed", "unfinished") if counts[status]]
+    ended += [f"{resumed} resumed"] if resumed else []
+    runs, groups = len(comparison.runs), len(comparison.groups)
+    return f"{runs} {'run' if runs == 1 else 'runs'} in {groups} {'group' if groups == 1 else 'groups'}: " + ", ".join(
+        ended
+    )
+
+
+def figures_title(comparison: Comparison) -> str:
+    """Return the title of the table of figures, which says how they are made."""
+    return (
+        f"Figures: mean over seeds [95 % bootstrap interval, {RESAMPLES:,} resamples]; "
+        f"final reward: mean of the last {comparison.last_epochs} epochs"
+    )
+
+
+def figure_rows(comparison: Comparison) -> list[list[str]]:
+    """Return a row for each figure, with its name and a cell per group."""
+    rows = [["finished runs", *(f"{len(group.finished)} of {len(group.runs)}" for group in comparison.groups)]]
+    rows.append(["seeds", *(seeds(run.seed for run in group.finished) for group in comparison.groups)])
+    for name, estimates in comparison.figures.items():
+        rows.append([DESCRIPTIONS.get(name, name), *map(cell, estimates)])
+        if name not in WITHOUT_IQM and any(each is not None and each.iqm is not None for each in estimates):
+            iqms = [
+                "–" if each is None or each.iqm is None else with_interval(each.iqm, each.iqm_interval)
+                for each in estimates
+            ]
+            rows.append(["  interquartile mean", *iqms])
+    return rows
+
+
+def cell(estimate: Estimate | None) -> str:
+    """Return the mean with its interval; a dash where no run has the figure."""
+    return "–" if estimate is None else with_interval(estimate.mean, estimate.interval)
+
+
+def with_interval(value: float, interval: Interval | None) -> str:
+    """Return a number with its interval in brackets, if it has one that is wider than the number.
+
+    >>> with_interval(0.5, Interval(0.25, 0.75)), with_interval(0.5, None)
+    ('0.5 [0.25, 0.75]', '0.5')
+    """
+    if interval is None or interval.low == interval.high == value:
+        return number(value)
+    return f"{number(value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def seeds(values: Iterable[int | None]) -> str:
+    """Return seeds in words, consecutive ones as a range.
+
+    >>> seeds([0, 1, 2, 5]), seeds([]), seeds([None])
+    ('0-2, 5', '–', 'none')
+    """
+    runs: list[list[int]] = []
+    known = list(values)
+    for value in sorted(value for value in known if value is not None):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(words + ["none"] * (None in known)) or "–"
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return rows as aligned columns; those that do not fit the width follow below, beside the first column again."""
+    cut = [[_cut(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
+    blocks, columns = [], [0]
+    for column in range(1, len(widths)):
+        taken = sum(widths[each] + 2 for each in columns)
+        if len(columns) > 1 and taken + widths[column] > width:
+            blocks.append(columns)
+            columns = [0]
+        columns.append(column)
+    blocks.append(columns)
+    return "\n\n".join(
+        "\n".join("  ".join(row[each].ljust(widths[each]) for each in block).rstrip() for row in cut)
+        for block in blocks
+    )
+
+
+def _cut(words: str) -> str:
+    words = words.replace("\n", " ")
+    half = MAX_CELL // 2
+    return words if len(words) <= 2 * half else f"{words[: half - 1]}…{words[-half:]}"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    more = [f"... and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return "\n".join([f"- {line}" for line in lines[:MAX_LINES]] + more)

@@ -1,0 +1,176 @@
+"""Intervals of figures over seeds: the bootstrap in the manner of rliable, and Student's prediction interval.
+
+A seed is one run from a random start, so the runs of a group are a sample, and their mean has an error. rliable
+(Agarwal et al. 2021, https://arxiv.org/abs/2108.13264) draws the runs of each group again with replacement, each group
+for itself (the strata of the stratified bootstrap), and takes the quantiles 0.025 and 0.975 of what it computes from
+the draws. Curves are drawn as wholes: all epochs of a draw are of the same runs.
+
+Draws are the same in every call, and do not depend on the order of the runs.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 10_000
+"""Number of draws of the bootstrap for a figure."""
+CURVE_RESAMPLES = 2_000
+"""Number of draws of the bootstrap for the band of a curve, at each of its points."""
+LEVEL = 0.95
+MIN_SEEDS_OF_IQM = 4
+"""With fewer seeds the interquartile mean cuts none off, and is the mean."""
+
+
+class Interval(NamedTuple):
+    """An interval with both ends."""
+
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the bootstrap interval of the mean; None for fewer than two values.
+
+    Of two or three values it is their range: each extreme is drawn alone more often than one time in 40.
+
+    >>> mean_interval([2.0, 6.0, 4.0])
+    Interval(low=2.0, high=6.0)
+    """
+    if len(values) < 2:
+        return None
+    low, high = mean_band(np.asarray([values], float).T, RESAMPLES)
+    return Interval(float(low[0]), float(high[0]))
+
+
+def mean_band(curves: np.ndarray, resamples: int = CURVE_RESAMPLES) -> tuple[np.ndarray, np.ndarray]:
+    """Return lower and upper ends of the bootstrap intervals of the mean, at each point of some curves.
+
+    Args:
+        curves: a row per run and a column per point; at least two rows. NaN at a point gives NaN there.
+        resamples: number of draws.
+    """
+    curves = np.asarray(curves, float)
+    curves = curves[np.lexsort(curves.T[::-1])]  # so that the order of the runs does not matter
+    weights = _draws(len(curves), resamples, 0)
+    low, high = np.empty(curves.shape[1]), np.empty(curves.shape[1])
+    for start in range(0, curves.shape[1], 256):  # in pieces, for memory
+        piece = slice(start, start + 256)
+        low[piece], high[piece] = _ends(weights @ curves[:, piece] / len(curves))
+    # A mean of equal values may be off by rounding.
+    return np.maximum(low, curves.min(axis=0)), np.minimum(high, curves.max(axis=0))
+
+
+def interquartile_mean(values: Sequence[float]) -> float:
+    """Return the mean of the middle half: a quarter of the values, rounded down, is cut off at each end.
+
+    >>> interquartile_mean([1.0, 100.0, 2.0, 3.0])
+    2.5
+    """
+    return float(_trimmed_means(np.sort(np.asarray(values, float))[None])[0])
+
+
+def interquartile_mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the bootstrap interval of the interquartile mean; None for fewer than `MIN_SEEDS_OF_IQM` values."""
+    if len(values) < MIN_SEEDS_OF_IQM:
+        return None
+    ordered = np.sort(np.asarray(values, float))
+    counts = _draws(len(ordered), RESAMPLES, 0).astype(int)
+    drawn = np.repeat(np.tile(ordered, len(counts)), counts.ravel()).reshape(counts.shape)  # each row in order
+    low, high = _ends(_trimmed_means(drawn))
+    return Interval(float(low), float(high))
+
+
+def probability_of_improvement(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the fraction of pairs of a run of the first and one of the second group in which the first is higher.
+
+    A tie counts half, so that the two probabilities of a pair of groups add up to 1.
+
+    >>> probability_of_improvement([3.0, 2.0], [1.0, 2.0])
+    0.875
+    """
+    return float(_wins(first, second).mean())
+
+
+def probability_interval(first: Sequence[float], second: Sequence[float]) -> Interval | None:
+    """Return the bootstrap interval of `probability_of_improvement`; None if a group has fewer than two values."""
+    if len(first) < 2 or len(second) < 2:
+        return None
+    wins = _wins(sorted(first), sorted(second))
+    # Other draws for the second group: the groups are independent, even if they are of one size.
+    drawn = np.einsum(
+        "rn,nm,rm->r", _draws(len(first), RESAMPLES, 0), wins, _draws(len(second), RESAMPLES, 1), optimize=True
+    )
+    low, high = _ends(drawn / wins.size)
+    return Interval(float(low), float(high))
+
+
+def prediction_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Return the interval in which one more observation lies with probability `level`; None for fewer than two values.
+
+    For n values with mean m and standard deviation s it is `m ± t(n - 1) s sqrt(1 + 1/n)`: Student's interval for a new
+    observation, which is exact if all are drawn from one normal distribution.
+
+    >>> low, high = prediction_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    >>> print(f"{low:.3f} {high:.3f}")
+    -1.809 7.809
+    """
+    if len(values) < 2:
+        return None
+    count = len(values)
+    mean = math.fsum(values) / count
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    half = student_quantile((1 + level) / 2, count - 1) * deviation * math.sqrt(1 + 1 / count)
+    return Interval(mean - half, mean + half)
+
+
+@lru_cache(maxsize=256)
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return a quantile of Student's t distribution, for a probability from 0.5 on.
+
+    >>> print(f"{student_quantile(0.975, 4):.4f}")
+    2.7764
+    """
+    low, high = 0.0, 1.0
+    while _student_cdf(high, freedom) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, freedom) < probability else (low, middle)
+    return high
+
+
+def _student_cdf(t: float, freedom: int) -> float:
+    """Return the distribution function at t >= 0, for whole degrees of freedom: Abramowitz and Stegun, 26.7.3-4."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2 == 1
+    term, total = 1.0, 0.0
+    for step in range(2 if is_odd else 1, freedom, 2):
+        total += term
+        term *= cosine**2 * step / (step + 1)
+    inside = 2 / math.pi * (angle + sine * cosine * total) if is_odd else sine * total
+    return (1 + inside) / 2
+
+
+@lru_cache(maxsize=32)
+def _draws(count: int, resamples: int, stream: int) -> np.ndarray:
+    """Return how often each of `count` runs is in each draw; a row per draw."""
+    generator = np.random.default_rng([stream, count])
+    return generator.multinomial(count, np.full(count, 1 / count), size=resamples).astype(float)
+
+
+def _ends(drawn: np.ndarray) -> np.ndarray:
+    return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+
+
+def _trimmed_means(ordered: np.ndarray) -> np.ndarray:
+    cut = ordered.shape[1] // 4
+    return ordered[:, cut : ordered.shape[1] - cut].mean(axis=1)
+
+
+def _wins(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
+    ours, others = np.asarray(first, float)[:, None], np.asarray(second, float)[None]
+    return (ours > others) + (ours == others) / 2

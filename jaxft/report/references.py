@@ -1,0 +1,337 @@
+"""Reference histories of experiments, and whether a run is what they lead to expect.
+
+The package keeps the rewards of five seeds of some experiments in `expected/<name>.json`. A run is held against them as
+one more seed. At each epoch the band is Student's prediction interval for a new observation, `m ± t(n - 1) s sqrt(1 +
+1/n)`: a range of five seeds would leave a sixth outside one time in three. So a run that differs by its seed alone lies
+outside in 5 of 100 epochs on average. Neighbouring epochs are outside together, so the count itself scatters: a run is
+unexpected when more than `MAX_OUTSIDE` of its epochs are outside, or when a final figure is outside of an interval that
+is widened for the number of figures (Bonferroni).
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jaxft.errors import ConfigError, RunDirectoryError, did_you_mean
+from jaxft.report.compared_runs import ComparedRun, last_epochs_of
+from jaxft.report.intervals import LEVEL, Interval, prediction_interval
+from jaxft.report.markup import number
+from jaxft.report.run_groups import (
+    ABSENT,
+    SEED,
+    comparable_settings,
+    group_runs,
+    has_effect,
+    map_texts,
+    shown,
+    texts_of,
+)
+
+REFERENCE_KIND = "jaxft reference"
+MAX_OUTSIDE = 0.25
+"""Largest fraction of epochs outside of the band in a run that is as expected."""
+MIN_HALF_WIDTH = 0.01
+"""Smallest half of a band or an interval, as a fraction of the span of the rewards, or of the largest figure: where all
+seeds agree, a difference in the last digits is none."""
+NOT_JUDGED = ("seconds", "tokens_per_second", "epochs", "best_validation_epoch")
+"""Figures that depend on the machine or the length of the run; they are shown."""
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """One seed of a reference: its mean reward at each epoch, and its figures by name."""
+
+    seed: int
+    rewards: tuple[float, ...]
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The recorded runs of an experiment.
+
+    Attributes:
+        experiment: its name.
+        command: the command that makes a run of it, with `{seed}`.
+        machine: versions, platform, processors and devices of the runs.
+        settings: the settings that have an effect, by dotted path.
+        runs: a run per seed.
+    """
+
+    experiment: str
+    command: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    runs: tuple[ReferenceRun, ...]
+
+    @property
+    def num_epochs(self) -> int:
+        """Number of epochs that all runs have."""
+        return min(len(run.rewards) for run in self.runs)
+
+
+@dataclass(frozen=True)
+class JudgedFigure:
+    """A final figure of a run, and the interval in which that of a further seed is expected; None if not judged."""
+
+    name: str
+    value: float
+    references: tuple[float, ...]
+    interval: Interval | None
+
+    @property
+    def place(self) -> str:
+        """The words `inside`, `below` or `above`, or none for a figure that is not judged."""
+        return "" if self.interval is None else _place(self.value, self.interval)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A run held against a reference.
+
+    Attributes:
+        run: the run.
+        band: interval of each epoch that both have.
+        places: for each of these epochs `inside`, `below`, `above`, or `missing` without a finite reward.
+        figures: final figures that both have.
+        differences: settings with an effect that differ: path, value of the reference, value of the run.
+        is_expected: True if the rewards and the judged figures are as expected.
+        sentence: the verdict in words.
+    """
+
+    run: ComparedRun
+    reference: Reference
+    band: tuple[Interval, ...]
+    places: tuple[str, ...]
+    figures: tuple[JudgedFigure, ...]
+    differences: tuple[tuple[str, str, str], ...]
+    is_expected: bool
+    sentence: str
+
+
+def reference_names() -> list[str]:
+    """Return the names of the references that the package keeps."""
+    folder = resources.files("jaxft.report").joinpath("expected")
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json"))
+
+
+def load_reference(name: str) -> Reference:
+    """Read a reference of the package, or one of your own from a path that ends in `.json`.
+
+    Raises:
+        ConfigError: there is none of that name; the message lists the names.
+        RunDirectoryError: the file is no reference.
+    """
+    if name.endswith(".json"):
+        source: Any = Path(name)
+    elif name in reference_names():
+        source = resources.files("jaxft.report").joinpath("expected", f"{name}.json")
+    else:
+        hint = did_you_mean(name, reference_names(), what="references")
+        raise ConfigError([f"--expected: no reference '{name}'{hint}"])
+    try:
+        values = json.loads(source.read_text("utf-8"))
+        if values["kind"] != REFERENCE_KIND or values["format_version"] != 1 or not values["runs"]:
+            raise ValueError(f"it is no {REFERENCE_KIND} of format_version 1 with runs")
+        runs = [
+            ReferenceRun(
+                seed=run["seed"],
+                rewards=tuple(math.nan if reward is None else float(reward) for reward in run["reward_mean"]),
+                figures={key: float(figure) for key, figure in run["figures"].items()},
+            )
+            for run in values["runs"]
+        ]
+        return Reference(values["experiment"], values["command"], values["machine"], values["settings"], tuple(runs))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"'{name}' cannot be read as a reference ({type(error).__name__}: {error}): make one with "
+            "scripts/make_expected.py"
+        ) from error
+
+
+def judge(run: ComparedRun, reference: Reference) -> Verdict:
+    """Hold a run against a reference, over the epochs that both have."""
+    rewards = run.rewards[: reference.num_epochs]
+    histories = [each.rewards[: len(rewards)] for each in reference.runs]
+    band = expected_band(histories)
+    places = tuple(_place(reward, interval) for reward, interval in zip(rewards, band, strict=True))
+    figures = tuple(_judged_figures(run, reference, rewards))
+    differences = tuple(_differences(run, reference))
+    is_expected, words = _words(run, places, figures)
+    unlike = "; ".join(f"{path} {ours} instead of {theirs}" for path, theirs, ours in differences[:3])
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    qualified = f"with another configuration ({unlike}{more}) it is " if differences else ""
+    return Verdict(run, reference, band, places, figures, differences, is_expected, f"{qualified}{words}")
+
+
+def expected_band(histories: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
+    """Return the prediction interval of each epoch, from histories of one length.
+
+    An epoch at which fewer than two seeds have a finite reward has an infinite interval.
+    """
+    finite = [reward for history in histories for reward in history if math.isfinite(reward)]
+    least = MIN_HALF_WIDTH * (max(finite) - min(finite)) if finite else 0.0
+    return tuple(_interval(rewards, LEVEL, least) for rewards in zip(*histories, strict=True))
+
+
+def _interval(values: Sequence[float], level: float, least: float) -> Interval:
+    known = [value for value in values if math.isfinite(value)]
+    interval = prediction_interval(known, level)
+    if interval is None:
+        return Interval(-math.inf, math.inf)
+    middle = (interval.low + interval.high) / 2
+    half = max(interval.high - middle, least)
+    return Interval(middle - half, middle + half)
+
+
+def _place(value: float, interval: Interval) -> str:
+    if not math.isfinite(value):
+        return "missing"
+    return "below" if value < interval.low else "above" if value > interval.high else "inside"
+
+
+def _judged_figures(run: ComparedRun, reference: Reference, rewards: Sequence[float]) -> list[JudgedFigure]:
+    count = last_epochs_of(len(rewards))
+    ours = run.figures(count) if run.status == "finished" else {}
+    theirs = [dict(each.figures) for each in reference.runs]
+    ours.pop("final_reward", None)
+    # Of a shorter run the same epochs of the reference; its own final figures are those of another length.
+    is_whole = len(run.rewards) == reference.num_epochs
+    if not is_whole:
+        ours = {name: value for name, value in ours.items() if name in NOT_JUDGED}
+    if rewards:
+        ours = {"final_reward": _mean(rewards[-count:]), **ours}
+        for known, each in zip(theirs, reference.runs, strict=True):
+            known["final_reward"] = _mean(each.rewards[len(rewards) - count : len(rewards)])
+    shared = [name for name in ours if sum(name in each for each in theirs) >= 2]
+    num_judged = sum(name not in NOT_JUDGED for name in shared)
+    made = []
+    for name in shared:
+        values = tuple(each[name] for each in theirs if name in each)
+        interval = None
+        if name not in NOT_JUDGED:
+            least = MIN_HALF_WIDTH * max(map(abs, values))
+            interval = _interval(values, 1 - (1 - LEVEL) / num_judged, least)
+        made.append(JudgedFigure(name, ours[name], values, interval))
+    return made
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _differences(run: ComparedRun, reference: Reference) -> list[tuple[str, str, str]]:
+    ours, theirs = comparable_settings([run.settings, reference.settings])
+    # A setting that the reference's version of jaxft did not have is at its default here.
+    beyond_defaults = run.records.environment.get("differences")
+    found = []
+    for path in {**theirs, **ours}:
+        is_new = path not in theirs and isinstance(beyond_defaults, dict) and path not in beyond_defaults
+        if has_effect(path) and path != SEED and not is_new and ours.get(path, ABSENT) != theirs.get(path, ABSENT):
+            found.append((path, shown(theirs.get(path, ABSENT)), shown(ours.get(path, ABSENT))))
+    return found
+
+
+def _words(run: ComparedRun, places: Sequence[str], figures: Sequence[JudgedFigure]) -> tuple[bool, str]:
+    """Return whether a run is as expected, and the verdict in words."""
+    if not places:
+        return False, "without an epoch, so that there is nothing to judge"
+    outside = sum(place != "inside" for place in places)
+    by_chance = f"{outside} of {len(places)} epochs lie outside the band, {(1 - LEVEL) * len(places):.1f} by chance"
+    if run.status == "failed":
+        return False, f"failed after {len(run.rewards)} epochs: {run.ending}; {by_chance}"
+    so_far = " so far" if run.status == "unfinished" else ""
+    if outside > MAX_OUTSIDE * len(places):
+        counts = {place: places.count(place) for place in ("below", "above", "missing")}
+        word = max(counts, key=counts.__getitem__)
+        name = "without a finite reward" if word == "missing" else word
+        return False, f"{name} since epoch {_since(places, word)}{so_far}: {by_chance}"
+    odd = [each for each in figures if each.place not in ("", "inside")]
+    if odd:
+        said = ", ".join(f"{each.name} {number(each.value)} is {each.place} {_brackets(each.interval)}" for each in odd)
+        return False, f"as expected in its rewards, but not in its final figures{so_far}: {said}"
+    final = next((each for each in figures if each.name == "final_reward"), None)
+    end = "" if final is None else f"; final reward {number(final.value)} in {_brackets(final.interval)}"
+    return True, f"as expected{so_far}: {by_chance}{end}"
+
+
+def _since(places: Sequence[str], word: str) -> int:
+    """Return the first epoch of a kind from which on most epochs are of that kind; the first of the kind if none is."""
+    first = places.index(word)
+    for epoch in range(first, len(places)):
+        if places[epoch] == word and list(places[epoch:]).count(word) * 2 > len(places) - epoch:
+            return epoch
+    return first
+
+
+def _brackets(interval: Interval | None) -> str:
+    return "" if interval is None else f"[{number(interval.low)}, {number(interval.high)}]"
+
+
+def make_reference(experiment: str, runs: Sequence[ComparedRun], root: Path) -> dict[str, Any]:
+    """Return the content of a reference file, made from runs that differ in their seeds only.
+
+    Args:
+        experiment: name of the experiment.
+        runs: finished runs, at least two.
+        root: the folder to which absolute paths of settings and of the command are made relative.
+
+    Raises:
+        RunDirectoryError: the runs are no reference, or name a path outside of `root`; the message names the run.
+    """
+    groups, differences = group_runs(runs)
+    faults = [f"{run.records.path} is {run.status}" for run in runs if run.status != "finished"]
+    faults += [f"{run.records.path} was resumed" for run in runs if run.resumes]
+    faults += [f"{each.path} differs: {', '.join(each.values)}" for each in differences if each.has_effect]
+    lengths = sorted({len(run.rewards) for run in runs})
+    faults += [f"runs have {lengths} epochs"] * (len(lengths) > 1)
+    faults += [f"{len(runs)} runs in {len(groups)} groups"] * (len(groups) > 1 or len(runs) < 2)
+    if faults:
+        raise RunDirectoryError(f"no reference can be made: {'; '.join(faults)}: give finished runs of several seeds")
+    runs = groups[0].runs
+    first = runs[0]
+    about, prefix = first.records.environment, f"{root.resolve()}/"
+    settings = {path: value for path, value in comparable_settings([first.settings])[0].items() if has_effect(path)}
+    settings = {path: map_texts(value, lambda text: text.removeprefix(prefix)) for path, value in settings.items()}
+    command = _command(about.get("command") or [], prefix)
+    outside = [f"{path}: {value}" for path, value in {**settings, "command": command.split()}.items()
+               if any(Path(text).is_absolute() for text in texts_of(value))]  # fmt: skip
+    if outside:
+        raise RunDirectoryError(f"paths lie outside of '{root}': {'; '.join(outside)}: give the runs' own --root")
+    count = last_epochs_of(len(first.rewards))
+    return {
+        "kind": REFERENCE_KIND,
+        "format_version": 1,
+        "experiment": experiment,
+        "command": command,
+        "machine": {name: about.get(name) for name in ("versions", "platform", "cpu_count", "devices")},
+        "settings": settings,
+        "runs": [
+            {
+                "seed": run.seed,
+                "reward_mean": [round(reward, 6) if math.isfinite(reward) else None for reward in run.rewards],
+                "figures": {name: round(value, 6) for name, value in run.figures(count).items()},
+            }
+            for run in runs
+        ],
+    }
+
+
+def _command(arguments: Sequence[str], prefix: str) -> str:
+    """Return the command of a run without options that have no effect, and with `{seed}`."""
+    kept, left = ["python"], [argument.removeprefix(prefix) for argument in arguments]
+    while left:
+        argument = left.pop(0)
+        if argument == "--set" and left:
+            path, _, value = left.pop(0).partition("=")
+            if has_effect(path):
+                kept += ["--set", f"{path}={value}"]
+        elif argument not in ("--overwrite", "--resume"):
+            kept.append(argument)
+    return shlex.join(kept) + f" --set {SEED}={{seed}}"
