@@ -151,7 +151,10 @@ def configuration_section(run: RunRecords) -> Markup:
     chosen = run.environment.get("chosen") or {}
     content: list[Markup | None] = []
     if differences:
-        rows = [(path, _value(each["value"]), _value(each["default"])) for path, each in differences.items()]
+        rows = [  # a required field has no default
+            (path, _value(each["value"]), _value(each["default"]) if "default" in each else "")
+            for path, each in differences.items()
+        ]
         content.append(table(("setting", "value", "default"), rows))
     elif differences is None:
         content.append(
