@@ -18,6 +18,7 @@ from jaxft.harness.runtime import (
     run_script,
 )
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
@@ -42,6 +43,9 @@ COMPARE = """Compares runs, folded over their seeds: settings that differ, figur
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
 in different folders. With --expected it holds each run against a reference history instead, and writes expected.html,
 expected.png and expected.json; exit code 1 then says that a run is not as expected."""
+REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
+
+The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
@@ -89,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             run_config = load_config(parsed.config_file, parsed.override)
             plan(run_config, parsed.target, parsed.compiler, Console().message)
+            return
+        if parsed.verb == "report":
+            await report(parsed, Console().message)
             return
         from jaxft.harness.device_commands import doctor, export  # imports jax as well
 
@@ -173,6 +180,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="Python of the environment with the compilers (default: that of scripts/make_compilers.sh)",
     )
     override_arguments(planning)
+
+    report_arguments(verbs.add_parser("report", help="write a page about a run"), REPORT)
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")

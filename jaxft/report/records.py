@@ -3,11 +3,15 @@
 A run may be going on while it is read, so the last line of a log may be incomplete; it is left out.
 """
 
+import contextlib
 import json
+import os
+import socket
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,6 +21,9 @@ from jaxft.runs.directory import (
     CURRICULUM_FILE,
     ENVIRONMENT_FILE,
     EPISODE_REWARDS_FILE,
+    HOLDER_FILE,
+    LOCK_FILE,
+    LOG_FILE,
     METRICS_FILE,
     RESULT_FILE,
     RESUMES_FILE,
@@ -65,6 +72,29 @@ class RunRecords:
         """Name of the run directory."""
         return self.path.resolve().name
 
+    @property
+    def config_text(self) -> str:
+        """The resolved configuration as the run wrote it."""
+        return (self.path / CONFIG_FILE).read_text("utf-8", "backslashreplace")
+
+    @property
+    def state(self) -> Literal["running", "ended", "stopped", "unknown"]:
+        """How far the run is: `stopped` has no result and no process; `unknown` is a process that is not seen here."""
+        if self.result is not None:
+            return "ended"
+        is_held = is_locked(self.path)
+        return "unknown" if is_held is None else "running" if is_held else "stopped"
+
+    def log_lines(self) -> Iterator[str]:
+        """Yield the lines of `run.log`, without their line feeds."""
+        with contextlib.suppress(FileNotFoundError), (self.path / LOG_FILE).open("rb") as stream:
+            for line in stream:
+                yield line.rstrip(b"\n").decode("utf-8", "backslashreplace")
+
+    def log_tail(self, count: int) -> list[str]:
+        """Return the last lines of `run.log`."""
+        return list(deque(self.log_lines(), maxlen=count))
+
     def episodes(self) -> Iterator[Row]:
         """Yield the episodes of `trajectories/samples.jsonl`, in the order of the file.
 
@@ -106,6 +136,32 @@ def read_run(path: Path) -> RunRecords:
     )
 
 
+def is_locked(path: Path) -> bool | None:
+    """Return True if a process holds the lock of a run directory; None if that cannot be seen, as on another host.
+
+    The lock is not tried, as a run that starts at that moment would find it taken.
+    """
+    try:
+        holder = json.loads((path / HOLDER_FILE).read_bytes())
+        pid, host = int(holder["pid"]), holder["host"]
+        lock = (path / LOCK_FILE).stat()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return None
+    with contextlib.suppress(OSError):
+        # Linux lists every lock with device and inode of its file; a process of that number may be another by now.
+        inode = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        return any(inode in line.split() for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
+
+
 def flat(config: Any, path: str = "") -> dict[str, Any]:
     """Return the values of a nested configuration by dotted path; lists are values.
 
@@ -124,7 +180,7 @@ def _yaml(file: Path) -> Row:
     try:
         return yaml.safe_load(file.read_text("utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
 
 
 def _json(file: Path, missing: Any) -> Any:
@@ -133,7 +189,7 @@ def _json(file: Path, missing: Any) -> Any:
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
 
 
 def _lines(file: Path) -> Iterator[Row]:
@@ -145,14 +201,15 @@ def _lines(file: Path) -> Iterator[Row]:
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise _unreadable(file, error, number) from error
+                    raise unreadable(file, error, number) from error
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
 
 
-def _unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
+def unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
+    """Return the error for a file of a run, or a line of it, that cannot be read."""
     where = f"{file}" if line is None else f"{file}:{line}"
     return RunDirectoryError(
         f"{where} cannot be read ({error}): the run's files are damaged; copy them back, or leave the run out"
