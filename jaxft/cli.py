@@ -16,8 +16,10 @@ from jaxft.harness.runtime import (
     override_arguments,
     run_arguments,
     run_script,
+    run_sweep,
 )
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.harness.sweep import Program, sweep_arguments
 from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
@@ -25,6 +27,13 @@ DESCRIPTION = "Finetune the language model inside an agent, in the process the a
 FINETUNE = "Trains as the configuration says; the run directory then holds the model, the metrics and a plot."
 RESUME = "Continues a run from its newest good checkpoint; it ends as if it had never stopped."
 EVAL = "Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. Trains nothing."
+SWEEP = """Trains a grid of configurations, each run in a process of its own, and compares them.
+
+    jaxft sweep --config_file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
+
+In --set a comma separates alternatives; one inside of quotes, brackets or braces belongs to the value. The same command
+goes on with a sweep that was stopped: it skips finished runs, continues interrupted ones and repeats failed ones. With
+--resume it also continues runs whose configuration has changed since."""
 EXPORT = "Writes the model of a run, or any other model, in Hugging Face's file format and in the dtype given."
 CHAT = """Talks to a model in the terminal: streams its answers, and lets it call tools.
 
@@ -38,14 +47,14 @@ SERVE = """Serves the language models of a configuration to OpenAI's and Anthrop
 
 The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
 first."""
+REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
+
+The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
 COMPARE = """Compares runs, folded over their seeds: settings that differ, figures with 95 % intervals, and curves.
 
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
 in different folders. With --expected it holds each run against a reference history instead, and writes expected.html,
 expected.png and expected.json; exit code 1 then says that a run is not as expected."""
-REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
-
-The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
 
@@ -70,6 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)
     if parsed.verb == "eval":
         return run_script(evaluate, parser, arguments)
+    if parsed.verb == "sweep":
+        # -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
+        program = Program(
+            (sys.executable, "-P", "-m", "jaxft.cli", "finetune"), ("jaxft", "finetune"), ("jaxft", "sweep")
+        )
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        given.remove("sweep")
+        return run_sweep(program, parsed, given)
 
     async def run() -> None:
         if parsed.verb == "chat":
@@ -95,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan(run_config, parsed.target, parsed.compiler, Console().message)
             return
         if parsed.verb == "report":
-            await report(parsed, Console().message)
+            report(parsed, Console().message)
             return
         from jaxft.harness.device_commands import doctor, export  # imports jax as well
 
@@ -135,6 +152,9 @@ def make_parser() -> argparse.ArgumentParser:
     override_arguments(continuing)
     log_arguments(continuing)
     continuing.set_defaults(resume=True, overwrite=False)
+
+    sweeping = verbs.add_parser("sweep", help="train a grid of configurations, and compare the runs")
+    sweep_arguments(run_arguments(SWEEP, parser=sweeping))
 
     evaluating = verbs.add_parser("eval", help="run the agent over a dataset and score it")
     evaluating.reads_configuration = True

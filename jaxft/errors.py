@@ -108,6 +108,10 @@ class JobFailed(JaxftError, RuntimeError):
     """A training job ended as failed or canceled."""
 
 
+class RunsFailed(JaxftError, RuntimeError):
+    """Runs of a sweep failed; the message has the last lines of each, and the command that repeats it."""
+
+
 class Stopped(JaxftError):
     """A signal ended the run; the message says whether it was saved."""
 

@@ -14,6 +14,7 @@ from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, load_config, secrets_of
 from jaxft.harness.config_merge import literal
 from jaxft.harness.config_types import ServeConfig
+from jaxft.harness.output_fields import escape_fields
 from jaxft.harness.session import (
     CAME_BACK,
     MASKED,
@@ -79,7 +80,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     if missing:
         hint = "holds a secret, which the run directory does not store: give it again, as in --set"
         raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
-    where = json.dumps(literal(str(folder.absolute())))
+    where = json.dumps(escape_fields(literal(str(folder.absolute()))))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 
 
@@ -103,6 +104,8 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             adapter = await session.adapter()
             components = (trainer, trainer.trajectory_builder, adapter)
             show(f"components   {', '.join(type(component).__name__ for component in components)}")
+            await session.builder.get_loggers()
+            show(f"loggers      {', '.join(str(each.type_name) for each in config.finetuning.loggers) or 'none'}")
             if not await adapter.is_healthy():
                 raise CheckFailed(UNHEALTHY)
             for path, value in session.builder.chosen.items():

@@ -15,7 +15,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    PlainValidator,
     SecretBytes,
     SecretStr,
     SerializeAsAny,
@@ -45,6 +44,7 @@ from jaxft.harness.config_types import (
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
+from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, with_fields_expanded
 from jaxft.harness.registry import (
     ComponentConfig,
     DatasetConfig,
@@ -54,43 +54,22 @@ from jaxft.harness.registry import (
     TrainerConfig,
     TrajectoryBuilderConfig,
     WorkflowConfig,
+    chosen_by_type,
     import_installed,
     import_module,
     locate_module,
-    registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
-
-def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
-    def validate(value: Any, info: Any) -> ComponentConfig:
-        if isinstance(value, base):
-            return value
-        if not isinstance(value, Mapping):
-            raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
-        type_name = value.get("_type")
-        if not isinstance(type_name, str):
-            names = ", ".join(registry.names(base)) or "none"
-            raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
-        try:
-            config_type = registry.find(base, type_name).config_type
-        except ConfigError as error:
-            raise config_error(str(error)) from None
-        fields = {name: field for name, field in value.items() if name != "_type"}
-        return config_type.model_validate(fields, context=info.context)
-
-    return PlainValidator(validate)
-
-
-AnyLLM = Annotated[SerializeAsAny[LLMConfig], _chosen_by_type(LLMConfig)]
-AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], _chosen_by_type(WorkflowConfig)]
-AnyEvaluator = Annotated[SerializeAsAny[EvaluatorConfig], _chosen_by_type(EvaluatorConfig)]
-AnyDataset = Annotated[SerializeAsAny[DatasetConfig], _chosen_by_type(DatasetConfig)]
-AnyTrajectoryBuilder = Annotated[SerializeAsAny[TrajectoryBuilderConfig], _chosen_by_type(TrajectoryBuilderConfig)]
-AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], _chosen_by_type(TrainerAdapterConfig)]
-AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], _chosen_by_type(TrainerConfig)]
+AnyLLM = Annotated[SerializeAsAny[LLMConfig], chosen_by_type(LLMConfig)]
+AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowConfig)]
+AnyEvaluator = Annotated[SerializeAsAny[EvaluatorConfig], chosen_by_type(EvaluatorConfig)]
+AnyDataset = Annotated[SerializeAsAny[DatasetConfig], chosen_by_type(DatasetConfig)]
+AnyTrajectoryBuilder = Annotated[SerializeAsAny[TrajectoryBuilderConfig], chosen_by_type(TrajectoryBuilderConfig)]
+AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], chosen_by_type(TrainerAdapterConfig)]
+AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], chosen_by_type(TrainerConfig)]
 
 
 def _json_path(text: str) -> str:
@@ -312,7 +291,9 @@ def validation_config(config: Config) -> Config:
 
 def resolved_yaml(config: Config) -> str:
     """Return the configuration as YAML that loads from any folder: paths are absolute, secrets masked."""
-    return dump_yaml(map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text))))
+    values = map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text)))
+    values["finetuning"]["output_dir"] = escape_fields(values["finetuning"]["output_dir"])
+    return dump_yaml(values)
 
 
 def differences_to_defaults(config: Config) -> dict[str, dict[str, Any]]:
@@ -391,11 +372,25 @@ def _config(
             # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details, values))
+    else:
+        if not is_validation:  # a run never writes to the directory of that configuration
+            config = _with_output_dir(config, faults)
     if faults:
         raise ConfigError(faults.lines(), source)
     if config.eval.validation is not None and not is_validation:
         validation_config(config)
     return config
+
+
+def _with_output_dir(config: Config, faults: ConfigErrors) -> Config:
+    """Return the configuration with the fields in `finetuning.output_dir` expanded."""
+    finetuning = config.finetuning
+    try:
+        path = Path(with_fields_expanded(str(finetuning.output_dir), config.model_dump(mode="json")))
+    except ValueError as error:
+        faults.add(OUTPUT_DIR, str(error))
+        return config
+    return config.model_copy(update={"finetuning": finetuning.model_copy(update={"output_dir": path})})
 
 
 def _import_modules(names: Any, faults: ConfigErrors) -> bool:

@@ -28,13 +28,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jaxft.errors import JaxftError, Stopped
+from jaxft.errors import ConfigError, JaxftError, Stopped
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
+from jaxft.harness.sweep import Program, execute, is_sweep, list_runs, prepare, shares_of, sweep_arguments
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
@@ -64,14 +65,16 @@ def run_arguments(
     config_file: str | Path | None = None,
     parser: argparse.ArgumentParser | None = None,
 ) -> argparse.ArgumentParser:
-    """Make a parser with the options of every run; a script may add its own.
+    """Make a parser with the options of every run and, for a script, of a sweep; a script may add its own.
 
     Args:
         description: shown by `--help`; a script's `__doc__`.
         config_file: the default of `--config_file`, which is required without one.
         parser: the parser to add to; by default a new one.
     """
+    is_script = parser is None
     parser = argparse.ArgumentParser() if parser is None else parser
+    parser.allow_abbrev = False  # --seed would be --seeds, which is another thing
     parser.description = description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -122,6 +125,8 @@ def run_arguments(
         help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
     )
     existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
+    if is_script:
+        sweep_arguments(parser)
     return parser
 
 
@@ -155,7 +160,13 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         arguments: by default those of the process.
     """
     parsed = parser.parse_args(arguments)
-    run = FinetuneRunConfig.model_validate({name: vars(parsed)[name] for name in FinetuneRunConfig.model_fields})
+    try:
+        if is_sweep(parsed):
+            given = sys.argv[1:] if arguments is None else list(arguments)
+            return run_sweep(_this_script(), parsed, given)
+    except ConfigError as error:
+        return _complain(f"error: {error}", error.exit_code)
+    run = _run_of(parsed)
 
     async def load_and_run() -> None:
         config = config_of(run)
@@ -165,6 +176,44 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         await main(config, parsed)
 
     return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level)
+
+
+def run_sweep(program: Program, parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Make the runs of a sweep, each in a process of its own, and return the exit code: 1 if one of them failed.
+
+    Args:
+        program: the program of each run.
+        parsed: the parsed arguments of `run_arguments` and `sweep_arguments`.
+        arguments: the arguments as they were given; those that are not of the sweep are passed on.
+    """
+    run, jobs = _run_of(parsed), parsed.jobs or 1
+    Console().message(f"jaxft {version('jaxft') or '(not installed)'}: sweep {parsed.config_file}")
+    try:
+        sweep = prepare(
+            parsed, program, arguments, lambda settings: config_of(run.model_copy(update={"override": settings}))
+        )
+        shares = shares_of(sweep, jobs)
+    except KeyboardInterrupt:
+        return _complain("interrupted; nothing was started", 128 + signal.SIGINT)
+    except JaxftError as error:
+        return _complain(f"error: {error}", error.exit_code)
+    if parsed.dry_run:
+        list_runs(sweep, len(shares), Console().message)
+        return 0
+    return exit_code_of(
+        lambda: execute(sweep, jobs, fail_fast=parsed.fail_fast), log_level=parsed.log_level, computes=False
+    )
+
+
+def _run_of(parsed: argparse.Namespace) -> FinetuneRunConfig:
+    return FinetuneRunConfig.model_validate({name: vars(parsed)[name] for name in FinetuneRunConfig.model_fields})
+
+
+def _this_script() -> Program:
+    """Return the script of this process, with the options of its interpreter."""
+    before = len(sys.orig_argv) - len(sys.argv) + 1  # all but the script's own arguments
+    shown = ("python", *sys.orig_argv[1:before])
+    return Program((sys.executable, *sys.orig_argv[1:before]), shown, shown)
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
@@ -250,6 +299,7 @@ def exit_code_of(
     title: str | None = None,
     log_level: str = "info",
     on_stderr: bool = False,
+    computes: bool = True,
 ) -> int:
     """Run an asynchronous main and return 0, or show its error on standard error and return the error's exit code.
 
@@ -262,21 +312,14 @@ def exit_code_of(
         title: shown at once, with the version of jaxft; None shows nothing.
         log_level: one of `LOG_LEVELS`.
         on_stderr: True to show messages and log records on standard error, as standard output has the program's result.
+        computes: False for a program that leaves all computing to other processes, so that it needs no jax.
     """
     shutdown = Shutdown()
-
-    async def until_signalled() -> None:
-        asyncio.get_running_loop().set_default_executor(DaemonThreads())
-        with shutdown.installed():
-            await main()
-
     try:
         with program_console(on_stderr=on_stderr) as console, _logging_to(console, log_level):
             if title is not None:
                 console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
-            use_compile_cache()
-            order_cpu_devices()
-            asyncio.run(until_signalled())
+            run_until_signalled(main, shutdown, computes=computes)
     except Stopped as error:
         return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:
@@ -288,6 +331,74 @@ def exit_code_of(
     except JaxftError as error:
         return _complain(f"error: {error}", error.exit_code)
     return 0
+
+
+def run_until_signalled(main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True) -> T:
+    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; `computes` as in `exit_code_of`.
+
+    Raises:
+        CancelledError: a signal came while no run listened to it.
+    """
+
+    async def until_signalled() -> T:
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        with shutdown.installed():
+            return await main()
+
+    use_compile_cache()
+    if computes:
+        order_cpu_devices()
+    return asyncio.run(until_signalled())
+
+
+def result_of(main: Callable[[], Awaitable[T]]) -> T:
+    """Run an asynchronous main for a script or a notebook, and return its result.
+
+    Where an event loop runs already, as in a notebook, the main runs in a thread of its own, and Ctrl-C (or the
+    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving.
+
+    Raises:
+        Stopped: a signal or Ctrl-C ended the run; the message says whether it was saved, and how to continue.
+        JaxftError: the error of the run.
+    """
+    shutdown = Shutdown()
+
+    def run() -> T:
+        with program_console() as console, _logging_to(console, "info"):
+            try:
+                return run_until_signalled(main, shutdown)
+            except (Stopped, asyncio.CancelledError) as error:
+                if shutdown.signal is None:
+                    raise
+                saved = f"{error}; " if isinstance(error, Stopped) else ""
+                raise Stopped(f"{saved}{shutdown.message}") from None
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "jaxft") as pool, _interruptible():
+        running = pool.submit(run)
+        while True:
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if running.done():
+                    raise
+                shutdown.stop()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise `KeyboardInterrupt` in the main thread; asyncio's handler would only cancel a task."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class DaemonThreads(ThreadPoolExecutor):

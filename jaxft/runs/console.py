@@ -69,6 +69,11 @@ class Console:
         )
         self._records.setFormatter(self._formatter)
 
+    @property
+    def columns(self) -> int:
+        """Width for tables: that of the terminal, within 80 and 200; 120 elsewhere."""
+        return min(max(self._rich.width, 80), 200) if self._is_terminal else 120
+
     def start(self, total_epochs: int, done: int = 0) -> None:
         """Add a progress bar for `total_epochs` epochs, `done` of them finished, to the live line."""
         self._done, self._total_epochs = done, total_epochs

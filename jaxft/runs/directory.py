@@ -33,7 +33,7 @@ RESUMES_FILE = "resumes.jsonl"
 """Log with one line per resume of the run."""
 LOG_FILE = "run.log"
 """Log of the console output and of `logging`."""
-NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
+NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard", "wandb", "loggers")
 """Logs whose size a checkpoint does not record, so that a resume never truncates them."""
 
 # All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
@@ -52,6 +52,8 @@ RUN_FILES = (
     "reward_plot.png",
     "report.html",
     "tensorboard",
+    "wandb",
+    "loggers",  # for files of loggers that do not come with jaxft
     "trajectories",
     "bad_batches",
     "checkpoints",
@@ -108,6 +110,21 @@ def bring_back_earlier_run(path: Path) -> bool:
         return False
     with RunDirectory.open(path) as directory:
         return directory.came_back
+
+
+def holder_of_lock(path: Path) -> str | None:
+    """Return who has locked a run directory, as `process 7 on host 'a'`; None if nobody has."""
+    if not (path / LOCK_FILE).is_file():
+        return None
+    lock = FileLock(path / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return _holder(path)
+    except OSError:  # not writable: who opens the directory says so
+        return None
+    lock.release()
+    return None
 
 
 def _run_files(path: Path) -> list[str]:

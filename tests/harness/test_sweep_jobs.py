@@ -1,0 +1,175 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxft.errors import ConfigError
+from jaxft.harness.sweep_jobs import Share, divide_machine, last_lines, progress_of, run_jobs, visible_gpus
+from jaxft.harness.sweep_state import SweepRun
+
+
+def make_run(tmp_path, name, program, **state):
+    return SweepRun(
+        name=name,
+        directory=tmp_path / name,
+        log=tmp_path / "logs" / f"{name}.log",
+        overrides=(),
+        command=(sys.executable, "-S", "-c", program),
+        shown_program=(("program",), 4),
+        num_epochs=5,
+        **state,
+    )
+
+
+def run_all(runs, shares, **options):
+    changes = []
+    asyncio.run(run_jobs(runs, shares, lambda jobs: None, lambda run: changes.append((run.name, run.state)), **options))
+    return changes
+
+
+def test_runs_start_in_order_and_one_that_fails_leaves_the_others_alone(tmp_path):
+    codes = {"a": 0, "b": 3, "c": 0}
+    runs = [make_run(tmp_path, each, f"print('here is {each}'); raise SystemExit({codes[each]})") for each in codes]
+    changes = run_all(runs, [Share((), {})])
+    assert changes == [
+        ("a", "running"), ("a", "done"), ("b", "running"), ("b", "failed"), ("c", "running"), ("c", "done")
+    ]  # fmt: skip
+    assert [run.exit_code for run in runs] == [0, 3, 0]
+    assert last_lines(runs[1].log)[-1] == "here is b"
+
+
+def test_with_fail_fast_nothing_starts_after_a_failure_and_others_are_stopped(tmp_path):
+    programs = {"a": "import time; time.sleep(60)", "b": "raise SystemExit(2)", "c": ""}
+    runs = [make_run(tmp_path, name, program) for name, program in programs.items()]
+    run_all(runs, [Share((), {})] * 2, fail_fast=True)
+    assert [run.state for run in runs] == ["interrupted", "failed", "waiting"]
+
+
+def test_no_more_run_at_once_than_there_are_shares(tmp_path):
+    program = (
+        f"import os, pathlib, time; p = pathlib.Path({str(tmp_path)!r}, f'here-{{os.getpid()}}'); p.touch(); "
+        f"time.sleep(0.2); print(len(list(p.parent.glob('here-*')))); p.unlink()"
+    )
+    runs = [make_run(tmp_path, name, program) for name in "abcde"]
+    run_all(runs, [Share((), {})] * 2)
+    assert max(int(last_lines(run.log)[-1]) for run in runs) <= 2
+
+
+def test_a_run_has_its_share_of_the_machine(tmp_path):
+    cpu = sorted(os.sched_getaffinity(0))[-1]
+    run = make_run(tmp_path, "a", "import os; print(os.sched_getaffinity(0), os.environ['CUDA_VISIBLE_DEVICES'])")
+    run_all([run], [Share((cpu,), {"CUDA_VISIBLE_DEVICES": "3"})])
+    assert last_lines(run.log)[-1] == f"{{{cpu}}} 3"
+    assert run.num_cpus == 1
+
+
+def test_a_run_gets_no_standard_input_and_a_session_of_its_own(tmp_path):
+    run = make_run(tmp_path, "a", "import os, sys; print(sys.stdin.read() == '', os.getsid(0) == os.getpid())")
+    run_all([run], [Share((), {})])
+    assert last_lines(run.log)[-1] == "True True"
+
+
+SWEEP = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_sweep_jobs import make_run, run_all, Share
+
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+run_all([make_run(Path({folder!r}), name, child) for name in "ab"], [Share((), {{}})] * 2)
+"""
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_no_run_survives_a_killed_sweep(tmp_path):
+    program = SWEEP.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
+    sweep = subprocess.Popen([sys.executable, "-c", program])
+    logs = [tmp_path / "logs" / f"{name}.log" for name in "ab"]
+    until(lambda: all(len(last_lines(log)) == 2 for log in logs))
+    pids = [int(last_lines(log)[-1]) for log in logs]
+    assert all(map(is_alive, pids))
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "cpus", "shares"),
+    [
+        (1, [], [0, 1], [((0, 1), {})]),
+        (1, ["0", "1"], [0, 1], [((), {})]),
+        (2, [], [0, 1], [((0,), {}), ((1,), {})]),
+        (2, [], [4, 5, 6, 7], [((4, 5), {}), ((6, 7), {})]),
+        (3, [], [0, 1], [((), {"NPROC": "1", "OMP_NUM_THREADS": "1"})] * 3),
+        (2, ["2", "5"], [0, 1], [((), {"CUDA_VISIBLE_DEVICES": "2"}), ((), {"CUDA_VISIBLE_DEVICES": "5"})]),
+    ],
+)
+def test_the_machine_is_divided(jobs, gpus, cpus, shares):
+    assert divide_machine(jobs, gpus, cpus) == [Share(*share) for share in shares]
+
+
+def test_a_gpu_is_for_one_run_unless_the_user_has_divided_its_memory(monkeypatch):
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"--jobs 3: there is 1 GPU.*--jobs 1"):
+        divide_machine(3, ["0"], [0])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    assert [share.variables["CUDA_VISIBLE_DEVICES"] for share in divide_machine(3, ["0"], [0])] == ["0"] * 3
+
+
+def test_without_the_plugin_no_gpu_is_seen(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("jaxft.harness.sweep_jobs.PLUGINS", ("no-such-plugin",))
+    assert visible_gpus() == []
+    monkeypatch.setattr("jaxft.harness.sweep_jobs.PLUGINS", ("pytest",))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_gpus() == []
+
+
+def test_progress_is_that_of_the_last_whole_row(tmp_path):
+    run = make_run(tmp_path, "a", "")
+    assert progress_of(run) == ""
+    run.directory.mkdir()
+    log = run.directory / "training_metrics.jsonl"
+    log.write_text('{"epoch": 0, "reward_mean": 0.25}\n{"epoch": 1, "reward_mean": 0.5}\n{"epoch": 2, "rew')
+    assert progress_of(run) == "epoch 2/5, reward 0.5"
+    assert progress_of(run, since=time.time() + 60) == ""
+    log.write_text('{"epoch": 0, "reward_mean": null}\n')
+    assert progress_of(run) == "epoch 1/5"
+    log.write_text("[]\n")
+    assert progress_of(run) == ""
+
+
+def test_a_run_continues_from_a_checkpoint_and_else_begins_anew(tmp_path):
+    run = make_run(tmp_path, "a", "")
+    assert run.arguments() == list(run.command)
+    (run.directory / "checkpoints" / "1").mkdir(parents=True)
+    (run.directory / "result.json").write_text("{}")
+    assert run.arguments()[-1] == "--overwrite"
+    (run.directory / "checkpoints" / "1" / "manifest.json").write_text("{}")
+    assert run.arguments()[-1] == "--resume" and run.shown() == "program --resume"
+    run.begins_anew = True
+    assert run.arguments()[-1] == "--overwrite"
