@@ -79,6 +79,7 @@ from .harness.config_types import (
     InputPath as InputPath,
     LLMRef as LLMRef,
     PathOrName as PathOrName,
+    RewardFunctionConfig as RewardFunctionConfig,
 )
 from .harness.contracts import (
     Trainer as Trainer,
@@ -98,7 +99,6 @@ from .harness.data_models import (
     FinetuneConfig as FinetuneConfig,
     FinetuneRunConfig as FinetuneRunConfig,
     OpenAIMessage as OpenAIMessage,
-    RewardFunctionConfig as RewardFunctionConfig,
     TrainingJobRef as TrainingJobRef,
     TrainingJobStatus as TrainingJobStatus,
     TrainingStatusEnum as TrainingStatusEnum,
@@ -127,11 +127,16 @@ from .harness.evaluators import (
     BaseEvaluator as BaseEvaluator,
     EvaluatorInfo as EvaluatorInfo,
 )
+from .harness.loggers import (
+    TensorBoardLoggerConfig as TensorBoardLoggerConfig,
+    WandbLoggerConfig as WandbLoggerConfig,
+)
 from .harness.registry import (
     DatasetConfig as DatasetConfig,
     EvaluatorConfig as EvaluatorConfig,
     GroupEvaluatorConfig as GroupEvaluatorConfig,
     LLMConfig as LLMConfig,
+    LoggerConfig as LoggerConfig,
     TrainerAdapterConfig as TrainerAdapterConfig,
     TrainerConfig as TrainerConfig,
     TrajectoryBuilderConfig as TrajectoryBuilderConfig,
@@ -139,6 +144,7 @@ from .harness.registry import (
     register_dataset_loader as register_dataset_loader,
     register_evaluator as register_evaluator,
     register_llm as register_llm,
+    register_logger as register_logger,
     register_trainer as register_trainer,
     register_trainer_adapter as register_trainer_adapter,
     register_trajectory_builder as register_trajectory_builder,
@@ -219,6 +225,11 @@ from .rollout.sequences import (
     TokenSequence as TokenSequence,
     token_sequences as token_sequences,
 )
+from .runs.loggers import (
+    LoggedEpisode as LoggedEpisode,
+    LoggedRun as LoggedRun,
+    RunLogger as RunLogger,
+)
 from .shipped.configs import (
     DPOTrainerConfig as DPOTrainerConfig,
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,
@@ -237,6 +248,12 @@ from .shipped.grpo import (
 )
 from .shipped.local_adapter import (
     LocalTrainerAdapter as LocalTrainerAdapter,
+)
+from .shipped.train import (
+    train as train,
+)
+from .shipped.train_result import (
+    TrainResult as TrainResult,
 )
 
 __version__: str

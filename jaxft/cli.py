@@ -20,6 +20,7 @@ from jaxft.harness.runtime import (
 )
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.sweep import Program, sweep_arguments
+from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
 DESCRIPTION = "Finetune the language model inside an agent, in the process the agent runs in."
@@ -46,6 +47,9 @@ SERVE = """Serves the language models of a configuration to OpenAI's and Anthrop
 
 The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
 first."""
+REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
+
+The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
 COMPARE = """Compares runs, folded over their seeds: settings that differ, figures with 95 % intervals, and curves.
 
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
@@ -106,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             run_config = load_config(parsed.config_file, parsed.override)
             plan(run_config, parsed.target, parsed.compiler, Console().message)
+            return
+        if parsed.verb == "report":
+            report(parsed, Console().message)
             return
         from jaxft.harness.device_commands import doctor, export  # imports jax as well
 
@@ -193,6 +200,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="Python of the environment with the compilers (default: that of scripts/make_compilers.sh)",
     )
     override_arguments(planning)
+
+    report_arguments(verbs.add_parser("report", help="write a page about a run"), REPORT)
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
     checking.add_argument("--config_file", type=Path, help="a configuration to check as well")

@@ -4,6 +4,8 @@ blocks of Python run, shrunk.
 A block of commands is one shell session, in a copy of the checkout with what its reader would have: the README's
 `my_agent.py` and `run.yml`, a data set, and a model under the names that stand for one. `ADDED` holds the options that
 a test adds to a command, `BEFORE` the commands that it runs first, and `NOT_RUN` the reason why a command is left out.
+Blocks of YAML may leave out what they do not show, and must be right otherwise. `ELSEWHERE` has the pages whose blocks
+other tests run. The notebooks are in tests/test_notebooks.py.
 """
 
 import json
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,9 @@ from types import ModuleType
 import pytest
 
 import jaxft
+from jaxft.errors import ConfigError
+from jaxft.harness.config import config_from_mapping
+from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 
 ROOT = Path(__file__).parents[1]
@@ -30,17 +36,31 @@ PAGES = [
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 ]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
-# Commands of .ci/run, and pages that have tests of their own.
-ELSEWHERE = ("CONTRIBUTING.md", "docs/from-nemo-agent-toolkit.md", "docs/agents-elsewhere.md")
-DOCUMENTS = [name for name in PAGES if name not in ELSEWHERE]
+ELSEWHERE = {
+    "docs/from-nemo-agent-toolkit.md": ("tests/test_porting_guide.py", {"bash": 5, "python": 9, "yaml": 9, "": 1}),
+    "docs/agents-elsewhere.md": (
+        "tests/test_agents_elsewhere.py",
+        {"bash": 6, "python": 3, "yaml": 3, "javascript": 2},
+    ),
+    "docs/extending.md": ("tests/test_examples.py", {"python": 18, "yaml": 2, "toml": 1}),
+    "docs/frameworks.md": ("test_the_page_of_the_frameworks_quotes_the_agents", {"python": 6}),
+}
+"""Pages whose blocks have tests of their own: where those are, and how many blocks of which languages they read."""
+DOCUMENTS = [name for name in PAGES if "bash" not in ELSEWHERE.get(name, ("", {}))[1]]
 
 NOT_RUN = {
     'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest': "the first step of .ci/run",
+    'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[dev]"': "a step of .ci/run",
+    "pytest": "a step of .ci/run",
+    "ruff check": "a step of .ci/run",
+    "mypy": "a step of .ci/run",
+    "lint-imports": "a step of .ci/run",
+    "python tests/faults/kill_and_resume.py": "forty minutes; .ci/run has three of its kills",
+    ".ci/": "all checks, this one among them",
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
     "scripts/make_compilers.sh": "downloads 4 GB",
     "python scripts/fuzz_server.py": "needs schemathesis",
-    ".ci/more aot": "minutes of compiling, and downloads",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
@@ -92,11 +112,14 @@ BEFORE = {
 """Commands run before others, by the beginning of those: they provide what the text takes for granted, or shorten."""
 
 
+FENCED = r"^([ ]*)```(\w*)\n(.*?)^\1```$"
+
+
 def blocks(document: str, language: str) -> list[str]:
     """The fenced blocks of a language, without the indentation of a list."""
     text = (ROOT / document).read_text()
     # All of them are found, one after the other: the fence that ends one block must not begin the next.
-    found = re.findall(r"^([ ]*)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(FENCED, text, re.MULTILINE | re.DOTALL)
     return [textwrap.dedent(block) for _, own, block in found if own == language]
 
 
@@ -136,6 +159,48 @@ SESSIONS = all_scripts()
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_has_its_reason(page):
+    """Commands and programs of `DOCUMENTS` are run below, or are in `NOT_RUN`."""
+    text = (ROOT / page).read_text()
+    languages = re.findall(FENCED, text, re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^ *(?:```|~~~).*$", text, re.MULTILINE)
+    assert len(fences) == 2 * len(languages), f"{page}: begin each block with ``` and one word, the language"
+    found = Counter(language for _, language, _ in languages)
+    tests, read = ELSEWHERE.get(page, ("", {}))
+    assert {each: found[each] for each in read} == read, (
+        f"{page}: no test knows the new block: extend {tests}, which reads the blocks of this page, then the numbers "
+        "in ELSEWHERE"
+    )
+    for language in found.keys() - read.keys():
+        assert language in ("bash", "python", "yaml", "", "text"), (
+            f"{page}: no test runs a block of '{language}': write commands as bash, programs as python, "
+            "configurations as yaml, listings without a language; a command that cannot be run goes into NOT_RUN with "
+            "its reason, blocks that a test of their own reads into ELSEWHERE"
+        )
+    listings = [line for language in ("", "text") for block in blocks(page, language) for line in block.splitlines()]
+    commands_among = [line for line in listings if re.match(r"\$ |(?:pip|python3?|jaxft|pytest|nat) ", line)]
+    assert commands_among == [], f"{page}: commands stand in a block of bash, where they are run"
+
+
+CONFIGURATIONS = [(page, block) for page in PAGES if page not in ELSEWHERE for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize(("page", "block"), CONFIGURATIONS)
+def test_every_configuration_is_right_as_far_as_it_goes(page, block, tmp_path):
+    """What a block leaves out may be missing, and so may files and components that are its reader's."""
+    for name in ("train.jsonl", "counter.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    values = parse_yaml(block, page)
+    values.pop("imports", None)
+    try:
+        config_from_mapping(values, base_dir=tmp_path)
+    except ConfigError as error:
+        allowed = r"is required, but not there|^no workflow is named|^no evaluator is named|is not in '|enabled, but"
+        wrong = [fault for fault in error.faults if not re.search(allowed, fault.partition(": ")[2])]
+        assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -302,7 +367,7 @@ optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 PROGRAMS = {
     f"{name}, Python {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
     for name in DOCUMENTS
-    if name not in ("docs/extending.md", "docs/frameworks.md")  # quotations of files that are tested
+    if name not in ELSEWHERE  # such as quotations of files that are tested
     for number, block in enumerate(blocks(name, "python"), start=1)
 }
 

@@ -32,7 +32,7 @@ from jaxft.harness.runtime import exit_code_of
 from jaxft.runs.directory import RunDirectory
 from jaxft.errors import DiskFull
 from jaxft.files import disk_errors
-from jaxft.runs.metrics import MetricsLog
+from jaxft.runs.metrics import log_metrics
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -90,18 +90,13 @@ except DiskFull:
 
 
 def test_a_run_ends_in_one_line_and_code_1(tmp_path):
-    """Also what tensorboard had not written: neither it, nor closing it, hangs or complains a second time."""
     run = limited(
         tmp_path,
         """
 async def main():
-    log = MetricsLog(directory)
     limit(3000)
-    try:
-        for step in range(1000):
-            log.log(step, {"loss": 0.5, "reward": 1.0}, {"seconds": 0.1})
-    finally:
-        log.close()
+    for step in range(1000):
+        log_metrics(directory, step, {"loss": 0.5, "reward": 1.0}, {"seconds": 0.1})
 
 sys.exit(exit_code_of(main))
 """,

@@ -104,6 +104,8 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             adapter = await session.adapter()
             components = (trainer, trainer.trajectory_builder, adapter)
             show(f"components   {', '.join(type(component).__name__ for component in components)}")
+            await session.builder.get_loggers()
+            show(f"loggers      {', '.join(str(each.type_name) for each in config.finetuning.loggers) or 'none'}")
             if not await adapter.is_healthy():
                 raise CheckFailed(UNHEALTHY)
             for path, value in session.builder.chosen.items():

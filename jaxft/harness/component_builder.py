@@ -47,6 +47,7 @@ from jaxft.harness.registry import (
     EvaluatorConfig,
     GroupEvaluatorConfig,
     LLMConfig,
+    LoggerConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
@@ -56,6 +57,7 @@ from jaxft.harness.registry import (
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.runs.loggers import Loggers, RunLogger
 from jaxft.serving.addresses import reachable_url
 
 # Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
@@ -275,6 +277,18 @@ class ComponentBuilder(ConfigBuilder):
             await trainer.bind_components(trajectory_builder, trainer_adapter)
         return trainer
 
+    async def get_loggers(self) -> Loggers:
+        """Return the loggers of `finetuning.loggers`."""
+        return await self._shared("finetuning.loggers", self._make_loggers)
+
+    async def _make_loggers(self) -> Loggers:
+        loggers = Loggers(self.console)
+        for number, config in enumerate(self.config.finetuning.loggers):
+            place = f"finetuning.loggers.{number}"
+            made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
+            loggers.add(f"{place} ({config.type_name})", made, config.timeout_seconds)
+        return loggers
+
     async def get_validation(self) -> Validation | None:
         """Return the validation of `eval.validation`; None without that section."""
         return await self._shared("validation", self._make_validation)
@@ -381,10 +395,8 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
         """Return the component `name` of a section; its factory must yield an instance of `kind`."""
-        made = await self._once(f"{section}.{name}", self._config_of(section, name), base)
-        if not isinstance(made, kind):
-            raise _wrong_kind(f"{section}.{name}", f"a {kind.__name__}", made)
-        return made
+        place = f"{section}.{name}"
+        return _checked(place, await self._once(place, self._config_of(section, name), base), kind)
 
     async def _once(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
         return await self._shared(place, lambda: self._make(place, config, base))
@@ -419,8 +431,15 @@ class ComponentBuilder(ConfigBuilder):
         self.console.status("")
         if instance is _NOTHING:
             raise ComponentError(f"{what}: its factory yielded nothing")
-        self._closing.push_async_callback(_close, what, generator)
+        self._closing.push_async_callback(self._close_logger if base is LoggerConfig else _close, what, generator)
         return instance
+
+    async def _close_logger(self, what: str, generator: Any) -> None:
+        """Close a logger; what fails in it ends no run."""
+        try:
+            await _close(what, generator)
+        except ComponentError as error:
+            self.console.message(str(error))
 
 
 _NOTHING = object()
@@ -460,6 +479,12 @@ def _failure(what: str, failure: UserCodeError) -> JaxftError:
     is_input = isinstance(failure.error, JaxftError | ValueError | OSError)
     told = failure.summary if is_input else f"\n{failure.tail}"
     return ComponentError(f"{what}: {told}")
+
+
+def _checked(place: str, made: Any, kind: type) -> Any:
+    if not isinstance(made, kind):
+        raise _wrong_kind(place, f"a {kind.__name__}", made)
+    return made
 
 
 def _callable(place: str, made: Any) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    PlainValidator,
     SecretBytes,
     SecretStr,
     SerializeAsAny,
@@ -55,43 +54,22 @@ from jaxft.harness.registry import (
     TrainerConfig,
     TrajectoryBuilderConfig,
     WorkflowConfig,
+    chosen_by_type,
     import_installed,
     import_module,
     locate_module,
-    registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
-
-def _chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
-    def validate(value: Any, info: Any) -> ComponentConfig:
-        if isinstance(value, base):
-            return value
-        if not isinstance(value, Mapping):
-            raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
-        type_name = value.get("_type")
-        if not isinstance(type_name, str):
-            names = ", ".join(registry.names(base)) or "none"
-            raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
-        try:
-            config_type = registry.find(base, type_name).config_type
-        except ConfigError as error:
-            raise config_error(str(error)) from None
-        fields = {name: field for name, field in value.items() if name != "_type"}
-        return config_type.model_validate(fields, context=info.context)
-
-    return PlainValidator(validate)
-
-
-AnyLLM = Annotated[SerializeAsAny[LLMConfig], _chosen_by_type(LLMConfig)]
-AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], _chosen_by_type(WorkflowConfig)]
-AnyEvaluator = Annotated[SerializeAsAny[EvaluatorConfig], _chosen_by_type(EvaluatorConfig)]
-AnyDataset = Annotated[SerializeAsAny[DatasetConfig], _chosen_by_type(DatasetConfig)]
-AnyTrajectoryBuilder = Annotated[SerializeAsAny[TrajectoryBuilderConfig], _chosen_by_type(TrajectoryBuilderConfig)]
-AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], _chosen_by_type(TrainerAdapterConfig)]
-AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], _chosen_by_type(TrainerConfig)]
+AnyLLM = Annotated[SerializeAsAny[LLMConfig], chosen_by_type(LLMConfig)]
+AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowConfig)]
+AnyEvaluator = Annotated[SerializeAsAny[EvaluatorConfig], chosen_by_type(EvaluatorConfig)]
+AnyDataset = Annotated[SerializeAsAny[DatasetConfig], chosen_by_type(DatasetConfig)]
+AnyTrajectoryBuilder = Annotated[SerializeAsAny[TrajectoryBuilderConfig], chosen_by_type(TrajectoryBuilderConfig)]
+AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], chosen_by_type(TrainerAdapterConfig)]
+AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], chosen_by_type(TrainerConfig)]
 
 
 def _json_path(text: str) -> str:

@@ -1,10 +1,10 @@
-"""Fields of the config classes: their names at a path, for messages, and their descriptions, for `--help`."""
+"""Fields of the config classes: their names at a path, for messages, and their descriptions, for `--help` and pages."""
 
 import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
@@ -20,6 +20,7 @@ SECTIONS = {
     "trajectory builder": "trajectory_builders.<name>",
     "trainer adapter": "trainer_adapters.<name>",
     "trainer": "trainers.<name>",
+    "logger": "finetuning.loggers.<n>",
 }
 """Path in a configuration of each kind of component."""
 
@@ -47,17 +48,41 @@ def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -
     return [] if model is None else list(model.model_fields)
 
 
+class FieldHelp(NamedTuple):
+    """One field of a configuration, in words.
+
+    Attributes:
+        path: its dotted path from the class that was asked for.
+        type: its type, such as "float or null".
+        default: its default, as in "default 0.2", or "required".
+        description: its description; empty if it has none.
+    """
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
 def describe(root: type[ConfigModel]) -> str:
     """Describe every field with type, default and description: the sections of the tree, then registered components."""
-    lines = ["Fields of the configuration (set one with --set path=value):", *_fields(root, "")]
+    lines = ["Fields of the configuration (set one with --set path=value):", *_lines(root)]
     for base in KINDS:
         for name in registry.names(base):
             config_type = registry.find(base, name).config_type
-            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_fields(config_type, "")]
+            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_lines(config_type)]
     return "\n".join(lines)
 
 
-def _fields(model: type[ConfigModel], prefix: str) -> Iterator[str]:
+def _lines(model: type[ConfigModel]) -> Iterator[str]:
+    for field in field_help(model):
+        yield f"  {field.path} ({field.type}, {field.default})"
+        if field.description:
+            yield f"      {field.description}"
+
+
+def field_help(model: type[ConfigModel], prefix: str = "") -> Iterator[FieldHelp]:
+    """Yield every field that a person may set, those of sections inside included."""
     for name, field in model.model_fields.items():
         if field.exclude or (name == "reward" and issubclass(model, ComponentConfig)):
             continue  # set by the run, not by a person
@@ -65,11 +90,9 @@ def _fields(model: type[ConfigModel], prefix: str) -> Iterator[str]:
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner
         # An optional section has a line of its own; of a required one only the fields are listed.
         if section is None or field.default is None:
-            yield f"  {prefix}{name} ({_words(field.annotation)}, {_default(field)})"
-            if field.description:
-                yield f"      {field.description}"
+            yield FieldHelp(prefix + name, _words(field.annotation), _default(field), field.description or "")
         if section is not None:
-            yield from _fields(section, f"{prefix}{name}.")
+            yield from field_help(section, f"{prefix}{name}.")
 
 
 def _item(values: Any, part: str | int) -> Any:

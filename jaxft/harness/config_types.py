@@ -7,7 +7,7 @@ reference (`LLMRef`, ...) is the name of an entry of the same configuration.
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from jsonpath_ng import parse
@@ -132,6 +132,17 @@ TrainerRef = Annotated[str, _reference("trainers")]
 
 REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
 """Sections whose entries other fields refer to."""
+
+
+class RewardFunctionConfig(ConfigModel):
+    """The evaluator whose score is the reward, and the treatment of unusable scores."""
+
+    name: EvaluatorRef = Field(description="The evaluator whose score is the reward: an entry of eval.evaluators.")
+    unusable: Literal["unscorable", "zero", "error"] = Field(
+        default="unscorable",
+        description="Treatment of an episode whose reward is None, NaN or infinite: 'unscorable' leaves it out of "
+        "training and of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
+    )
 
 
 @functools.cache

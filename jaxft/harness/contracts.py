@@ -28,6 +28,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.rollout.recorder import TRAINING, VALIDATION
+from jaxft.runs.loggers import Loggers
 
 T = TypeVar("T")
 
@@ -240,6 +241,8 @@ class Trainer(ABC):
         trainer_config: configuration of this trainer.
         trajectory_builder, trainer_adapter: None until `bind_components`.
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
+        loggers: the loggers of the run, set by the session. `run` calls their `begin` before its first epoch, then
+            `metrics` and `samples`.
         save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
         is_stopping: set by a signal; `run` then returns after the present epoch.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
@@ -255,6 +258,7 @@ class Trainer(ABC):
         self.run_config: FinetuneConfig | None = None
         self.curriculum_config: CurriculumLearningConfig | None = None
         self.reward: RewardFunctionConfig | None = None
+        self.loggers = Loggers()
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
         self.is_stopping = False
         self.needs_no_training = False

@@ -6,21 +6,23 @@ Names and fields are the toolkit's; fields that jaxft adds are marked. A traject
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 
 from jaxft.harness.config_types import (
     ConfigModel,
-    EvaluatorRef,
     LLMRef,
     OutputPath,
+    RewardFunctionConfig,
     Seed,
     TrainerAdapterRef,
     TrainerRef,
     TrajectoryBuilderRef,
     config_error,
 )
+from jaxft.harness.loggers import TensorBoardLoggerConfig
+from jaxft.harness.registry import LoggerConfig, chosen_by_type
 from jaxft.harness.steps import IntermediateStep
 from jaxft.rollout.recorder import WORKFLOW
 from jaxft.rollout.sequences import TokenSequence
@@ -213,17 +215,6 @@ class EvaluationRunOutput(DataModel):
     first_error: str | None = None
 
 
-class RewardFunctionConfig(ConfigModel):
-    """The evaluator whose score is the reward, and the treatment of unusable scores."""
-
-    name: EvaluatorRef = Field(description="The evaluator whose score is the reward: an entry of eval.evaluators.")
-    unusable: Literal["unscorable", "zero", "error"] = Field(
-        default="unscorable",
-        description="Treatment of an episode whose reward is None, NaN or infinite: 'unscorable' leaves it out of "
-        "training and of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
-    )
-
-
 class CurriculumLearningConfig(ConfigModel):
     """Curriculum: selection of the groups that an epoch trains: those whose rewards differ, the easy ones first."""
 
@@ -284,6 +275,14 @@ class FinetuneRunConfig(ConfigModel):
     endpoint_timeout: float | None = None
 
 
+def _named(value: Any) -> Any:
+    return {"_type": value} if isinstance(value, str) else value
+
+
+AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig), BeforeValidator(_named)]
+"""A logger; a name alone stands for a logger of that `_type` with its defaults."""
+
+
 class FinetuneConfig(ConfigModel):
     """The section `finetuning`: the components of the run, its length, its seed and its directory."""
 
@@ -320,6 +319,11 @@ class FinetuneConfig(ConfigModel):
     checkpoints: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Schedule and number of the checkpoints."
     )
+    loggers: tuple[AnyLogger, ...] = Field(
+        default=(TensorBoardLoggerConfig(),),
+        description="Loggers that get metrics, samples and artifacts of the run, as in [tensorboard, wandb] or, with "
+        "settings, [{_type: wandb, project: agents}]; []: none. The run's own files are written in any case.",
+    )
     strict_compile: bool = Field(
         default=False,
         description="Compile every program before the first epoch, and fail if a later epoch compiles another.",
@@ -342,6 +346,14 @@ class FinetuneConfig(ConfigModel):
         if given is not None and info.context is not None:
             raise config_error("is set by the run: give its options on the command line, or set eval.validation")
         return given
+
+    @field_validator("loggers")
+    @classmethod
+    def _are_different(cls, loggers: tuple[LoggerConfig, ...]) -> tuple[LoggerConfig, ...]:
+        for index, logger in enumerate(loggers):
+            if logger in loggers[:index]:
+                raise config_error(f"'{logger.type_name}' is there twice with the same settings: remove one")
+        return loggers
 
     @field_validator("target_functions")
     @classmethod

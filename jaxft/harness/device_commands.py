@@ -3,12 +3,14 @@
 import importlib.metadata
 import os
 import pkgutil
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from packaging.requirements import Requirement
 
 from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config
@@ -22,7 +24,12 @@ from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.environment import environment
+from jaxft.runs.environment import environment, version
+
+DEVELOPMENT = frozenset({"test", "dev", "docs"})
+"""Extras for work on jaxft itself, which nobody else misses."""
+ACCELERATORS = {"/dev/nvidiactl": ("an NVIDIA GPU", "cuda"), "/dev/accel0": ("a TPU", "tpu")}
+"""Files by which Linux shows an accelerator: its name, and the extra with which jax uses it."""
 
 
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
@@ -63,32 +70,82 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
 
 
 def doctor(config: Config | None, *, sharding: bool = False) -> None:
-    """Show versions, components and devices, and check that a run can compute and write here.
+    """Show versions, extras, components and devices, and check that a run can compute and write here.
 
     With `sharding`, also show how parameters are split over a mesh.
 
     Raises:
-        CheckFailed: a device computes wrongly, or no run can be written here.
+        CheckFailed: a required package has another version, a device computes wrongly, or no run can be written here.
         ConfigError: an installed package of components cannot be imported.
     """
     show = Console().message
     about = environment()
     show("\n".join(f"{name:<14} {version}" for name, version in about["versions"].items()))
+    _show_extras(show)
     import_installed()
     entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     show(f"{'packages':<14} {', '.join(sorted(entries))}")
     for kind in KINDS:
         show(f"{kind.component_kind:<14} {', '.join(registry.names(kind)) or 'none'}")
     _show_devices(show)
-    folder = Path.cwd() if config is None else config.finetuning.output_dir
-    _check_writable(folder)
-    show(f"{'writable':<14} {folder}")
+    _show_compile_cache(show)
+    _check_writable(show, Path.cwd() / "runs" if config is None else config.finetuning.output_dir)
     if config is not None:
         show(f"{'configuration':<14} no faults")
         _show_choices(show, config)
     if sharding:
         _show_sharding(show, config)
     show("all checks passed")
+
+
+def _show_extras(show: Callable[[str], None]) -> None:
+    """Show which extras are installed and which are not; raise if a package that every run needs does not fit."""
+    try:
+        extras = importlib.metadata.metadata("jaxft").get_all("Provides-Extra", [])
+    except importlib.metadata.PackageNotFoundError:
+        raise CheckFailed("jaxft is not installed, so nothing registers its components: pip install -e . it") from None
+    unfit = [need for need in _requirements("jaxft") if _unfit(need)]
+    if unfit:
+        held = [f"{need.name} {version(need.name) or 'is missing'}, where jaxft needs {need}" for need in unfit]
+        command = " ".join(f'"{need}"' for need in unfit)
+        raise CheckFailed(f"{'; '.join(held)}: pip install {command}")
+    missing = []
+    for extra in sorted(set(extras) - DEVELOPMENT):
+        needs = _requirements("jaxft", extra)
+        unfit = [inner for need in needs for inner in _unfit(need)]
+        name = extra.replace("-", "_")  # as pyproject.toml and the pages have it
+        if unfit:
+            wrong = [f"{need.name} is {found}, not {need}" for need in unfit if (found := version(need.name))]
+            missing.append(f"{name} ({', '.join(wrong)})" if wrong else name)
+        else:
+            show(f"{'extra ' + name:<14} {', '.join(f'{each} {version(each)}' for each in _packages(extra))}")
+    if missing:
+        show(f'{"not installed":<14} {", ".join(missing)}: each by pip install "jaxft[NAME]"')
+
+
+def _requirements(package: str, extra: str = "") -> list[Requirement]:
+    """Return what an installed package always requires, or what one of its extras requires beyond that."""
+    needs = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
+    always = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    if not extra:
+        return always
+    return [need for need in needs if need not in always and need.marker and need.marker.evaluate({"extra": extra})]
+
+
+def _unfit(need: Requirement) -> list[Requirement]:
+    """Return the requirement, or those of its extras, that no installed package meets; none of them if all are met."""
+    found = version(need.name)
+    if found is None or not need.specifier.contains(found, prereleases=True):
+        return [need]
+    nested = [inner for extra in need.extras for inner in _requirements(need.name, extra)]
+    return [unfit for inner in nested for unfit in _unfit(inner)]
+
+
+def _packages(extra: str) -> list[str]:
+    """Return the packages that an extra of jaxft names, those of extras that it includes among them."""
+    needs = _requirements("jaxft", extra)
+    included = {name for need in needs if need.name == "jaxft" for each in need.extras for name in _packages(each)}
+    return sorted({need.name for need in needs if need.name != "jaxft"} | included)
 
 
 def _show_devices(show: Callable[[str], None]) -> None:
@@ -103,7 +160,31 @@ def _show_devices(show: Callable[[str], None]) -> None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
         show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
+    for file, (accelerator, extra) in ACCELERATORS.items():
+        if Path(file).exists() and all(device.platform == "cpu" for device in devices):
+            hidden = os.environ.get("JAX_PLATFORMS")
+            remedy = f"JAX_PLATFORMS is {hidden!r}" if hidden else f'pip install "jaxft[{extra}]"'
+            show(f"{'not used':<14} {accelerator}, which jax does not see: {remedy}")
     show(f"{'cores':<14} {os.cpu_count()}")
+
+
+def _show_compile_cache(show: Callable[[str], None]) -> None:
+    """Show where compiled programs are kept for the next run, and how much room they take."""
+    name = jax.config.values["jax_compilation_cache_dir"]
+    if not (name and jax.config.values["jax_enable_compilation_cache"]):
+        show(f"{'compile cache':<14} off: every run compiles its programs again")
+        return
+    if "://" in name:  # a bucket
+        show(f"{'compile cache':<14} {name}")
+        return
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            size = sum(file.stat().st_size for file in folder.iterdir())
+        show(f"{'compile cache':<14} {folder} ({size / 2**20:.0f} MiB)")
+    except OSError as error:
+        show(f"{'compile cache':<14} {folder} cannot be written ({error}): JAX_COMPILATION_CACHE_DIR moves it")
 
 
 def _show_choices(show: Callable[[str], None], config: Config) -> None:
@@ -130,11 +211,17 @@ def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
             show(f"llms.{name}\n{table}\n")
 
 
-def _check_writable(folder: Path) -> None:
-    """Raise unless files can be locked and replaced next to where the run directory will be."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+def _check_writable(show: Callable[[str], None], folder: Path) -> None:
+    """Raise unless files can be locked and replaced next to where the run directory will be; show the room there."""
+    parent = _existing(folder)
     try:
         with tempfile.TemporaryDirectory(dir=parent) as name, RunDirectory.create(name) as directory:
             directory.write_json("result.json", {})
     except (OSError, RunDirectoryError) as error:
         raise CheckFailed(f"{parent} cannot hold a run: {error}") from error
+    show(f"{'writable':<14} {folder} ({shutil.disk_usage(parent).free / 2**30:.1f} GiB free)")
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or else the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

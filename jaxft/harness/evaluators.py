@@ -248,7 +248,7 @@ async def _scores(
 def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
     """Return score and reasoning from the value that an evaluator returned for one episode."""
     # An item of the toolkit as a plain dict. If `reasoning` is a number, the dict holds two named scores instead.
-    if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not _is_number(value["reasoning"]):
+    if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not is_number(value["reasoning"]):
         value = EvalOutputItem.model_validate({**value, "id": example_id})
     if not isinstance(value, EvalOutputItem):
         return _score(value, example_id), None
@@ -273,11 +273,11 @@ def _score(value: Any, example_id: str) -> Score:
         return None
     if isinstance(value, Mapping):
         named = {name: math.nan if part is None else part for name, part in value.items()}
-        odd = [name for name, part in named.items() if not isinstance(name, str) or not _is_number(part)]
+        odd = [name for name, part in named.items() if not isinstance(name, str) or not is_number(part)]
         if named and not odd:
             return {name: _float(part, example_id) for name, part in named.items()}
         wrong = f"; what is wrong: {odd[0]!r}: {_shown(named[odd[0]])}" if odd else ""
-    elif _is_number(value):
+    elif is_number(value):
         return _float(value, example_id)
     wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
     raise TypeError(f"it gave {_shown(value)} for example '{example_id}': {wanted}{wrong}")
@@ -290,10 +290,10 @@ def _float(value: Any, example_id: str) -> float:
     return number
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """True for one real number: a number or bool of Python or numpy, or an array of any library without axes.
 
-    >>> _is_number(True), _is_number(np.array(0.5)), _is_number(np.array([0.5])), _is_number("0.5"), _is_number(1j)
+    >>> is_number(True), is_number(np.array(0.5)), is_number(np.array([0.5])), is_number("0.5"), is_number(1j)
     (True, True, False, False, False)
     """
     is_convertible = isinstance(value, SupportsFloat)

@@ -17,19 +17,25 @@ import importlib.metadata
 import inspect
 import pkgutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, Field, model_serializer
+from pydantic import ConfigDict, Field, PlainValidator, model_serializer
 
 from jaxft.errors import ConfigError, UserCodeError, did_you_mean, user_code
-from jaxft.harness.config_types import ConfigModel, ConfigText, ServeConfig
-from jaxft.harness.data_models import RewardFunctionConfig
+from jaxft.harness.config_types import (
+    ConfigModel,
+    ConfigText,
+    RewardFunctionConfig,
+    ServeConfig,
+    config_error,
+    kind_of,
+)
 
 
 class ComponentConfig(ConfigModel):
-    """Base of the seven kinds of component configs below.
+    """Base of the eight kinds of component configs below.
 
     Attributes:
         component_kind: the kind of component, for messages.
@@ -137,6 +143,19 @@ class TrainerConfig(ComponentConfig):
     reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
+class LoggerConfig(ComponentConfig):
+    """A `RunLogger`."""
+
+    component_kind = "logger"
+    timeout_seconds: float = Field(
+        default=120.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds that a call of the logger may take, after which it is switched off, and that the end of "
+        "the run waits for calls that are left.",
+    )
+
+
 KINDS: tuple[type[ComponentConfig], ...] = (
     LLMConfig,
     WorkflowConfig,
@@ -145,6 +164,7 @@ KINDS: tuple[type[ComponentConfig], ...] = (
     TrajectoryBuilderConfig,
     TrainerAdapterConfig,
     TrainerConfig,
+    LoggerConfig,
 )
 
 Factory = Callable[[Any, Any], AsyncIterator[Any]]
@@ -243,6 +263,28 @@ registry = Registry()
 """All components of this process."""
 
 
+def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
+    """Return the validator of a field with a component of this kind, whose class its `_type` chooses."""
+
+    def validate(value: Any, info: Any) -> ComponentConfig:
+        if isinstance(value, base):
+            return value
+        if not isinstance(value, Mapping):
+            raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
+        type_name = value.get("_type")
+        if not isinstance(type_name, str):
+            names = ", ".join(registry.names(base)) or "none"
+            raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
+        try:
+            config_type = registry.find(base, type_name).config_type
+        except ConfigError as error:
+            raise config_error(str(error)) from None
+        fields = {name: field for name, field in value.items() if name != "_type"}
+        return config_type.model_validate(fields, context=info.context)
+
+    return PlainValidator(validate)
+
+
 def _decorator(base: type[ComponentConfig]) -> Callable[..., Callable[[F], F]]:
     def register(*, config_type: type[ComponentConfig]) -> Callable[[F], F]:
         def decorate(factory: F) -> F:
@@ -261,6 +303,7 @@ register_dataset_loader = _decorator(DatasetConfig)
 register_trajectory_builder = _decorator(TrajectoryBuilderConfig)
 register_trainer_adapter = _decorator(TrainerAdapterConfig)
 register_trainer = _decorator(TrainerConfig)
+register_logger = _decorator(LoggerConfig)
 
 
 ENTRY_POINTS = "jaxft.components"

@@ -315,20 +315,11 @@ def exit_code_of(
         computes: False for a program that leaves all computing to other processes, so that it needs no jax.
     """
     shutdown = Shutdown()
-
-    async def until_signalled() -> None:
-        asyncio.get_running_loop().set_default_executor(DaemonThreads())
-        with shutdown.installed():
-            await main()
-
     try:
         with program_console(on_stderr=on_stderr) as console, _logging_to(console, log_level):
             if title is not None:
                 console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
-            use_compile_cache()
-            if computes:
-                order_cpu_devices()
-            asyncio.run(until_signalled())
+            run_until_signalled(main, shutdown, computes=computes)
     except Stopped as error:
         return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:
@@ -340,6 +331,74 @@ def exit_code_of(
     except JaxftError as error:
         return _complain(f"error: {error}", error.exit_code)
     return 0
+
+
+def run_until_signalled(main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True) -> T:
+    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; `computes` as in `exit_code_of`.
+
+    Raises:
+        CancelledError: a signal came while no run listened to it.
+    """
+
+    async def until_signalled() -> T:
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        with shutdown.installed():
+            return await main()
+
+    use_compile_cache()
+    if computes:
+        order_cpu_devices()
+    return asyncio.run(until_signalled())
+
+
+def result_of(main: Callable[[], Awaitable[T]]) -> T:
+    """Run an asynchronous main for a script or a notebook, and return its result.
+
+    Where an event loop runs already, as in a notebook, the main runs in a thread of its own, and Ctrl-C (or the
+    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving.
+
+    Raises:
+        Stopped: a signal or Ctrl-C ended the run; the message says whether it was saved, and how to continue.
+        JaxftError: the error of the run.
+    """
+    shutdown = Shutdown()
+
+    def run() -> T:
+        with program_console() as console, _logging_to(console, "info"):
+            try:
+                return run_until_signalled(main, shutdown)
+            except (Stopped, asyncio.CancelledError) as error:
+                if shutdown.signal is None:
+                    raise
+                saved = f"{error}; " if isinstance(error, Stopped) else ""
+                raise Stopped(f"{saved}{shutdown.message}") from None
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "jaxft") as pool, _interruptible():
+        running = pool.submit(run)
+        while True:
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if running.done():
+                    raise
+                shutdown.stop()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise `KeyboardInterrupt` in the main thread; asyncio's handler would only cancel a task."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class DaemonThreads(ThreadPoolExecutor):

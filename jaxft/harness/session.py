@@ -6,7 +6,7 @@ import gc
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ from jaxft.harness.data_models import (
 from jaxft.harness.datasets import FileDatasetConfig
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
-from jaxft.redaction import hiding, redactor
+from jaxft.redaction import hiding, redacted_values, redactor
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, LOG_FILE, RESULT_FILE, RunDirectory, is_run
 from jaxft.runs.environment import environment, script, secrets_of_environment
+from jaxft.runs.loggers import LoggedRun, Loggers, Status
 
 RESUME_COMMAND, MASKED, DIFFERENCES = "resume_command", "masked", "differences"
 """Keys of `environment.json`: the command that resumes the run, the paths of secrets in the configuration, and its
@@ -67,6 +68,8 @@ class Session:
         console: the console of the run.
         builder: makes the components.
         checkpointing: saves and restores the run.
+        loggers: the loggers of the run, from `train` on.
+        result: the last values that `write_result` has written.
         about: the content of `environment.json`; None for a resumed run, which adds a line to `resumes.jsonl` instead.
     """
 
@@ -76,6 +79,8 @@ class Session:
     builder: ComponentBuilder
     checkpointing: Checkpointing
     about: dict[str, Any] | None
+    loggers: Loggers = field(default_factory=Loggers)
+    result: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_resumed(self) -> bool:
@@ -104,6 +109,7 @@ class Session:
             options = {"run_configuration": self._run_configuration()}
             await trainer.initialize(self.config.finetuning.model_copy(update=options))
             trainer.save_checkpoint = self.checkpointing.boundary
+            trainer.loggers = self.loggers = await self.builder.get_loggers()
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
             self.console.status("preparing")
@@ -113,6 +119,7 @@ class Session:
             if self.config.finetuning.strict_compile:
                 await (await self.adapter()).warm_up()
             self._note_environment()
+            self.loggers.run = self._logged_run()
             statuses = await self._run(trainer)
             await self.checkpointing.wait()
         finally:
@@ -149,6 +156,31 @@ class Session:
             validation_interval=None if validation is None else validation.interval,
             validation_config_file=None if validation is None else validation.config_file,
         )
+
+    def _logged_run(self) -> LoggedRun:
+        """Return the run as its loggers are told of it, with the secrets masked."""
+        about = _environment(self.builder, self.directory.path) if self.about is None else self.about
+        return LoggedRun(
+            name=self.directory.path.name,
+            directory=self.directory.path,
+            config=redacted_values(self.config.model_dump(mode="json")),
+            environment=redacted_values(about),
+            is_resumed=self.about is None,
+        )
+
+    async def end_loggers(self, error: BaseException | None = None) -> None:
+        """Tell the loggers status and result, and wait for them, within their limits.
+
+        Args:
+            error: the error that ends the run; None for a run that completed.
+        """
+        shutdown = current_shutdown()
+        is_stopped = isinstance(error, Stopped | asyncio.CancelledError)
+        status: Status = "completed" if error is None else "stopped" if is_stopped else "failed"
+        result = self.result if error is None else {**self.result, "error": one_line(error)}
+        # A process with a signal ends `grace_seconds` after the run was saved, and has more to close.
+        limit = None if shutdown is None or shutdown.signal is None else self.config.finetuning.grace_seconds / 2
+        await asyncio.to_thread(self.loggers.end, status, result, within_seconds=limit)
 
     def _note_environment(self) -> None:
         """Write devices, and what was chosen for them, to `environment.json`, as soon as they are known."""
@@ -248,7 +280,10 @@ class Session:
         adapter, folder = await self.adapter(), self.directory.file(MODEL_FOLDER)
         self.console.status("exporting the model")
         with disk_errors(folder):
-            return await adapter.export_model(folder)
+            exported = await adapter.export_model(folder)
+        if exported is not None:
+            self.loggers.artifact("model", exported)
+        return exported
 
     async def adapter(self) -> TrainerAdapter:
         """Return the adapter that `finetuning.trainer_adapter` names."""
@@ -267,7 +302,7 @@ class Session:
             "versions": environment()["versions"],
         }
         result = {**values, **{name: value for name, value in own.items() if name not in values}}
-        path = self.directory.write_json(RESULT_FILE, result)
+        path, self.result = self.directory.write_json(RESULT_FILE, result), result
         self.directory.commit()
         self.console.table({name: value for name, value in result.items() if name != "versions"})
         self.console.message(f"written to {path}")
@@ -338,14 +373,22 @@ async def open_session(
                             shutdown.resume_command = command
                         await _go_on(builder, checkpointing)
                     await checkpointing.check_dataset(await builder.get_dataset())
+                    if config.finetuning.enabled and output_dir is None:
+                        await builder.get_loggers()  # before models, which take longer to make
                     await builder.open()
                     if is_continued and checkpointing.found is None:
                         checkpointing.when_restored()
                     about = None if is_continued else _begin(builder, command)
                     if shutdown is not None:
                         shutdown.resume_command = command
+                    session = Session(config, directory, shown_on, builder, checkpointing, about)
                     with frozen_heap():
-                        yield Session(config, directory, shown_on, builder, checkpointing, about)
+                        try:
+                            yield session
+                        except BaseException as error:
+                            await session.end_loggers(error)
+                            raise
+                        await session.end_loggers()
             except BaseException as error:
                 if isinstance(error, DiskFull):
                     error.then = f", then {_way_on(checkpointing, directory)}"

@@ -46,15 +46,25 @@ class Shutdown:
         self._listener: asyncio.Event | None = None
         self._interrupt: Callable[[], object] | None = None
         self._timer: threading.Timer | None = None
+        self._handles_signals = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals in the running event loop; outside `listening` they cancel the current task."""
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-            yield
+        """Handle signals in the running event loop; outside `listening` they cancel the current task.
+
+        In another thread than the main one, which alone may set handlers, no signal is handled, and `stop` does what
+        the first one would.
+        """
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if threading.current_thread() is not threading.main_thread():
+            token = _shutdown.set(self)
+            try:
+                yield
+            finally:
+                _shutdown.reset(token)
             return
         global _writer
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._handles_signals = True
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         _writer = writer
@@ -151,6 +161,18 @@ class Shutdown:
         with contextlib.suppress(RuntimeError):  # the loop has been closed just now
             self._loop.call_soon_threadsafe(self._stop)
 
+    def stop(self) -> None:
+        """Stop and save the run as the first Ctrl-C does; a second call gives up saving. For any other thread."""
+        if self._loop is None or (self.signal is not None and self._task is None):
+            return
+        is_second, self.signal = self.signal is not None, signal.SIGINT
+        with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+            self._loop.call_soon_threadsafe(self._give_up if is_second else self._stop)
+
+    def _give_up(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
     def _stop(self) -> None:
         if self._listener is not None:
             self._listener.set()
@@ -158,7 +180,12 @@ class Shutdown:
             self._task.cancel()
 
     def end_within(self, seconds: float) -> None:
-        """End the process after so many seconds, even if a thread still runs; the run is saved by then."""
+        """End the process after so many seconds, even if a thread still runs; the run is saved by then.
+
+        A process whose signals are not handled here is somebody else's, such as a notebook's, and goes on.
+        """
+        if not self._handles_signals:
+            return
 
         def end() -> None:
             os.write(2, f"jaxft: {self.message}\n".encode())

@@ -228,11 +228,13 @@ SHADES = 9
 def bucket(value: float, value_range: tuple[float, float]) -> int:
     """Return the index of a value's shade, from 0 to `SHADES - 1`; values outside the range get the outermost.
 
+    A range may descend.
+
     >>> [bucket(value, (-1.0, 1.0)) for value in (-5.0, -1.0, 0.0, 0.99, 1.0)]
     [0, 0, 4, 8, 8]
     """
     low, high = value_range
-    share = (value - low) / (high - low) if high > low else 0.5
+    share = (value - low) / (high - low) if high != low else 0.5
     return min(max(int(share * SHADES), 0), SHADES - 1)
 
 
@@ -417,9 +419,8 @@ def _columns(frame: _Frame, xs: Sequence[float], texts: Sequence[str]) -> Markup
     top, height = _TOP, frame.height - _TOP - _BOTTOM
     columns = []
     for place, index in enumerate(kept):
-        rule = _path(f"M{places[place]:.1f} {top}v{height}", "rule")
         area = _rect(edges[place], top, edges[place + 1] - edges[place], height)
-        columns.append(tag("g", {}, tag("title", {}, texts[index]), area, rule))
+        columns.append(tag("g", {}, tag("title", {}, texts[index]), area))
     return tag("g", {"class": "columns"}, *columns)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxft.errors import RunDirectoryError
 from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, find_runs, last_epochs_of
-from jaxft.report.curves import REWARD, group_curves
+from jaxft.report.comparison_curves import REWARD, group_curves
 from jaxft.report.intervals import (
     CURVE_RESAMPLES,
     LEVEL,

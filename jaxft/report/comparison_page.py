@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
 from jaxft.report.comparison import Comparison
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves
 from jaxft.report.comparison_plots import curves_note, drawn_groups, seeds_text
 from jaxft.report.comparison_text import figure_rows, figures_title, overview, with_interval
-from jaxft.report.curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves
 from jaxft.report.markup import Markup, joined, number, tag
 from jaxft.report.page import charts, notice, page, section, subheading, table
 

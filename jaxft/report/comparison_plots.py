@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxft.report.comparison import Comparison
-from jaxft.report.curves import CURVES, REWARD, VALIDATION, X_AXES, GroupCurves, group_curves
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, GroupCurves, group_curves
 from jaxft.report.run_groups import RunGroup
 
 if TYPE_CHECKING:

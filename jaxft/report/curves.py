@@ -1,130 +1,387 @@
-"""Curves of groups of runs: the mean over seeds with its bootstrap band, and each run for itself.
+"""Sections with the curves of a run: reward, losses and all other metrics, the distribution of rewards, and timings."""
 
-A point belongs to the policy that has trained for so many epochs, episodes, seconds or tokens: what came before the
-epoch is counted, so that training and validation rewards of one policy stand above each other.
-"""
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from jaxft.report.charts import (
+    MAX_POINTS,
+    WIDE,
+    Band,
+    Line,
+    Value,
+    bar_chart,
+    heat_map,
+    is_finite,
+    line_chart,
+    stacked_chart,
+)
+from jaxft.report.markup import Markup, byte_count, duration, joined, number, tag
+from jaxft.report.page import charts, details, notice, section, table
+from jaxft.report.records import Row, RunRecords
+from jaxft.report.samples import Place
 
-import numpy as np
+IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Loss", ("loss",)),
+    ("Entropy, nats per token", ("entropy",)),
+    ("KL to the reference", ("kl",)),
+    ("KL to the policy before the update", ("approx_kl",)),
+    ("Clip fractions", ("clip_high_fraction", "clip_low_fraction", "delta_fraction", "value_clip_fraction")),
+    ("Gradient norm, before clipping", ("grad_norm",)),
+    ("Completion tokens", ("completion_tokens_mean", "completion_tokens_max")),
+    ("Sequences cut by a length limit, fraction", ("truncated_fraction",)),
+    ("Sampler and trainer, difference in nats", ("sampler_logprob_diff_max", "sampler_logprob_diff_mean")),
+    ("Groups without a signal", ("no_signal_groups",)),
+    ("Preference accuracy", ("preference_accuracy",)),
+    ("Reward margin", ("reward_margin",)),
+    ("Tool calls", ("tool_calls", "malformed_tool_calls")),
+    ("Tokens sampled per second", ("tokens_per_second",)),
+    ("Learning rate", ("learning_rate",)),
+)
+"""Charts that are always open, each with its metrics; a chart whose metrics never change is left to the others."""
 
-from jaxft.report.compared_runs import ComparedRun, is_count, number
-from jaxft.report.intervals import mean_band
-from jaxft.report.records import Row
-from jaxft.report.run_groups import RunGroup
+IN_REWARD_CHART = (
+    "reward_mean",
+    "reward_min",
+    "reward_max",
+    "group_reward_q25",
+    "group_reward_q75",
+    "reward_mean_chosen",
+)
+ELSEWHERE = (*IN_REWARD_CHART, "epoch", "curriculum_percentile")
+"""Metrics with a chart in a section of their own."""
 
-X_AXES = {
-    "epochs": "epochs",
-    "episodes": "episodes",
-    "seconds": "seconds of training",
-    "tokens": "trained tokens",
-}
-"""Names of horizontal axes, with their labels."""
-
-REWARD, VALIDATION, RATE = "reward_mean", "validation", "tokens_per_second"
-
-CURVES = {
-    REWARD: "training reward",
-    VALIDATION: "validation reward",
-    "entropy": "entropy, nats per token",
-    "kl": "KL to the reference",
-    "completion_tokens_mean": "sampled tokens of a trajectory",
-    "grad_norm": "gradient norm",
-    "truncated_fraction": "truncated fraction",
-    RATE: "tokens per second of sampling",
-}
-"""Metrics that are drawn, with their captions."""
-
-GRID_POINTS = 200
-"""Number of points at which runs are interpolated whose points are not the same."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values at ascending positions; NaN is a gap."""
-
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class GroupCurves:
-    """The curves of a group.
-
-    Attributes:
-        group: the group.
-        singles: each run that has values, with its curve.
-        mean: mean of the finished runs, as far as the shortest of them goes; None if none has values.
-        lows: lower ends of the bootstrap intervals of the mean; None for one run.
-        highs: upper ends.
-    """
-
-    group: RunGroup
-    singles: tuple[tuple[ComparedRun, Curve], ...]
-    mean: Curve | None
-    lows: tuple[float, ...] | None = None
-    highs: tuple[float, ...] | None = None
+NARROW = (400, 260)
+MAX_BARS = 60
+"""Largest number of columns of a heat map; with more epochs, neighbours share a column."""
+MAX_EXAMPLES = 30
+MAX_VALUES = 12
+"""Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
 
-def group_curves(group: RunGroup, metric: str, x_axis: str = "epochs") -> GroupCurves:
-    """Return the curves of a group.
-
-    Args:
-        group: the group.
-        metric: a key of `CURVES`, or another column of `training_metrics.jsonl`.
-        x_axis: a key of `X_AXES`.
-    """
-    singles = tuple((run, curve) for run in group.runs if (curve := run_curve(run, metric, x_axis)).xs)
-    finished = [curve for run, curve in singles if run.status == "finished"]
-    if not finished:
-        return GroupCurves(group, singles, None)
-    xs, rows = _aligned(finished)
-    mean = Curve(tuple(xs), tuple(rows.mean(axis=0).tolist()))
-    if len(rows) == 1:
-        return GroupCurves(group, singles, mean)
-    lows, highs = mean_band(rows)
-    return GroupCurves(group, singles, mean, tuple(lows.tolist()), tuple(highs.tolist()))
+def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
+    """Return the chart of rewards: mean, quartiles, extremes, validations, and the mean of the chosen groups."""
+    epochs = [row["epoch"] for row in run.rewards]
+    column = {name: [row.get(name) for row in run.rewards] for name in IN_REWARD_CHART}
+    lines = [Line("mean", epochs, column["reward_mean"])]
+    if run.validations:
+        at = [row["epoch"] for row in run.validations]
+        lines.insert(0, Line("validation", at, [row.get("avg_reward") for row in run.validations], 1, "dots"))
+    if any(is_finite(value) for value in column["reward_mean_chosen"]):
+        lines.append(Line("mean of the chosen groups", epochs, column["reward_mean_chosen"], 2, "dashed"))
+    bands = [
+        Band("middle half of the examples", epochs, column["group_reward_q25"], column["group_reward_q75"]),
+        Band("lowest to highest", epochs, column["reward_min"], column["reward_max"], is_faint=True),
+    ]
+    bands = [band for band in bands if any(map(is_finite, band.lows))]
+    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=size)
 
 
-def run_curve(run: ComparedRun, metric: str, x_axis: str = "epochs") -> Curve:
-    """Return the curve of one run; empty if it has no finite value, or does not record what the axis counts."""
-    if metric == REWARD:
-        points = list(enumerate(run.rewards))
-    elif metric == VALIDATION:
-        points = [(epoch, reward) for epoch, reward in run.validations]
+def curves_section(run: RunRecords) -> Markup:
+    """Return the section of curves: rewards, the important metrics, and all others folded away."""
+    rows = _merged(run)
+    if not rows and not run.validations:
+        return section("curves", "Curves", tag("p", {"class": "empty"}, "No epoch has ended yet."))
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_metric(name, value))
+    shown: set[str] = set(ELSEWHERE)
+    figures = []
+    for caption, wanted in IMPORTANT:
+        present = [name for name in wanted if name in names and _varies(rows, name)]
+        if present:
+            note = f"{present[0]} alone changes" if len(present) < len(wanted) and len(present) == 1 else None
+            figures.append(_chart(rows, present, caption, note))
+            shown |= set(present)
+    # Of the timings, these have a chart among the important ones; the others stand in their own section.
+    timing_names = {name for row in run.timings for name in row}
+    rest = [name for name in names if name not in shown and name not in timing_names]
+    varying = [name for name in rest if _varies(rows, name)]
+    constant = [name for name in rest if name not in varying]
+    long = f"Lines of more than {MAX_POINTS} epochs are drawn with the lowest and the highest value of each stretch."
+    wide, narrow = reward_chart(run, WIDE), reward_chart(run, NARROW)
+    return section(
+        "curves",
+        "Curves",
+        tag("div", {"class": "only-wide"}, wide),
+        tag("div", {"class": "only-narrow"}, narrow),
+        charts(*figures) if figures else None,
+        details(f"All other metrics ({len(varying)})", charts(*(_chart(rows, [name]) for name in varying)))
+        if varying
+        else None,
+        details(
+            f"Metrics that did not change ({len(constant)})",
+            table(("metric", "value"), [(name, number(_last(rows, name))) for name in constant], numbers=(1,)),
+        )
+        if constant
+        else None,
+        lead=long if len(rows) > MAX_POINTS else None,
+    )
+
+
+def _merged(run: RunRecords) -> list[Row]:
+    """Return the metrics of each epoch with its timings."""
+    timings = {row.get("epoch"): row for row in run.timings}
+    return [{**timings.get(row.get("epoch"), {}), **row} for row in run.metrics]
+
+
+def _is_metric(name: str, value: object) -> bool:
+    return isinstance(value, int | float) and name not in ("epoch",)
+
+
+def _varies(rows: Sequence[Row], name: str) -> bool:
+    return len({row[name] for row in rows if is_finite(row.get(name))}) > 1 or len(rows) == 1
+
+
+def _last(rows: Sequence[Row], name: str) -> Value:
+    return next((row[name] for row in reversed(rows) if name in row), None)
+
+
+def _chart(rows: Sequence[Row], names: Sequence[str], caption: str | None = None, note: str | None = None) -> Markup:
+    epochs = [row["epoch"] for row in rows]
+    lines = [Line(name, epochs, [row.get(name) for row in rows], color) for color, name in enumerate(names)]
+    return line_chart(caption or names[0], lines, note=note)
+
+
+def rewards_section(run: RunRecords, places: Sequence[Place]) -> Markup:
+    """Return the section with the distribution of rewards over epochs, and the rewards of each example."""
+    by_epoch = _rewards_by_epoch(run, places)
+    if not by_epoch:
+        words = (
+            "This run keeps no rewards of single episodes, as older runs do; the band of the reward chart shows their "
+            "quartiles."
+            if run.metrics
+            else "No epoch has ended yet."
+        )
+        return section("rewards", "Rewards", tag("p", {"class": "empty"}, words))
+    columns = _columns(sorted(by_epoch))
+    return section(
+        "rewards",
+        "Rewards",
+        tag("div", {"class": "scroll plain"}, _distribution(by_epoch, columns)),
+        tag("div", {"class": "scroll plain"}, _by_example(by_epoch, columns)),
+        lead=f"Neighbouring epochs share a column, as there are more than {MAX_BARS}."
+        if len(by_epoch) > MAX_BARS
+        else None,
+    )
+
+
+Rewards = dict[str, list[Value]]
+
+
+def _rewards_by_epoch(run: RunRecords, places: Sequence[Place]) -> dict[int, Rewards]:
+    """Return the rewards of each example by epoch; of a run without their file, those of episodes if it keeps all."""
+    if run.episode_rewards:
+        return {row["epoch"]: row["rewards"] for row in run.episode_rewards}
+    trainer = run.config.get("trainers", {}).get(run.config.get("finetuning", {}).get("trainer"), {})
+    if trainer.get("save_episodes") != "all":
+        return {}
+    found: dict[int, Rewards] = defaultdict(lambda: defaultdict(list))
+    for place in places:
+        if place.epoch is not None and place.reward is not None:
+            found[place.epoch][str(place.example_id)].append(place.reward)
+    return found
+
+
+def _columns(epochs: Sequence[int]) -> list[list[int]]:
+    """Return the epochs of each column."""
+    stretch = -(-len(epochs) // MAX_BARS)
+    return [list(epochs[at : at + stretch]) for at in range(0, len(epochs), stretch)]
+
+
+def _name(epochs: Sequence[int]) -> str:
+    return f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}"
+
+
+def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) -> Markup:
+    """Return the share of each reward, or range of rewards, over the epochs."""
+    rewards = [
+        [value for epoch in epochs for values in by_epoch[epoch].values() for value in values] for epochs in columns
+    ]
+    finite = sorted({value for column in rewards for value in column if is_finite(value)})
+    if not finite:
+        return tag("p", {"class": "empty"}, "No episode has a usable reward.")
+    if len(finite) <= MAX_VALUES:
+        names = [number(value) for value in finite]
+        row_of = {value: row for row, value in enumerate(finite)}
     else:
-        points = _column(run.records.timings if metric == RATE else run.records.metrics, metric)
-    if not any(math.isfinite(y) for _, y in points):
-        return Curve((), ())
-    places = _places(run, x_axis, max(epoch for epoch, _ in points))
-    kept = [(places[epoch], y) for epoch, y in points if epoch < len(places) and math.isfinite(places[epoch])]
-    return Curve(tuple(x for x, _ in kept), tuple(y if math.isfinite(y) else math.nan for _, y in kept))
+        low, width = finite[0], (finite[-1] - finite[0]) / MAX_VALUES
+        names = [f"{number(low + row * width, 3)} to {number(low + (row + 1) * width, 3)}" for row in range(MAX_VALUES)]
+        row_of = {value: min(int((value - low) / width), MAX_VALUES - 1) for value in finite}
+    has_none = any(value is None for column in rewards for value in column)
+    counts = [[0] * len(columns) for _ in range(len(names) + has_none)]
+    for place, column in enumerate(rewards):
+        for value in column:
+            counts[row_of[value] if is_finite(value) else -1][place] += 1
+    # From the highest reward down; below them the episodes whose reward is not usable.
+    names, counts = [*names[::-1], *["none"] * has_none], [*counts[: len(names)][::-1], *counts[len(names) :]]
+    totals = [max(len(column), 1) for column in rewards]
+    cells = [[count / total or None for count, total in zip(row, totals, strict=True)] for row in counts]
+    words = [
+        [
+            f"{_name(epochs)}\nreward {name}: {count:,} of {total:,} episodes, {count / total:.0%}"
+            for count, total, epochs in zip(row, totals, columns, strict=True)
+        ]
+        for name, row in zip(names, counts, strict=True)
+    ]
+    return heat_map(
+        "Share of the episodes by reward",
+        names,
+        [str(epochs[0]) for epochs in columns],
+        cells,
+        words,
+        value_range=(0.0, max(share for row in cells for share in row if share is not None)),
+        size=(WIDE[0], 24 * len(names) + 44),
+    )
 
 
-def _places(run: ComparedRun, x_axis: str, last: int) -> list[float]:
-    """Return the position of each epoch from 0 to `last`; NaN from the first epoch on whose amount is not recorded."""
-    if x_axis == "epochs":
-        return [float(epoch) for epoch in range(last + 1)]
-    if x_axis == "seconds":
-        amounts = dict(_column(run.records.timings, "seconds"))
-    else:
-        amounts = dict(_column(run.records.metrics, "episodes" if x_axis == "episodes" else "trained_tokens"))
-    return list(accumulate((amounts.get(epoch, math.nan) for epoch in range(last)), initial=0.0))
+def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) -> Markup:
+    """Return the mean reward of each example over the epochs, the hardest examples on top."""
+    means: dict[str, list[Value]] = {}
+    examples = dict.fromkeys(example for rewards in by_epoch.values() for example in rewards)
+    for example in examples:
+        of_columns = ([v for epoch in epochs for v in by_epoch[epoch].get(example, ())] for epochs in columns)
+        means[example] = [_mean(values) for values in of_columns]
+    # Hard is what still fails: the last quarter of the epochs in which the example was seen.
+    late = {example: [value for value in row if value is not None] for example, row in means.items()}
+    late = {example: row[-max(1, len(row) // 4) :] for example, row in late.items() if row}
+    hardest = sorted(late, key=lambda example: fmean(late[example]))
+    kept = hardest[:MAX_EXAMPLES]
+    finite = [value for row in means.values() for value in row if value is not None]
+    if not finite:
+        return joined(())
+    words = [
+        [
+            f"{example}\n{_name(epochs)}: mean reward {number(value)}"
+            for value, epochs in zip(means[example], columns, strict=True)
+        ]
+        for example in kept
+    ]
+    left = len(hardest) - len(kept)
+    return heat_map(
+        "Mean reward by example, the hardest first",
+        kept,
+        [str(epochs[0]) for epochs in columns],
+        [means[example] for example in kept],
+        words,
+        value_range=(min(finite), max(finite)),
+        size=(WIDE[0], 20 * len(kept) + 44),
+        note=f"{len(kept)} of {len(hardest)} examples; the {left:,} easier ones are left out." if left else None,
+    )
 
 
-def _column(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
-    known = {row["epoch"]: number(row, name) for row in rows if is_count(row.get("epoch"))}
-    return sorted(known.items())
+def _mean(values: Sequence[Value]) -> Value:
+    finite = [value for value in values if is_finite(value)]
+    return fmean(finite) if finite else None
 
 
-def _aligned(curves: Sequence[Curve]) -> tuple[list[float], np.ndarray]:
-    """Return common positions of some curves, and a row of values per curve."""
-    shortest = min(len(curve.xs) for curve in curves)
-    if len({curve.xs[:shortest] for curve in curves}) == 1:
-        return list(curves[0].xs[:shortest]), np.asarray([curve.ys[:shortest] for curve in curves])
-    start, end = max(curve.xs[0] for curve in curves), min(curve.xs[-1] for curve in curves)
-    grid = np.linspace(start, max(end, start), GRID_POINTS if end > start else 1)
-    return grid.tolist(), np.asarray([np.interp(grid, curve.xs, curve.ys) for curve in curves])
+def validation_section(run: RunRecords) -> Markup | None:
+    """Return the section on curriculum and validation; None for a run that has neither."""
+    curriculum = run.config.get("finetuning", {}).get("curriculum_learning") or {}
+    has_curriculum = bool(curriculum.get("enabled"))
+    if not run.validations and not has_curriculum:
+        return None
+    title = " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations))
+    return section(
+        "validation",
+        title if has_curriculum else "Validation",
+        *(_curriculum(run) if has_curriculum else ()),
+        *(_validation(run) if run.validations else ()),
+    )
+
+
+def _curriculum(run: RunRecords) -> Iterator[Markup]:
+    epochs = [row["epoch"] for row in run.rewards]
+    percents = [100 * value if is_finite(value := row.get("curriculum_percentile")) else None for row in run.rewards]
+    groups = [row.get("curriculum_groups") for row in run.metrics]
+    dropped = [row.get("curriculum_dropped_groups") for row in run.metrics]
+    at = [row["epoch"] for row in run.metrics]
+    yield charts(
+        line_chart("Curriculum, % of the groups", [Line("%", epochs, percents, 3, "steps")], y_range=(0.0, 105.0)),
+        line_chart("Groups", [Line("trained", at, groups), Line("dropped, rewards alike", at, dropped, 1)]),
+    )
+    examples = run.curriculum.get("examples") or {}
+    if examples:
+        ordered = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))
+        rows = [
+            (name, *(number(state.get(key)) for key in ("epochs_included", "reward_mean", "reward_diff")))
+            for name, state in ordered[:MAX_EXAMPLES]
+        ]
+        more = f", of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
+        headers = ("example", "epochs trained", "mean reward", "reward difference")
+        yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(1, 2, 3)))
+
+
+def _validation(run: RunRecords) -> Iterator[Markup]:
+    rows = run.validations
+    at = [row["epoch"] for row in rows]
+    lines = [Line("mean", at, [row.get("avg_reward") for row in rows], 1)]
+    bands = [
+        Band(
+            "lowest to highest",
+            at,
+            [row.get("min_reward") for row in rows],
+            [row.get("max_reward") for row in rows],
+            1,
+            True,
+        )
+    ]
+    bands = [band for band in bands if any(map(is_finite, band.lows))]
+    yield charts(line_chart("Validation reward", lines, bands, x_label="epochs before it"))
+    shown = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("epoch", "first_error")]
+    shown = [name for name in shown if not any(isinstance(row.get(name), dict | list) for row in rows)]
+    body = [(number(row["epoch"]), *(number(row.get(name)) for name in shown)) for row in rows]
+    yield details(
+        f"All {len(rows)} validations", table(("epochs before it", *shown), body, numbers=range(len(shown) + 1))
+    )
+    errors = [(row["epoch"], row["first_error"]) for row in rows if row.get("first_error")]
+    for epoch, error in errors[:3]:
+        yield notice(f"Validation after {epoch} epochs: {error}", kind="error")
+
+
+def timings_section(run: RunRecords) -> Markup:
+    """Return the section on time by phase, memory, and compiled programs."""
+    rows = run.timings
+    if not rows:
+        return section("timings", "Time and memory", tag("p", {"class": "empty"}, "No epoch has ended yet."))
+    epochs = [row["epoch"] for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith("seconds_"))
+    # Rewards are computed beside the rollout; their seconds are the sum over all episodes, not time that passes.
+    phases = [name for name in names if name != "seconds_reward"]
+    layers = {name.removeprefix("seconds_"): [row.get(name) or 0.0 for row in rows] for name in phases}
+    rest = [max(0.0, (row.get("seconds") or 0.0) - sum(row.get(name) or 0.0 for name in phases)) for row in rows]
+    layers["other"] = rest
+    totals = {name: sum(values) for name, values in layers.items()}
+    whole = sum(totals.values()) or 1.0
+    shares = {f"{name}, {duration(total)}": 100 * total / whole for name, total in totals.items()}
+    later = sum(row.get("seconds") or 0.0 for row in rows[1:])
+    figures = [
+        stacked_chart("Seconds by phase", epochs, layers, unit=" s"),
+        bar_chart(
+            "Share of the time", {name: round(share, 1) for name, share in shares.items()}, unit=" %", whole=100.0
+        ),
+        *_memory(rows, epochs),
+    ]
+    for name, caption in (
+        ("compiles", "Compiled programs, in all"),
+        ("seconds_reward", "Seconds of evaluators, summed over episodes"),
+    ):
+        if any(is_finite(row.get(name)) for row in rows):
+            values = [row.get(name) for row in rows]
+            figures.append(line_chart(caption, [Line(name, epochs, values, 4)]))
+    note = None
+    if len(rows) > 3 and later:
+        mean = duration(later / (len(rows) - 1))
+        note = f"An epoch takes {mean} on average, without the first, which compiles."
+    return section("timings", "Time and memory", charts(*figures), lead=note)
+
+
+def _memory(rows: Sequence[Row], epochs: Sequence[int]) -> Iterator[Markup]:
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name.endswith("_bytes")]
+    if not names:
+        return
+    lines = []
+    for color, name in enumerate(names):
+        values = [row.get(name) for row in rows]
+        gibibytes = [value / 2**30 if is_finite(value) else None for value in values]
+        lines.append(Line(name.removesuffix("_bytes").replace("_", " "), epochs, gibibytes, color))
+    tops = [f"{line.name}: {byte_count(max(filter(is_finite, line.ys)) * 2**30)}" for line in lines]
+    yield line_chart("Memory, GiB", lines, note="; ".join(tops))

@@ -31,6 +31,8 @@ def escaped(text: str) -> Markup:
     >>> escaped("a\\x00b\\ud800")
     'a\u2400b\\\\ud800'
     """
+    if text.isalnum():
+        return Markup(text)
     return Markup(html.escape(_UNPRINTABLE.sub(_sign, text)))
 
 
@@ -39,6 +41,38 @@ def _sign(match: re.Match[str]) -> str:
     if code < 0x20:
         return chr(0x2400 + code)  # Unicode's control pictures
     return "\u2421" if code == 0x7F else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+# Characters that show nothing or mislead: spaces of other kinds, zero-width and bidirectional signs, line separators,
+# tags; and spaces that would not be noticed, as there are several or a line ends with them.
+_UNSEEN = re.compile(
+    "[\xa0\xad\u061c\u115f\u1160\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\u3164\ufeff\uffa0"
+    "\ufff9-\ufffc\U000e0000-\U000e007f]|\t|\n|  +| (?=\n|$)"
+)
+
+
+def visible(words: str) -> Markup:
+    """Return a text as HTML in which white space and characters that show nothing are seen, and copied as they are.
+
+    Such a character stands in an `<i>`, before which a sign is drawn that is not part of the text. Bidirectional
+    signs have no effect outside of it.
+
+    >>> visible("a\\n<b>\u202e")
+    'a<i class="nl">\\n</i>&lt;b&gt;<i class="cc" data-c="U+202E">\u202e</i>'
+    """
+    parts, end = [], 0
+    for match in _UNSEEN.finditer(words):
+        parts += [escaped(words[end : match.start()]), _shown(match[0])]
+        end = match.end()
+    return Markup("".join([*parts, escaped(words[end:])]))
+
+
+def _shown(unseen: str) -> str:
+    if unseen in "\n\t":
+        return f'<i class="{"nl" if unseen == chr(10) else "tab"}">{unseen}</i>'
+    if unseen[0] == " ":
+        return f'<i class="sp">{unseen}</i>'
+    return f'<i class="cc" data-c="U+{ord(unseen):04X}">{unseen}</i>'
 
 
 def tag(name: str, attributes: Mapping[str, object] = {}, *children: object) -> Markup:

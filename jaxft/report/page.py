@@ -6,7 +6,7 @@ it, and no text of a model can run.
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 
 from jaxft.report.markup import Markup, tag
@@ -20,7 +20,7 @@ def page(
     nav: Sequence[tuple[str, str]] = (),
     styles: Sequence[str] = (),
     scripts: Sequence[str] = (),
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> str:
     """Return a whole page.
 
@@ -44,7 +44,7 @@ def page(
         tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
         tag("meta", {"name": "color-scheme", "content": "light dark"}),
         tag("meta", {"name": "referrer", "content": "no-referrer"}),
-        None if refresh_seconds is None else tag("meta", {"http-equiv": "refresh", "content": refresh_seconds}),
+        *_refresh(refresh_seconds),
         tag("title", {}, title),
         *(tag("style", {}, Markup(style)) for style in css),
     ]
@@ -55,6 +55,12 @@ def page(
         *(tag("script", {}, Markup(script)) for script in js),
     ]
     return "<!doctype html>\n" + tag("html", {"lang": "en"}, tag("head", {}, *head), tag("body", {}, *body)) + "\n"
+
+
+def _refresh(seconds: float | None) -> Iterator[Markup]:
+    if seconds is not None:
+        yield tag("meta", {"name": "refresh-seconds", "content": seconds})  # for the script, which keeps the place
+        yield tag("noscript", {}, tag("meta", {"http-equiv": "refresh", "content": seconds}))
 
 
 def asset(name: str) -> str:

@@ -3,11 +3,15 @@
 A run may be going on while it is read, so the last line of a log may be incomplete; it is left out.
 """
 
+import contextlib
 import json
+import os
+import socket
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,6 +21,9 @@ from jaxft.runs.directory import (
     CURRICULUM_FILE,
     ENVIRONMENT_FILE,
     EPISODE_REWARDS_FILE,
+    HOLDER_FILE,
+    LOCK_FILE,
+    LOG_FILE,
     METRICS_FILE,
     RESULT_FILE,
     RESUMES_FILE,
@@ -65,6 +72,29 @@ class RunRecords:
         """Name of the run directory."""
         return self.path.resolve().name
 
+    @property
+    def config_text(self) -> str:
+        """The resolved configuration as the run wrote it."""
+        return (self.path / CONFIG_FILE).read_text("utf-8", "backslashreplace")
+
+    @property
+    def state(self) -> Literal["running", "ended", "stopped", "unknown"]:
+        """How far the run is: `stopped` has no result and no process; `unknown` is a process that is not seen here."""
+        if self.result is not None:
+            return "ended"
+        is_held = is_locked(self.path)
+        return "unknown" if is_held is None else "running" if is_held else "stopped"
+
+    def log_lines(self) -> Iterator[str]:
+        """Yield the lines of `run.log`, without their line feeds."""
+        with contextlib.suppress(FileNotFoundError), (self.path / LOG_FILE).open("rb") as stream:
+            for line in stream:
+                yield line.rstrip(b"\n").decode("utf-8", "backslashreplace")
+
+    def log_tail(self, count: int) -> list[str]:
+        """Return the last lines of `run.log`."""
+        return list(deque(self.log_lines(), maxlen=count))
+
     def episodes(self) -> Iterator[Row]:
         """Yield the episodes of `trajectories/samples.jsonl`, in the order of the file.
 
@@ -88,22 +118,48 @@ def read_run(path: Path) -> RunRecords:
     """
     if not (path / CONFIG_FILE).is_file():
         raise RunDirectoryError(f"'{path}' holds no run: it has no {CONFIG_FILE}; give the directory of a run")
-    metrics = list(_lines(path / METRICS_FILE))
+    metrics = _epochs(path / METRICS_FILE)
     # The history is written every tenth epoch, the metrics after each.
-    rewards = _json(path / REWARD_HISTORY_FILE, [])
+    rewards = _json(path / REWARD_HISTORY_FILE, [], list)
     return RunRecords(
         path=path,
         config=_yaml(path / CONFIG_FILE),
         environment=_json(path / ENVIRONMENT_FILE, {}),
         metrics=metrics,
-        timings=list(_lines(path / TIMINGS_FILE)),
+        timings=_epochs(path / TIMINGS_FILE),
         rewards=metrics if len(metrics) > len(rewards) else rewards,
-        episode_rewards=list(_lines(path / EPISODE_REWARDS_FILE)),
-        validations=_json(path / VALIDATION_HISTORY_FILE, []),
+        episode_rewards=_epochs(path / EPISODE_REWARDS_FILE),
+        validations=_json(path / VALIDATION_HISTORY_FILE, [], list),
         curriculum=_json(path / CURRICULUM_FILE, {}),
         resumes=list(_lines(path / RESUMES_FILE)),
         result=_json(path / RESULT_FILE, None),
     )
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return True if a process holds the lock of a run directory; None if that cannot be seen, as on another host.
+
+    The lock is not tried, as a run that starts at that moment would find it taken.
+    """
+    try:
+        holder = json.loads((path / HOLDER_FILE).read_bytes())
+        pid, host = int(holder["pid"]), holder["host"]
+        lock = (path / LOCK_FILE).stat()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return None
+    with contextlib.suppress(OSError):
+        # Linux lists every lock with device and inode of its file; a process of that number may be another by now.
+        inode = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        return any(inode in line.split() for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:
@@ -122,18 +178,38 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 def _yaml(file: Path) -> Row:
     try:
-        return yaml.safe_load(file.read_text("utf-8")) or {}
+        found = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
+    return {} if found is None else _checked(file, found, dict)
 
 
-def _json(file: Path, missing: Any) -> Any:
+def _json(file: Path, missing: Any, kind: type = dict) -> Any:
+    """Return the value of a file of JSON, which is of a kind; a list holds objects."""
     try:
-        return json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
+    for row in found if isinstance(_checked(file, found, kind), list) else ():
+        _checked(file, row, dict)
+    return found
+
+
+def _checked(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
+    if not isinstance(value, kind):
+        wanted = {dict: "an object", list: "a list", int: "a number"}[kind]
+        raise unreadable(file, ValueError(f"it holds a value of type {type(value).__name__}; wanted {wanted}"), line)
+    return value
+
+
+def _epochs(file: Path) -> list[Row]:
+    """Return the rows of a log that has one for each epoch."""
+    rows = list(_lines(file))
+    for number, row in enumerate(rows, start=1):
+        _checked(file, row.get("epoch"), int, number)
+    return rows
 
 
 def _lines(file: Path) -> Iterator[Row]:
@@ -143,16 +219,18 @@ def _lines(file: Path) -> Iterator[Row]:
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 try:
-                    yield json.loads(line)
+                    row = json.loads(line)
                 except ValueError as error:
-                    raise _unreadable(file, error, number) from error
+                    raise unreadable(file, error, number) from error
+                yield _checked(file, row, dict, number)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
 
 
-def _unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
+def unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
+    """Return the error for a file of a run, or a line of it, that cannot be read."""
     where = f"{file}" if line is None else f"{file}:{line}"
     return RunDirectoryError(
         f"{where} cannot be read ({error}): the run's files are damaged; copy them back, or leave the run out"

@@ -33,7 +33,7 @@ RESUMES_FILE = "resumes.jsonl"
 """Log with one line per resume of the run."""
 LOG_FILE = "run.log"
 """Log of the console output and of `logging`."""
-NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard")
+NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard", "wandb", "loggers")
 """Logs whose size a checkpoint does not record, so that a resume never truncates them."""
 
 # All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
@@ -52,6 +52,8 @@ RUN_FILES = (
     "reward_plot.png",
     "report.html",
     "tensorboard",
+    "wandb",
+    "loggers",  # for files of loggers that do not come with jaxft
     "trajectories",
     "bad_batches",
     "checkpoints",

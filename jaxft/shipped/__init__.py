@@ -5,6 +5,7 @@ when a component is first made.
 """
 
 from jaxft.harness.registry import (
+    DatasetConfig,
     EvaluatorConfig,
     LLMConfig,
     TrainerAdapterConfig,
@@ -24,10 +25,15 @@ from jaxft.shipped.configs import (
     LocalTrainerAdapterConfig,
     OpenAILLMConfig,
 )
+from jaxft.shipped.reward_functions import RewardFunctionsConfig
+from jaxft.shipped.single_turn import InMemoryDatasetConfig, SingleTurnConfig
 
 registry.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
 registry.add(LLMConfig, OpenAILLMConfig, "jaxft.shipped.openai_llm:openai_llm")
 registry.add(WorkflowConfig, HTTPAgentConfig, "jaxft.shipped.http_agent:http_agent")
+registry.add(WorkflowConfig, SingleTurnConfig, "jaxft.shipped.single_turn:single_turn")
+registry.add(DatasetConfig, InMemoryDatasetConfig, "jaxft.shipped.single_turn:in_memory")
+registry.add(EvaluatorConfig, RewardFunctionsConfig, "jaxft.shipped.reward_functions:reward_functions")
 registry.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.shipped.llm_judge:llm_judge")
 registry.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.shipped.local_adapter:local_trainer_adapter")
 registry.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.shipped.grpo:grpo_trajectory_builder")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
+from jaxft.harness.data_models import DPOItem, EpisodeItem, OpenAIMessage, Trajectory, TrajectoryCollection
 from jaxft.redaction import redacted_tokens, redacted_values
 from jaxft.runs.console import Console
 from jaxft.runs.directory import (
@@ -17,7 +17,8 @@ from jaxft.runs.directory import (
     VALIDATION_HISTORY_FILE,
     RunDirectory,
 )
-from jaxft.runs.metrics import MetricsLog
+from jaxft.runs.loggers import LoggedEpisode, Loggers
+from jaxft.runs.metrics import log_metrics
 from jaxft.runs.plots import plot_rewards
 
 SAVE_EVERY = 10
@@ -58,11 +59,16 @@ class RunLog:
         self.token_text: dict[str, Callable[[int], str]] = {}
         self._rewards: list[dict[str, Any]] = []
         self._directory = directory
-        self._log: MetricsLog | None = None
+        self._loggers = Loggers()
+        self._is_open = False
 
-    def start(self, num_epochs: int, done: int = 0) -> None:
-        """Open the files and show the progress bar; `done` epochs are logged already."""
-        self._log = MetricsLog(self._directory, first_epoch=done)
+    def start(self, num_epochs: int, done: int = 0, loggers: Loggers | None = None) -> None:
+        """Begin to log, to `loggers` too, and show the progress bar; `done` epochs are logged already."""
+        self._loggers, self._is_open = Loggers() if loggers is None else loggers, True
+        self._loggers.begin(done)
+        for row in self.validations:
+            if row["epoch"] == done:  # which loggers that drop what is repeated have dropped, and which is not repeated
+                self._log_validation(row)
         self.console.start(num_epochs, done)
 
     def state(self) -> dict[str, Any]:
@@ -76,8 +82,11 @@ class RunLog:
 
     def epoch(self, epoch: int, run_id: str, shown: Mapping[str, Any]) -> None:
         """Write the rows of an epoch, which counts from 0, and show its line; save the histories every tenth epoch."""
-        if self._log is not None:
-            self._log.log(epoch, self.metrics[run_id], self.timings[run_id])
+        if self._is_open:
+            metrics, timings = self.metrics[run_id], self.timings[run_id]
+            timings["logger_failures"] = self._loggers.failures
+            log_metrics(self._directory, epoch, metrics, timings)
+            self._loggers.metrics(epoch, metrics, timings)
         self.console.epoch(epoch + 1, {SHOWN[name]: shown[name] for name in SHOWN if shown.get(name) is not None})
         if epoch % SAVE_EVERY == SAVE_EVERY - 1:
             self.save()
@@ -105,6 +114,7 @@ class RunLog:
     def validation(self, row: Mapping[str, Any]) -> None:
         """Add a validation to its history, and show its reward and its failures."""
         self.validations.append(dict(row))
+        self._log_validation(row)
         reward, failed = row["avg_reward"], row["num_failed"]
         result = f"reward {reward:.4g}, {row['num_examples']} episodes" if reward is not None else "failed"
         lost = f"; {failed} episodes failed, the first: {row['first_error']}" if failed else ""
@@ -112,6 +122,10 @@ class RunLog:
             lost += f"; {row['num_unscorable']} rewards were not usable"
         self.console.message(f"validation after {row['epoch']} epochs: {result}{lost}")
         self.save()
+
+    def _log_validation(self, row: Mapping[str, Any]) -> None:
+        numbers = {f"validation/{name}": value for name, value in row.items() if isinstance(value, int | float)}
+        self._loggers.metrics(row["epoch"], {name: numbers[name] for name in numbers if name != "validation/epoch"}, {})
 
     def curriculum(self, state: Mapping[str, Any]) -> None:
         """Write the state of the curriculum."""
@@ -135,6 +149,7 @@ class RunLog:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **row, "token_texts": texts})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
+        self._loggers.samples([_logged(epoch, trajectory) for trajectory in trajectories])
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Write the pairs of a collection."""
@@ -142,6 +157,7 @@ class RunLog:
         rows = [self._without_secret_ids(pair) for pair in pairs]
         for row in rows:
             self._directory.append_jsonl(PAIRS_FILE, row)
+        self._loggers.samples([_logged(0, pair) for pair in pairs])
         masked = sum(row["sequences"] is None for row in rows) - sum(pair.sequences is None for pair in pairs)
         if masked:
             self.console.message(f"{masked} pairs hold secrets and are kept masked: a resumed run trains them so")
@@ -184,7 +200,21 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
-        if self._log is not None:
-            self._log.close()
+        if self._is_open:
             self.save()
-            self._log = None
+            self._is_open = False
+
+
+def _logged(epoch: int, trajectory: Trajectory) -> LoggedEpisode:
+    """Return a trajectory for a table of samples."""
+    said: list[tuple[str, str]] = []
+    for item in trajectory.episode:
+        if isinstance(item, EpisodeItem):
+            said.append((item.role.value, item.content))
+        elif isinstance(item, DPOItem):
+            prompt = [OpenAIMessage(role="user", content=item.prompt)] if isinstance(item.prompt, str) else item.prompt
+            said += [(message.role, message.content) for message in prompt]
+            said += [("chosen", item.chosen_response), ("rejected", item.rejected_response)]
+    reward = trajectory.reward if trajectory.scorable else None
+    text = "\n\n".join(f"{role}: {content}" for role, content in said)
+    return LoggedEpisode(epoch, str(trajectory.example_id), reward, text)

@@ -62,7 +62,7 @@ class LoggedTrainer(Trainer):
         if isinstance(adapter, LocalTrainerAdapter):
             llm, policy = adapter.adapter_config.llm, adapter.policy
             self.log.decode[llm], self.log.token_text[llm] = policy.tokenizer.decode, policy.template.tokens.text_of
-        self.log.start(num_epochs, self.epoch)
+        self.log.start(num_epochs, self.epoch, self.loggers)
 
     async def validate(self, num_epochs: int) -> float | None:
         """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""

@@ -1,0 +1,199 @@
+"""The report of a run: one HTML file with its curves, episodes, timings, configuration and faults.
+
+    runs/x/report.html    written whole and then renamed, so that a browser never finds half of it
+
+Nothing is locked, so that a report may be made while the run goes on.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxft.errors import RunDirectoryError
+from jaxft.files import disk_errors
+from jaxft.report.browser import browser_section, make_archive
+from jaxft.report.curves import curves_section, rewards_section, timings_section, validation_section
+from jaxft.report.markup import tag
+from jaxft.report.overview import configuration_section, faults_section, header
+from jaxft.report.page import page
+from jaxft.report.records import RunRecords, read_run
+from jaxft.report.samples import find_episodes
+from jaxft.runs.directory import SAMPLES_FILE
+
+REPORT_FILE = "report.html"
+MAX_EPISODES = 10_000
+WATCH_SECONDS = 10
+
+
+class Written(NamedTuple):
+    """A report that was written: its file, its size, and how many episodes it shows of those that the run has kept."""
+
+    path: Path
+    num_bytes: int
+    num_episodes: int
+    num_found: int
+    state: str
+
+
+def write_report(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    max_episodes: int = MAX_EPISODES,
+    processes: int = 1,
+    refresh_seconds: float | None = None,
+) -> Written:
+    """Write the report of a run.
+
+    Args:
+        run: the run directory; the run may be going on.
+        output: the file to write; by default `report.html` in the run directory.
+        max_episodes: the number of episodes to show; of more, some of each epoch and reward are shown.
+        processes: processes that read episodes; above 1 only in a process that has not started jax.
+        refresh_seconds: seconds after which the page loads itself again, while the run goes on; None for never.
+
+    Raises:
+        RunDirectoryError: the folder holds no run, a file of it is damaged, or the report cannot be written.
+        DiskFull: there is no room for it.
+    """
+    records = read_run(Path(run))
+    html, num_episodes, num_found = report_html(
+        records, max_episodes=max_episodes, processes=processes, refresh_seconds=refresh_seconds
+    )
+    path = records.path / REPORT_FILE if output is None else Path(output)
+    content = html.encode("utf-8")
+    _replace(path, content)
+    return Written(path, len(content), num_episodes, num_found, records.state)
+
+
+def report_html(
+    records: RunRecords,
+    *,
+    max_episodes: int = MAX_EPISODES,
+    processes: int = 1,
+    refresh_seconds: float | None = None,
+) -> tuple[str, int, int]:
+    """Return the report of a run, the number of episodes in it, and the number that the run has kept."""
+    places = find_episodes(records.path)
+    archive = make_archive(places, max_episodes=max_episodes, processes=processes)
+    validation = validation_section(records)
+    sections = {
+        "curves": curves_section(records),
+        "rewards": rewards_section(records, places),
+        "validation": validation,
+        "episodes": browser_section(archive, _kept_by(records)),
+        "timings": timings_section(records),
+        "configuration": configuration_section(records),
+        "faults": faults_section(records, places),
+    }
+    names = {
+        "curves": "Curves",
+        "rewards": "Rewards",
+        "validation": "Validation",
+        "episodes": "Episodes",
+        "timings": "Time and memory",
+        "configuration": "Configuration",
+        "faults": "Faults and resumes",
+    }
+    html = page(
+        f"{records.name} · jaxft report",
+        header(records, places),
+        *sections.values(),
+        _footer(records),
+        nav=[("top", records.name), *((key, names[key]) for key, made in sections.items() if made is not None)],
+        styles=("episodes.css",),
+        scripts=("episodes.js",),
+        refresh_seconds=refresh_seconds if records.state in ("running", "unknown") else None,
+    )
+    return html, len(archive.entries), archive.num_found
+
+
+def _kept_by(records: RunRecords) -> str:
+    config = records.config
+    trainer = (config.get("trainers") or {}).get((config.get("finetuning") or {}).get("trainer")) or {}
+    setting = trainer.get("save_episodes")
+    return f"those kept in {SAMPLES_FILE}" + ("" if setting is None else f" (save_episodes: {setting})")
+
+
+def _footer(records: RunRecords) -> object:
+    version = (records.environment.get("versions") or {}).get("jaxft")
+    made = time.strftime("%Y-%m-%d %H:%M:%S")
+    words = f"Written {made} by jaxft report from {records.path.resolve().name}" + (
+        f", a run of jaxft {version}" if version else ""
+    )
+    return tag("footer", {}, words)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file in one step; several reports of one run may be written at once."""
+    try:
+        with disk_errors(path):
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as stream:
+                    stream.write(content)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+    except OSError as error:
+        raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
+
+
+async def watch(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    show: Callable[[str], None],
+    *,
+    seconds: float = WATCH_SECONDS,
+    max_episodes: int = MAX_EPISODES,
+    processes: int = 1,
+) -> Written:
+    """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
+
+    A file that cannot be read is an error at first. Later it is shown and tried again, as the run may be overwritten.
+
+    Args:
+        run: the run directory.
+        output: the file to write; by default `report.html` in the run directory.
+        show: shows a message.
+        seconds: seconds between two reports.
+        max_episodes, processes: as in `write_report`.
+    """
+    shown = ""
+    options = {"max_episodes": max_episodes, "processes": processes}
+    try:
+        while True:
+            try:
+                written = write_report(run, output, **options, refresh_seconds=seconds)
+                words = summary(written)
+                if written.state in ("ended", "stopped"):
+                    return written
+            except RunDirectoryError as error:
+                if not shown:
+                    raise
+                words = f"{error}; trying again in {seconds} s"
+            if words != shown:
+                show(words)
+                shown = words
+            await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        write_report(run, output, **options)  # this page no longer loads itself again
+        raise
+
+
+def summary(written: Written) -> str:
+    """Return a line about a report that was written."""
+    shown = (
+        f"{written.num_episodes:,} of {written.num_found:,}"
+        if written.num_episodes < written.num_found
+        else f"{written.num_episodes:,}"
+    )
+    return f"written to {written.path} ({written.num_bytes / 1e6:.2f} MB, {shown} episodes)"

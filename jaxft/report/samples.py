@@ -1,0 +1,172 @@
+"""The episodes that a run has kept: found, chosen and read one at a time, as their files may be large.
+
+`find_episodes` reads every line but parses few of them: it takes epoch and reward out of the text. `spread` chooses
+among them, and `read_episodes` parses the chosen lines.
+"""
+
+import contextlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from jaxft.report.records import Row, unreadable
+from jaxft.runs.directory import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE
+
+_SCORES_NAME = Path(TOKEN_SCORES_FILE).name
+
+# Quotes inside of texts are escaped, so that these keys are found in the structure only.
+_EPOCH = re.compile(rb'\{"epoch": (\d+), ("failure": )?')
+_REWARD = re.compile(rb'\], "reward": (-?[0-9][0-9.e+-]*), "shaped_rewards": ')
+_NAME = re.compile(rb'"example_id": ("(?:[^"\\]|\\.)*"), "generation": (\d+), "sequences": ')
+_SCORES = re.compile(rb'\{"epoch": (\d+), "example_id": ("(?:[^"\\]|\\.)*"), "generation": (\d+), ')
+
+Span = tuple[int, int]
+"""Position of a line's first byte in its file, and its number of bytes."""
+
+
+class Place(NamedTuple):
+    """Where a row with an episode stands, and the values that it is chosen by.
+
+    Attributes:
+        file: the file.
+        line: number of the line, from 1.
+        span: position and size of the line.
+        epoch: its epoch; None for a preference pair, which belongs to no epoch.
+        reward: its reward; None for the report of a failed episode.
+        example_id: its example; None if unknown.
+        is_failure: True for the report of a failed episode.
+        scores: the line with the advantages and entropies of its tokens; None without any.
+    """
+
+    file: Path
+    line: int
+    span: Span
+    epoch: int | None
+    reward: float | None
+    example_id: str | None = None
+    is_failure: bool = False
+    scores: Span | None = None
+
+
+def find_episodes(run: Path) -> list[Place]:
+    """Return the places of all episodes and pairs of a run, in the order of the files.
+
+    A last line without its line feed is being written, and is left out.
+
+    Raises:
+        RunDirectoryError: a line cannot be read; the message names file and line.
+    """
+    scores: dict[tuple[bytes, ...], Span] = {}
+    for number, span, line in _whole_lines(run / TOKEN_SCORES_FILE):
+        match = _SCORES.match(line)
+        if match is not None and line.endswith(b"}\n"):
+            scores[match.groups()] = span
+        else:  # of another writer, or damaged
+            row = _parsed(run / TOKEN_SCORES_FILE, number, line)
+            names = row.get("epoch"), row.get("example_id"), row.get("generation")
+            scores[
+                tuple(json.dumps(name, ensure_ascii=False).encode("utf-8", "backslashreplace") for name in names)
+            ] = span
+    return [
+        _place(run / name, number, span, line, scores)
+        for name in (SAMPLES_FILE, PAIRS_FILE)
+        for number, span, line in _whole_lines(run / name)
+    ]
+
+
+def _whole_lines(file: Path) -> Iterator[tuple[int, Span, bytes]]:
+    """Yield number, span and bytes of each line that ends with its line feed."""
+    try:
+        with file.open("rb") as stream:
+            offset = 0
+            for number, line in enumerate(stream, start=1):
+                if line.endswith(b"\n"):
+                    yield number, (offset, len(line)), line
+                offset += len(line)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _place(file: Path, number: int, span: Span, line: bytes, scores: Mapping[tuple[bytes, ...], Span]) -> Place:
+    epoch = _EPOCH.match(line)
+    if epoch is not None and line.endswith(b"}\n"):
+        if epoch[2] is not None:
+            return Place(file, number, span, int(epoch[1]), None, is_failure=True)
+        reward = _REWARD.search(line)
+        name = None if reward is None else _NAME.search(line, reward.end())
+        if reward is not None and name is not None:
+            found = scores.get((epoch[1], name[1], name[2]))
+            example_id = json.loads(name[1])
+            return Place(file, number, span, int(epoch[1]), float(reward[1]), example_id, scores=found)
+    row = _parsed(file, number, line)  # of another writer, a pair, or damaged
+    return Place(file, number, span, row.get("epoch"), row.get("reward"), row.get("example_id"), "failure" in row)
+
+
+def _parsed(file: Path, number: int | None, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise unreadable(file, error, number) from error
+    if not isinstance(row, dict):
+        raise unreadable(file, ValueError(f"it holds a {type(row).__name__}; wanted an object"), number)
+    return row
+
+
+def read_episodes(places: Iterable[Place]) -> Iterator[Row]:
+    """Yield the rows at the given places, with `token_texts`, `advantages` and `entropies`, which may be None.
+
+    Raises:
+        RunDirectoryError: a line cannot be read, or is another by now; the message names file and line.
+    """
+    with contextlib.ExitStack() as streams:
+        opened: dict[Path, BinaryIO] = {}
+
+        def read(file: Path, span: Span, line: int | None = None) -> Row:
+            try:
+                if file not in opened:
+                    opened[file] = streams.enter_context(file.open("rb"))
+                opened[file].seek(span[0])
+                return _parsed(file, line, opened[file].read(span[1]))
+            except OSError as error:
+                raise unreadable(file, error) from error
+
+        for place in places:
+            row = read(place.file, place.span, place.line)
+            scores = {} if place.scores is None else read(place.file.with_name(_SCORES_NAME), place.scores)
+            yield {"token_texts": None, **row, **{name: scores.get(name) for name in ("advantages", "entropies")}}
+
+
+def spread(places: Sequence[Place], count: int) -> list[Place]:
+    """Return at most `count` of the places, in their order: alike many of each epoch, and over all rewards of it.
+
+    >>> places = [Place(Path("f"), i, (0, 0), epoch=i // 4, reward=float(i % 4)) for i in range(12)]
+    >>> [(place.epoch, place.reward) for place in spread(places, 6)]
+    [(0, 0.0), (0, 3.0), (1, 0.0), (1, 3.0), (2, 0.0), (2, 3.0)]
+    """
+    if len(places) <= count:
+        return list(places)
+    epochs: dict[int | None, list[Place]] = defaultdict(list)
+    for place in places:
+        epochs[place.epoch].append(place)
+    if count < len(epochs):
+        names = list(epochs)
+        epochs = {names[index]: epochs[names[index]] for index in _even(len(names), count)}
+    left, kept = count, []
+    for position, inner in enumerate(sorted(epochs.values(), key=len)):
+        share = min(len(inner), left // (len(epochs) - position))
+        left -= share
+        ordered = sorted(inner, key=lambda place: (place.reward is None, place.reward or 0.0))
+        kept += [ordered[index] for index in _even(len(ordered), share)]
+    return sorted(kept, key=lambda place: (place.file.name != Path(SAMPLES_FILE).name, place.line))
+
+
+def _even(length: int, count: int) -> list[int]:
+    """Return `count` indices below `length` at even distances, both ends included."""
+    if count == 1:
+        return [length - 1]
+    return [index * (length - 1) // (count - 1) for index in range(count)]

@@ -1,0 +1,287 @@
+"""Loggers of a run: what they are told, and the threads that tell them without ever holding up or ending the run.
+
+A logger subclasses `RunLogger` and overrides the methods that it wants. `Loggers` queues the calls of all of them. Each
+logger has a thread of its own, which makes its calls one after the other. A call that raises is counted and shown; a
+logger that fails again and again, or that does not return within its time limit, is switched off.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxft.errors import UserCodeError, one_line, user_code
+from jaxft.redaction import map_texts, redacted
+from jaxft.runs.console import Console
+
+MAX_FAILURES = 3
+"""Number of failed calls in a row that switches a logger off."""
+
+MAX_WAITING = 1000
+"""Number of calls that may wait for a slow logger; further ones are dropped."""
+
+ARTIFACTS: dict[Literal["reward_plot", "report"], str] = {"reward_plot": "reward_plot.png", "report": "report.html"}
+"""Files of the run directory that are logged at the end of a run, if they are there."""
+
+Status = Literal["completed", "failed", "stopped"]
+"""How a run ended; a stopped run was ended by a signal and can be resumed."""
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger is told of when it begins.
+
+    Attributes:
+        name: the name of the run directory.
+        directory: the run directory. Files of a logger belong into its folder `loggers`, which is removed with the run.
+        config: the whole configuration as plain values, with the secrets masked.
+        environment: the content of `environment.json`: versions, devices, commit.
+        is_resumed: True if an earlier process has begun the run.
+        first_epoch: the epoch that the run goes on from. What was logged of later epochs is logged again, as they are
+            run again.
+    """
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    is_resumed: bool = False
+    first_epoch: int = 0
+
+
+class LoggedEpisode(NamedTuple):
+    """An episode for a table of samples.
+
+    Attributes:
+        epoch: the epoch that it was sampled in.
+        example: the id of its example.
+        reward: its reward; None without a usable one.
+        text: its messages, each with its role.
+    """
+
+    epoch: int
+    example: str
+    reward: float | None
+    text: str
+
+
+class RunLogger:
+    """Base class of loggers. Each method does nothing unless it is overridden.
+
+    `begin` comes first and `end` last, all calls from one thread. The texts that a logger gets have no secrets in them.
+    """
+
+    def begin(self, run: LoggedRun) -> None:
+        """Begin to log a run, or go on with one."""
+
+    def metrics(self, epoch: int, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
+        """Log metrics and measured times, which are numbers or texts.
+
+        An epoch, counted from 0, is told once when it has ended. A validation before it, after `epoch` epochs of
+        training, is told by a call of its own, under names that begin with `validation/`.
+        """
+
+    def samples(self, episodes: Sequence[LoggedEpisode]) -> None:
+        """Log episodes of one epoch: those that `trajectories/samples.jsonl` gets."""
+
+    def artifact(self, name: Literal["model", "reward_plot", "report"], path: Path) -> None:
+        """Log a file or folder that the run has written, near its end."""
+
+    def end(self, status: Status, result: Mapping[str, Any]) -> None:
+        """End the log; `result` is the content of `result.json`, with the `error` of a run that did not complete."""
+
+
+class Loggers:
+    """The loggers of a run. No method waits for them but `end`, and none raises what they raise.
+
+    Attributes:
+        run: what `begin` tells the loggers; its `first_epoch` comes with the call.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.run: LoggedRun | None = None
+        self._console = console
+        self._threads: list[_LoggerThread] = []
+        self._has_begun = False
+
+    def add(self, name: str, logger: RunLogger, timeout_seconds: float) -> None:
+        """Add a logger, before `begin`.
+
+        Args:
+            name: its name in messages.
+            logger: the logger.
+            timeout_seconds: seconds that a call may take, and that `end` waits for the calls that are left.
+        """
+        assert self._console is not None
+        self._threads.append(_LoggerThread(name, logger, timeout_seconds, self._console))
+
+    @property
+    def failures(self) -> int:
+        """Number of calls up to now that failed or were dropped."""
+        return sum(thread.failed + thread.dropped for thread in self._threads)
+
+    def begin(self, first_epoch: int) -> None:
+        """Begin; a second call does nothing, and without a call nothing is logged."""
+        if self._has_begun or self.run is None:
+            return
+        self._has_begun, run = True, replace(self.run, first_epoch=first_epoch)
+        self._call("begin", lambda logger: logger.begin(run))
+
+    def metrics(self, epoch: int, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
+        """Log the metrics of an epoch or of a validation."""
+        now, times = map_texts(dict(metrics), _clean), map_texts(dict(timings), _clean)
+        self._call(f"metrics of epoch {epoch}", lambda logger: logger.metrics(epoch, now, times))
+
+    def samples(self, episodes: Sequence[LoggedEpisode]) -> None:
+        """Log episodes of one epoch, if there are any."""
+        if episodes:
+            clean = [each._replace(example=_clean(each.example), text=_clean(each.text)) for each in episodes]
+            self._call(f"samples of epoch {episodes[0].epoch}", lambda logger: logger.samples(clean))
+
+    def artifact(self, name: Literal["model", "reward_plot", "report"], path: Path) -> None:
+        """Log a file or folder."""
+        self._call(f"artifact {name}", lambda logger: logger.artifact(name, path))
+
+    def end(self, status: Status, result: Mapping[str, Any], *, within_seconds: float | None = None) -> None:
+        """Log plot and report, end all loggers, wait for them, and show how many calls failed or were dropped.
+
+        Args:
+            status: how the run ended.
+            result: the content of `result.json`.
+            within_seconds: the longest time to wait, if that is less than the loggers' own limits.
+        """
+        if not self._has_begun or self.run is None:
+            return
+        for name, file in ARTIFACTS.items():
+            if (self.run.directory / file).is_file():
+                self.artifact(name, self.run.directory / file)
+        plain = map_texts(dict(result), _clean)
+        self._call("end", lambda logger: logger.end(status, plain))
+        began = time.monotonic()
+        for thread in self._threads:
+            limit = min(thread.timeout_seconds, within_seconds or thread.timeout_seconds)
+            thread.finish(limit, began + limit)
+
+    def _call(self, what: str, call: Callable[[RunLogger], None]) -> None:
+        for thread in self._threads if self._has_begun else ():
+            thread.call(what, call)
+
+
+class _LoggerThread:
+    """A logger with its thread, its waiting calls, and its failures.
+
+    Attributes:
+        name: its name in messages.
+        timeout_seconds: seconds that a call may take.
+        failed: number of calls that raised or did not return in time.
+        dropped: number of calls that were not made.
+    """
+
+    def __init__(self, name: str, logger: RunLogger, timeout_seconds: float, console: Console) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self.failed = self.dropped = 0
+        self._logger, self._console = logger, console
+        self._waiting: deque[tuple[str, Callable[[RunLogger], None]]] = deque()
+        self._running: tuple[str, float] | None = None  # the call, and when it began
+        self._failures_in_a_row = 0
+        self._is_off = self._has_said_full = False
+        self._changed = threading.Condition()  # guards all of these
+        self._thread: threading.Thread | None = None
+
+    def call(self, what: str, call: Callable[[RunLogger], None]) -> None:
+        """Queue a call; it is dropped if the logger is off, or has too many calls waiting."""
+        with self._changed:
+            running = None if self._is_off else self._running
+            if running is not None and time.monotonic() - running[1] > self.timeout_seconds:
+                self.failed += 1
+                self._switch_off(f"{running[0]} did not return within {self.timeout_seconds:g} seconds")
+            if self._is_off:
+                self.dropped += 1
+            elif len(self._waiting) >= MAX_WAITING:
+                self.dropped += 1
+                if not self._has_said_full:
+                    self._has_said_full = True
+                    self._say(f"{MAX_WAITING} calls wait for it: it is too slow, and further ones are dropped")
+            else:
+                self._waiting.append((what, call))
+                self._changed.notify_all()
+                if self._thread is None:
+                    # In a copy of this context, which has the secrets. A daemon: a call that hangs keeps no process.
+                    self._thread = threading.Thread(
+                        target=copy_context().run, args=(self._work,), name=f"logger {self.name}", daemon=True
+                    )
+                    self._thread.start()
+
+    def finish(self, seconds: float, deadline: float) -> None:
+        """Wait for all calls until the deadline, which is `seconds` after the last one, and end the thread."""
+        with self._changed:
+            self._changed.wait_for(self._is_idle, timeout=max(0.0, deadline - time.monotonic()))
+            if not self._is_idle():
+                self.failed += self._running is not None
+                doing = "" if self._running is None else f", {self._running[0]} among them"
+                left = len(self._waiting) + (self._running is not None)
+                self._switch_off(f"{left} calls were left {seconds:g} seconds after the end of the run{doing}")
+            self._is_off = True
+            self._changed.notify_all()
+        if self.failed or self.dropped:
+            self._say(f"in all, failed calls: {self.failed}, dropped ones: {self.dropped}")
+
+    def _is_idle(self) -> bool:
+        return self._is_off or (not self._waiting and self._running is None)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_off or self._waiting)
+                if self._is_off:
+                    return
+                what, call = self._waiting.popleft()
+                self._running = (what, time.monotonic())
+            failure = self._failure_of(call)
+            with self._changed:
+                self._running = None
+                if not self._is_off:
+                    self._count(what, failure)
+                self._changed.notify_all()
+
+    def _failure_of(self, call: Callable[[RunLogger], None]) -> str | None:
+        """Make a call, and return what it raised, in one line; its traceback goes to `run.log`."""
+        try:
+            with user_code():
+                call(self._logger)
+        except UserCodeError as failure:
+            self._console.note(f"logger {self.name}: {failure.traceback}")
+            return failure.summary
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:  # the logger's own, in this thread
+            return one_line(error)
+        return None
+
+    def _count(self, what: str, failure: str | None) -> None:
+        if failure is None:
+            self._failures_in_a_row = 0
+            return
+        self.failed += 1
+        self._failures_in_a_row += 1
+        if what == "begin" or self._failures_in_a_row >= MAX_FAILURES:
+            self._switch_off(f"{what} failed: {failure}")
+        elif self.failed == 1:
+            self._say(f"{what} failed: {failure}; it is switched off after {MAX_FAILURES} failures in a row")
+
+    def _switch_off(self, why: str) -> None:
+        self._is_off = True
+        self.dropped += len(self._waiting)
+        self._waiting.clear()
+        self._say(f"{why}; it is switched off, and the run goes on without it")
+
+    def _say(self, text: str) -> None:
+        self._console.message(f"logger {self.name}: {text}")
+
+
+def _clean(text: str) -> str:
+    """Return a text without secrets and lone surrogates, which have no UTF-8 encoding."""
+    return redacted(text).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,226 @@
+"""Loggers that are in order, fail, hang or are slow, called as a run calls them."""
+
+import asyncio
+import io
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxft.redaction import hiding
+from jaxft.runs.console import Console
+from jaxft.runs.loggers import MAX_FAILURES, MAX_WAITING, LoggedEpisode, LoggedRun, Loggers, RunLogger
+
+
+class Noting(RunLogger):
+    """Notes its calls, and does at each what the test wants."""
+
+    def __init__(self, **does):
+        self.calls, self.does, self.threads = [], does, set()
+
+    def _note(self, name, *values):
+        self.calls.append((name, *values))
+        self.threads.add(threading.current_thread())
+        self.does.get(name, lambda: None)()
+
+    def begin(self, run):
+        self._note("begin", run.name, run.first_epoch)
+
+    def metrics(self, epoch, metrics, timings):
+        self._note("metrics", epoch, metrics, timings)
+
+    def samples(self, episodes):
+        self._note("samples", *episodes)
+
+    def artifact(self, name, path):
+        self._note("artifact", name, path)
+
+    def end(self, status, result):
+        self._note("end", status, result)
+
+
+def begun(*loggers, timeouts=(60.0, 60.0), directory=Path("nowhere")):
+    """Loggers that have begun, and what the console shows."""
+    shown = io.StringIO()
+    made = Loggers(Console(shown))
+    for number, (logger, timeout_seconds) in enumerate(zip(loggers, timeouts, strict=False)):
+        made.add(f"number {number}", logger, timeout_seconds)
+    made.run = LoggedRun("run", directory)
+    made.begin(2)
+    return made, shown
+
+
+def raising(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_every_logger_gets_every_call_in_order_in_a_thread_of_its_own(tmp_path):
+    first, second = Noting(), Noting()
+    (tmp_path / "reward_plot.png").write_bytes(b"")
+    loggers, shown = begun(first, second, directory=tmp_path)
+    loggers.begin(7)  # a second time: nothing
+    loggers.samples([])
+    loggers.samples([LoggedEpisode(2, "a", 1.0, "said")])
+    for epoch in range(2, 50):
+        loggers.metrics(epoch, {"loss": epoch}, {"seconds": 0.5})
+    loggers.artifact("model", tmp_path)
+    loggers.end("completed", {"num_epochs": 50})
+    expected = [
+        ("begin", "run", 2),
+        ("samples", LoggedEpisode(2, "a", 1.0, "said")),
+        *[("metrics", epoch, {"loss": epoch}, {"seconds": 0.5}) for epoch in range(2, 50)],
+        ("artifact", "model", tmp_path),
+        ("artifact", "reward_plot", tmp_path / "reward_plot.png"),
+        ("end", "completed", {"num_epochs": 50}),
+    ]
+    assert first.calls == second.calls == expected
+    assert len(first.threads) == len(second.threads) == 1 and not first.threads & second.threads
+    assert threading.current_thread() not in first.threads
+    assert loggers.failures == 0 and shown.getvalue() == ""
+
+
+def test_what_is_told_stays_as_it_was():
+    logger, metrics = Noting(), {"loss": 1.0}
+    loggers, _ = begun(logger)
+    loggers.metrics(2, metrics, {})
+    metrics["loss"] = 2.0
+    loggers.end("completed", {})
+    assert logger.calls[1] == ("metrics", 2, {"loss": 1.0}, {})
+
+
+def test_without_a_begin_nothing_is_logged():
+    logger = Noting()
+    loggers = Loggers(Console(io.StringIO()))
+    loggers.add("alone", logger, 60.0)
+    loggers.begin(0)  # of no run
+    loggers.metrics(0, {}, {})
+    loggers.end("completed", {})
+    assert logger.calls == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no route"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), MemoryError()]
+)
+def test_a_logger_that_cannot_begin_is_switched_off_and_the_others_go_on(error):
+    bad, good = Noting(begin=raising(error)), Noting()
+    loggers, shown = begun(bad, good)
+    for epoch in (2, 3, 4):
+        loggers.metrics(epoch, {}, {})
+    loggers.end("completed", {})
+    assert [call[0] for call in bad.calls] == ["begin"] and len(good.calls) == 5
+    assert loggers.failures == 1 + 4
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 2 and type(error).__name__ in lines[0]
+    assert all("number 0" in line for line in lines) and "1" in lines[1] and "4" in lines[1]
+
+
+def test_failures_in_a_row_switch_a_logger_off_and_are_shown_twice():
+    logger = Noting(metrics=raising(ValueError("bad value 17")))
+    loggers, shown = begun(logger)
+    for epoch in range(10):
+        loggers.metrics(epoch, {}, {})
+    loggers.end("completed", {})
+    assert [call[0] for call in logger.calls] == ["begin", *["metrics"] * MAX_FAILURES]
+    first, off, last = shown.getvalue().splitlines()
+    assert "metrics of epoch 0" in first and "ValueError: bad value 17" in first and "metrics of epoch 2" in off
+    assert f"failed calls: {MAX_FAILURES}, dropped ones: {10 - MAX_FAILURES + 1}" in last
+
+
+def test_a_logger_that_fails_now_and_then_goes_on():
+    logger = Noting(samples=raising(ValueError("too long")))
+    loggers, shown = begun(logger)
+    for epoch in range(10):
+        loggers.samples([LoggedEpisode(epoch, "a", None, "")])
+        loggers.metrics(epoch, {}, {})
+    loggers.end("completed", {})
+    assert len(logger.calls) == 22 and loggers.failures == 10
+    assert len(shown.getvalue().splitlines()) == 2
+
+
+def test_a_logger_that_hangs_holds_up_nothing_and_is_switched_off_at_the_next_call():
+    hang, entered = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        hang.wait(60)
+
+    bad, good = Noting(metrics=wait), Noting()
+    loggers, shown = begun(bad, good, timeouts=(0.3, 60.0))
+    loggers.metrics(2, {}, {})
+    assert entered.wait(30)
+    threading.Event().wait(0.4)
+    loggers.metrics(3, {}, {})
+    assert "metrics of epoch 2 did not return within 0.3 seconds" in shown.getvalue()
+    loggers.end("completed", {})
+    assert [call[0] for call in good.calls] == ["begin", "metrics", "metrics", "end"]
+    hang.set()
+    for thread in bad.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [call[0] for call in bad.calls] == ["begin", "metrics"] and loggers.failures == 1 + 2
+
+
+def test_the_end_waits_for_a_slow_logger_as_long_as_its_limit():
+    slow = Noting(metrics=lambda: threading.Event().wait(0.005))
+    loggers, shown = begun(slow)
+    for epoch in range(20):
+        loggers.metrics(epoch, {}, {})
+    loggers.end("completed", {})
+    assert len(slow.calls) == 22 and shown.getvalue() == ""
+
+
+def test_calls_that_are_left_when_the_limit_is_over_are_dropped_and_shown():
+    hang = threading.Event()
+    logger = Noting(metrics=lambda: hang.wait(60))
+    loggers, shown = begun(logger)
+    for epoch in range(5):
+        loggers.metrics(epoch, {}, {})
+    loggers.end("stopped", {}, within_seconds=0.1)
+    hang.set()
+    assert "6 calls were left 0.1 seconds after the end" in shown.getvalue()
+    assert "failed calls: 1, dropped ones: 5" in shown.getvalue() and loggers.failures == 6
+
+
+def test_no_more_calls_wait_than_memory_should_hold():
+    gate = threading.Event()
+    logger = Noting(begin=lambda: gate.wait(60))
+    loggers, shown = begun(logger)
+    while loggers._threads[0]._running is None:  # until the first call is taken out of the queue
+        threading.Event().wait(0.001)
+    for epoch in range(MAX_WAITING + 7):
+        loggers.metrics(epoch, {}, {})
+    assert loggers.failures == 7 and shown.getvalue().count(f"{MAX_WAITING} calls wait") == 1
+    gate.set()
+    while len(logger.calls) < MAX_WAITING + 1:
+        threading.Event().wait(0.001)
+    loggers.end("completed", {})
+    assert logger.calls[-1] == ("end", "completed", {})
+
+
+def test_secrets_and_halves_of_characters_reach_no_logger_and_no_message():
+    secret = "sk-0123456789"
+
+    def fail():
+        raise ValueError(f"key {secret} is refused")
+
+    logger = Noting(artifact=fail)
+    with hiding([secret]):
+        loggers, shown = begun(logger)
+        loggers.samples([LoggedEpisode(2, f"of {secret}", 1.0, f"user: {secret} \ud800")])
+        loggers.metrics(2, {"stop": secret}, {"place": secret})
+        loggers.artifact("model", Path("model"))
+        loggers.end("failed", {"error": secret, "inner": [secret]})
+    assert "key *** is refused" in shown.getvalue() and secret not in shown.getvalue() + str(logger.calls)
+    assert logger.calls[1][1].text == "user: *** \\ud800"
+
+
+def test_a_base_logger_wants_nothing():
+    loggers, shown = begun(RunLogger())
+    loggers.metrics(0, {}, {})
+    loggers.samples([LoggedEpisode(0, "a", 1.0, "")])
+    loggers.artifact("model", Path("model"))
+    loggers.end("completed", {})
+    assert (loggers.failures, shown.getvalue()) == (0, "")
