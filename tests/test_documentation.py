@@ -93,6 +93,7 @@ ADDED = {
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
+    "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
     "python benchmarks/run.py": "--shrink --repeats 1",
@@ -101,6 +102,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
+    "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
     "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",
 }
@@ -109,6 +111,9 @@ ADDED = {
 BEFORE = {
     "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
     "echo 'hi' | jaxft chat": f"jaxft finetune --config_file run.yml {RUN}",
+    "jaxft sweep --config_file run.yml --list": (
+        "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
+    ),
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
