@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from jaxft.report.charts import Band, Line, line_chart
 from jaxft.report.compared_runs import VERDICT_KIND
 from jaxft.report.comparison_page import in_two_sizes
-from jaxft.report.comparison_plots import COLORS
+from jaxft.report.comparison_plots import COLORS, drawable
 from jaxft.report.comparison_text import aligned, seeds
 from jaxft.report.intervals import Interval
 from jaxft.report.markup import Markup, number, tag
@@ -131,12 +131,14 @@ def verdict_png(verdicts: Sequence[Verdict]) -> bytes:
             axes.fill_between(epochs, lows, highs, color=COLORS[7], alpha=0.22, linewidth=0, label=label)
         for each in reference.runs:
             axes.plot(each.rewards, color=COLORS[7], linewidth=0.7, alpha=0.6)
-        axes.plot(rewards, color=COLORS[0], linewidth=2, label=f" {verdict.run.name}")
+        axes.plot(rewards, color=COLORS[0], linewidth=2, label=f" {drawable(verdict.run.name)}")
         outside = [at for at, place in enumerate(verdict.places) if place in ("below", "above")]
         if outside:
             axes.plot(outside, [rewards[at] for at in outside], "o", color=COLORS[1], markersize=4, label="outside")
         words = "as expected" if verdict.is_expected else "not as expected"
-        axes.set_title(f"{verdict.run.name} against {reference.experiment}: {words}", parse_math=False, fontsize=11)
+        axes.set_title(
+            f"{drawable(verdict.run.name)} against {reference.experiment}: {words}", parse_math=False, fontsize=11
+        )
         axes.set(xlabel="epoch, counted from 0", ylabel="training reward")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.margins(x=0.02, y=0.06)
