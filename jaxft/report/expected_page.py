@@ -17,7 +17,9 @@ from jaxft.report.comparison_text import aligned, seeds
 from jaxft.report.intervals import Interval
 from jaxft.report.markup import Markup, number, tag
 from jaxft.report.page import code, notice, page, section, subheading, table
+from jaxft.report.records import flat
 from jaxft.report.references import Reference, Verdict
+from jaxft.report.run_groups import shown
 
 BAND_NOTE = (
     "Band: 95 % prediction interval for one more seed, at each epoch. Thin: the seeds of the reference. Thick: the run."
@@ -154,15 +156,16 @@ def verdict_png(verdicts: Sequence[Verdict]) -> bytes:
 def verdict_page(verdicts: Sequence[Verdict]) -> str:
     """Return the page as one HTML document that loads nothing."""
     reference = verdicts[0].reference
-    header = tag("header", {}, tag("h1", {}, f"Expected of {reference.experiment}"),
+    title = f"Runs against the reference {reference.experiment}"
+    header = tag("header", {}, tag("h1", {}, title),
                  tag("p", {"class": "lead"}, reference_text(reference)))  # fmt: skip
     names = [str(verdict.run.records.path) for verdict in verdicts]
     sections = [section(f"run{at}", names[at], *_verdict_parts(verdict)) for at, verdict in enumerate(verdicts)]
-    made_on = [f"{name}: {value}" for name, value in reference.machine.items()]
+    made_on = [f"{path}: {shown(value)}" for path, value in flat(reference.machine).items()]
     facts = tag("ul", {}, *(tag("li", {}, line) for line in made_on))
     about = section("reference", "The reference", code(reference.command), facts)
     nav = [(f"run{at}", verdict.run.name) for at, verdict in enumerate(verdicts)] + [("reference", "The reference")]
-    return page(f"Expected of {reference.experiment}", header, *sections, about, nav=nav)
+    return page(title, header, *sections, about, nav=nav)
 
 
 def _verdict_parts(verdict: Verdict) -> list[Markup]:
