@@ -62,6 +62,8 @@ NOT_RUN = {
     "scripts/make_compilers.sh": "downloads 4 GB",
     "python scripts/fuzz_server.py": "needs schemathesis",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
+    "jaxft compare": "needs runs; tests/report/test_compare_command.py has some",
+    "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
