@@ -17,7 +17,7 @@ from jaxft.report.charts import (
     stacked_chart,
 )
 from jaxft.report.markup import Markup, byte_count, duration, joined, number, tag
-from jaxft.report.page import charts, details, notice, section, table
+from jaxft.report.page import charts, details, notice, section, subheading, table
 from jaxft.report.records import Row, RunRecords
 from jaxft.report.samples import Place
 
@@ -55,6 +55,7 @@ NARROW = (400, 260)
 MAX_BARS = 60
 """Largest number of columns of a heat map; with more epochs, neighbours share a column."""
 MAX_EXAMPLES = 30
+MAX_LISTED = 15
 MAX_VALUES = 12
 """Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
@@ -248,6 +249,9 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
     finite = [value for row in means.values() for value in row if value is not None]
     if not finite:
         return joined(())
+    seen = [sum(value is not None for value in means[example]) for example in hardest]
+    if len(columns) > 1 and sum(seen) < 2 * len(seen):
+        return _hardest_of_late_epochs(by_epoch)
     words = [
         [
             f"{example}\n{_name(epochs)}: mean reward {number(value)}"
@@ -265,6 +269,28 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
         value_range=(min(finite), max(finite)),
         size=(WIDE[0], 20 * len(kept) + 44),
         note=f"{len(kept)} of {len(hardest)} examples; the {left:,} easier ones are left out." if left else None,
+    )
+
+
+def _hardest_of_late_epochs(by_epoch: dict[int, Rewards]) -> Markup:
+    """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
+    epochs = sorted(by_epoch)
+    late = epochs[-max(1, len(epochs) // 4) :]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for epoch in late:
+        for example, values in by_epoch[epoch].items():
+            rewards[example] += filter(is_finite, values)
+    ranked = sorted(((fmean(values), len(values), example) for example, values in rewards.items() if values))
+    kept = ranked[:MAX_LISTED]
+    rows = [(example, number(mean), count) for mean, count, example in kept]
+    name = f"Hardest examples of epochs {late[0]} to {late[-1]}"
+    words = f"{len(kept)} of the {len(ranked):,} examples of these epochs; few examples are seen in two epochs."
+    return tag(
+        "div",
+        {},
+        subheading(name),
+        tag("p", {"class": "note"}, words),
+        table(("example", "mean reward", "episodes"), rows, numbers=(1, 2)),
     )
 
 
