@@ -301,29 +301,37 @@ def _mean(values: Sequence[Value]) -> Value:
 
 def validation_section(run: RunRecords) -> Markup | None:
     """Return the section on curriculum and validation; None for a run that has neither."""
-    curriculum = run.config.get("finetuning", {}).get("curriculum_learning") or {}
+    curriculum = (run.config.get("finetuning") or {}).get("curriculum_learning") or {}
     has_curriculum = bool(curriculum.get("enabled"))
     if not run.validations and not has_curriculum:
         return None
-    title = " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations))
+    figures = [*(_curriculum(run) if has_curriculum else ()), *(_validation(run) if run.validations else ())]
     return section(
         "validation",
-        title if has_curriculum else "Validation",
-        *(_curriculum(run) if has_curriculum else ()),
-        *(_validation(run) if run.validations else ()),
+        " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations)).replace(" V", " v"),
+        charts(*figures),
+        *_least_trained(run),
+        *_all_validations(run),
     )
 
 
 def _curriculum(run: RunRecords) -> Iterator[Markup]:
     epochs = [row["epoch"] for row in run.rewards]
     percents = [100 * value if is_finite(value := row.get("curriculum_percentile")) else None for row in run.rewards]
+    at = [row["epoch"] for row in run.metrics]
     groups = [row.get("curriculum_groups") for row in run.metrics]
     dropped = [row.get("curriculum_dropped_groups") for row in run.metrics]
-    at = [row["epoch"] for row in run.metrics]
-    yield charts(
-        line_chart("Curriculum, % of the groups", [Line("%", epochs, percents, 3, "steps")], y_range=(0.0, 105.0)),
-        line_chart("Groups", [Line("trained", at, groups), Line("dropped, rewards alike", at, dropped, 1)]),
-    )
+    yield line_chart("Curriculum, % of the groups", [Line("%", epochs, percents, 3, "steps")], y_range=(0.0, 105.0))
+    yield line_chart("Groups", [Line("trained", at, groups), Line("dropped, rewards alike", at, dropped, 1)])
+
+
+def _validation(run: RunRecords) -> Iterator[Markup]:
+    at = [row["epoch"] for row in run.validations]
+    means = [row.get("avg_reward") for row in run.validations]
+    yield line_chart("Validation reward", [Line("mean", at, means, 1)], x_label="epochs before it")
+
+
+def _least_trained(run: RunRecords) -> Iterator[Markup]:
     examples = run.curriculum.get("examples") or {}
     if examples:
         ordered = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))
@@ -331,36 +339,22 @@ def _curriculum(run: RunRecords) -> Iterator[Markup]:
             (name, *(number(state.get(key)) for key in ("epochs_included", "reward_mean", "reward_diff")))
             for name, state in ordered[:MAX_EXAMPLES]
         ]
-        more = f", of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
+        more = f" of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
         headers = ("example", "epochs trained", "mean reward", "reward difference")
         yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(1, 2, 3)))
 
 
-def _validation(run: RunRecords) -> Iterator[Markup]:
+def _all_validations(run: RunRecords) -> Iterator[Markup]:
     rows = run.validations
-    at = [row["epoch"] for row in rows]
-    lines = [Line("mean", at, [row.get("avg_reward") for row in rows], 1)]
-    bands = [
-        Band(
-            "lowest to highest",
-            at,
-            [row.get("min_reward") for row in rows],
-            [row.get("max_reward") for row in rows],
-            1,
-            True,
-        )
-    ]
-    bands = [band for band in bands if any(map(is_finite, band.lows))]
-    yield charts(line_chart("Validation reward", lines, bands, x_label="epochs before it"))
-    shown = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("epoch", "first_error")]
-    shown = [name for name in shown if not any(isinstance(row.get(name), dict | list) for row in rows)]
-    body = [(number(row["epoch"]), *(number(row.get(name)) for name in shown)) for row in rows]
-    yield details(
-        f"All {len(rows)} validations", table(("epochs before it", *shown), body, numbers=range(len(shown) + 1))
-    )
-    errors = [(row["epoch"], row["first_error"]) for row in rows if row.get("first_error")]
-    for epoch, error in errors[:3]:
-        yield notice(f"Validation after {epoch} epochs: {error}", kind="error")
+    if not rows:
+        return
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("epoch", "first_error")]
+    names = [name for name in names if not any(isinstance(row.get(name), dict | list) for row in rows)]
+    body = [(number(row["epoch"]), *(number(row.get(name)) for name in names)) for row in rows]
+    whole = table(("epochs before it", *names), body, numbers=range(len(names) + 1))
+    yield details(f"All validations ({len(rows)})", whole)
+    for row in [row for row in rows if row.get("first_error")][:3]:
+        yield notice(f"Validation after {row['epoch']} epochs: {row['first_error']}", kind="error")
 
 
 def timings_section(run: RunRecords) -> Markup:

@@ -292,7 +292,7 @@ def test_a_damaged_line_is_named(tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "validation_history.json", "result.json", "config.yml"])
-@pytest.mark.parametrize("damage", [b"{", b"7"])
+@pytest.mark.parametrize("damage", [b"{", b"7", b'[{"x": 1}]'])
 def test_a_damaged_file_is_named(tmp_path, name, damage):
     run = make_run(tmp_path / "x", epochs=1)
     (run / name).write_bytes(damage)
