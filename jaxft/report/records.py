@@ -123,7 +123,7 @@ def read_run(path: Path) -> RunRecords:
         raise RunDirectoryError(f"'{path}' holds no run: it has no {CONFIG_FILE}; give the directory of a run")
     metrics = _epochs(path / METRICS_FILE)
     # The history is written every tenth epoch, the metrics after each.
-    rewards = _json(path / REWARD_HISTORY_FILE, [], list)
+    rewards = _with_epochs(path / REWARD_HISTORY_FILE)
     return RunRecords(
         path=path,
         config=_yaml(path / CONFIG_FILE),
@@ -132,7 +132,7 @@ def read_run(path: Path) -> RunRecords:
         timings=_epochs(path / TIMINGS_FILE),
         rewards=metrics if len(metrics) > len(rewards) else rewards,
         episode_rewards=_epochs(path / EPISODE_REWARDS_FILE),
-        validations=_json(path / VALIDATION_HISTORY_FILE, [], list),
+        validations=_with_epochs(path / VALIDATION_HISTORY_FILE),
         curriculum=_json(path / CURRICULUM_FILE, {}),
         resumes=list(_lines(path / RESUMES_FILE)),
         result=_json(path / RESULT_FILE, None),
@@ -198,6 +198,14 @@ def _json(file: Path, missing: Any, kind: type = dict) -> Any:
     for row in found if isinstance(_checked(file, found, kind), list) else ():
         _checked(file, row, dict)
     return found
+
+
+def _with_epochs(file: Path) -> list[Row]:
+    """Return the rows of a history, each of which names its epoch."""
+    rows = _json(file, [], list)
+    for row in rows:
+        _checked(file, row.get("epoch"), int)
+    return rows
 
 
 def _checked(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
