@@ -36,6 +36,9 @@ from jaxft.runs.directory import (
 
 Row = dict[str, Any]
 
+# The parser in C reads a configuration ten times faster.
+_YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
 
 @dataclass(frozen=True)
 class RunRecords:
@@ -178,7 +181,7 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 def _yaml(file: Path) -> Row:
     try:
-        found = yaml.safe_load(file.read_text("utf-8"))
+        found = yaml.load(file.read_text("utf-8"), Loader=_YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise unreadable(file, error) from error
     return {} if found is None else _checked(file, found, dict)
