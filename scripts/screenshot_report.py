@@ -17,6 +17,7 @@ from playwright.sync_api import Page, sync_playwright
 from jaxft.report.report import write_report
 
 MAX_BYTES = 300_000
+HEIGHTS = {"curves": 1060, "episodes": 960}
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, run in (("curves", parsed.run), ("episodes", parsed.episodes or parsed.run)):
             written = write_report(run, Path(folder, "report.html"))
-            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page = browser.new_page(viewport={"width": 1280, "height": HEIGHTS[name]})
             page.goto(written.path.as_uri())
             if name == "episodes":
                 show_episodes(page)
