@@ -64,11 +64,18 @@ NOT_RUN = {
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft compare": "needs runs; tests/report/test_compare_command.py has some",
     "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
+    "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
+    "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",
+    'pip install -e ".[cuda]"': "downloads gigabytes; .ci/more extras resolves it",
+    'pip install -e ".[tpu]"': "the same",
+    "pip wheel": "tests/test_packaging.py builds a wheel",
+    "pip install dist/": ".ci/more package installs one",
+    "pip install --no-index": "needs the wheels of the command before",
     'pip install -e ".[nat]"': "downloads the toolkit; .ci/more nat runs the example",
     "python examples/nat/make_policy.py": "the same example",
     "nat finetune": "the same example",
@@ -90,6 +97,7 @@ ADDED = {
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
+    "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
     "python benchmarks/run.py": "--shrink --repeats 1",
@@ -98,6 +106,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
+    "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
     "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",
 }
@@ -106,6 +115,10 @@ ADDED = {
 BEFORE = {
     "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
     "echo 'hi' | jaxft chat": f"jaxft finetune --config_file run.yml {RUN}",
+    "jaxft sweep --config_file run.yml --list": (
+        "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
+    ),
+    "jaxft report runs/my_agent --watch": f"jaxft finetune --config_file run.yml --overwrite {RUN}",
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
@@ -196,11 +209,14 @@ def test_every_configuration_is_right_as_far_as_it_goes(page, block, tmp_path):
     for name in ("train.jsonl", "counter.jsonl"):
         (tmp_path / name).write_text("{}\n")
     values = parse_yaml(block, page)
+    if isinstance(values, list):  # the runs of a sweep
+        assert values and all(isinstance(overrides, dict) for overrides in values)
+        return
     values.pop("imports", None)
     try:
         config_from_mapping(values, base_dir=tmp_path)
     except ConfigError as error:
-        allowed = r"is required, but not there|^no workflow is named|^no evaluator is named|is not in '|enabled, but"
+        allowed = r"is required, but not there|^no (?:workflow|evaluator|logger) is named|is not in '|enabled, but"
         wrong = [fault for fault in error.faults if not re.search(allowed, fault.partition(": ")[2])]
         assert wrong == []
 

@@ -7,6 +7,7 @@ shown or searched. So ten thousand episodes take a few megabytes, and are render
 import base64
 import json
 import multiprocessing
+import re
 import signal
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from jaxft.report.charts import scale as scale_key
 from jaxft.report.episodes import Fragment, Scale, fragment, scale_of
 from jaxft.report.markup import Markup, tag
 from jaxft.report.page import section
+from jaxft.report.records import unreadable
 from jaxft.report.samples import Place, read_episodes, spread
 from jaxft.runs.directory import PAIRS_FILE
 
@@ -32,6 +34,8 @@ MAX_STATIC = 400_000
 SCALE_EPISODES = 200
 """Episodes whose tokens the shades are made for."""
 SEPARATOR = "\x1e"
+
+_HAS_ADVANTAGE = re.compile(r" data-a=-?(?!0[ >])")
 
 SHADES = (("a", "advantage"), ("l", "log-probability"), ("e", "entropy"))
 
@@ -101,7 +105,10 @@ def make_archive(
         room -= len(made.html)
         if first and room < 0:
             break
-        first.append(made.html.replace("<details ", "<details open ", 1) if not first else made.html)
+        first.append(made.html)
+    # One is open, so that shades are seen at once; tokens whose advantage is 0 have none.
+    opened = next((place for place, html in enumerate(first) if _HAS_ADVANTAGE.search(html)), 0)
+    first[opened : opened + 1] = [html.replace("<details ", "<details open ", 1) for html in first[opened : opened + 1]]
     num_pairs = sum(place.epoch is None for place in places)
     return Archive(blocks, Markup("".join(first)), scale, len(places), num_pairs)
 
@@ -132,7 +139,10 @@ def _block(places: Sequence[Place], scale: Scale) -> Block:
 def _fragments(places: Sequence[Place], scale: Scale) -> Iterator[Fragment]:
     for place, row in zip(places, read_episodes(places), strict=True):
         kind = "p" if place.file.match(f"*/{PAIRS_FILE}") else "e"
-        yield fragment(row, f"{kind}{place.line}", scale)
+        try:
+            yield fragment(row, f"{kind}{place.line}", scale)
+        except (LookupError, TypeError, AttributeError) as error:  # JSON, but no episode
+            raise unreadable(place.file, error, place.line) from error
 
 
 def _packed(text: str) -> str:

@@ -46,7 +46,7 @@ def write_report(
     *,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> Written:
     """Write the report of a run.
 
@@ -76,7 +76,7 @@ def report_html(
     *,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> tuple[str, int, int]:
     """Return the report of a run, the number of episodes in it, and the number that the run has kept."""
     places = find_episodes(records.path)
@@ -152,7 +152,7 @@ async def watch(
     output: str | os.PathLike[str] | None,
     show: Callable[[str], None],
     *,
-    seconds: int = WATCH_SECONDS,
+    seconds: float = WATCH_SECONDS,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
 ) -> Written:
