@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ def group_runs(runs: Sequence[ComparedRun]) -> tuple[tuple[RunGroup, ...], tuple
     groups.sort()
 
     every_path = sorted({path for each in settings for path in each})
-    names = _names([told_apart[group[0]] for group in groups], every_path, [runs[group[0]].name for group in groups])
+    names = _names([told_apart[group[0]] for group in groups], every_path)
+    if len(groups) == 1:
+        names = [_common_name([run.name for run in runs])]
     made = tuple(
         RunGroup(name, tuple(sorted((runs[at] for at in group), key=_by_seed)))
         for name, group in zip(names, groups, strict=True)
@@ -177,10 +180,21 @@ def _ends(path: str) -> list[str]:
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
-def _names(facts: Sequence[dict[str, Any]], every_path: Sequence[str], folders: Sequence[str]) -> list[str]:
+def _common_name(folders: Sequence[str]) -> str:
+    """Return the name of the only group: that of its run, or what the names of its runs begin with.
+
+    >>> _common_name(["game-0", "game-1"]), _common_name(["seed=0", "seed=1"]), _common_name(["alone-0"])
+    ('game', 'all runs', 'alone-0')
+    """
+    if len(folders) == 1:
+        return folders[0]
+    columns = takewhile(lambda column: len(set(column)) == 1, zip(*folders, strict=False))
+    shared = "".join(column[0] for column in columns)
+    return shared.rstrip("0123456789").removesuffix("seed=").rstrip("-_.,= ") or "all runs"
+
+
+def _names(facts: Sequence[dict[str, Any]], every_path: Sequence[str]) -> list[str]:
     """Return a name for each group from the fewest settings that tell all groups apart, chosen one after the other."""
-    if len(facts) == 1:
-        return [folders[0]]
     chosen: list[str] = []
 
     def distinct(paths: Sequence[str]) -> int:
