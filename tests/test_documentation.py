@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 ]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
