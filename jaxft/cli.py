@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan(run_config, parsed.target, parsed.compiler, Console().message)
             return
         if parsed.verb == "report":
-            report(parsed, Console().message)
+            await report(parsed, Console().message)
             return
         from jaxft.harness.device_commands import doctor, export  # imports jax as well
 

@@ -7,6 +7,7 @@ shown or searched. So ten thousand episodes take a few megabytes, and are render
 import base64
 import json
 import multiprocessing
+import signal
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +18,7 @@ from jaxft.report.charts import scale as scale_key
 from jaxft.report.episodes import Fragment, Scale, fragment, scale_of
 from jaxft.report.markup import Markup, tag
 from jaxft.report.page import section
+from jaxft.report.records import unreadable
 from jaxft.report.samples import Place, read_episodes, spread
 from jaxft.runs.directory import PAIRS_FILE
 
@@ -110,8 +112,16 @@ def _blocks(places: Sequence[Place], scale: Scale, processes: int) -> Iterator[B
     if processes < 2 or len(batches) < 2 * processes:
         yield from map(partial(_block, scale=scale), batches)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, initializer=_leave_signals) as pool:
         yield from pool.map(partial(_block, scale=scale), batches, chunksize=4)
+
+
+def _leave_signals() -> None:
+    """Leave Ctrl-C to the parent process, which ends the pool."""
+    signal.set_wakeup_fd(-1)  # the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _block(places: Sequence[Place], scale: Scale) -> Block:
@@ -123,7 +133,10 @@ def _block(places: Sequence[Place], scale: Scale) -> Block:
 def _fragments(places: Sequence[Place], scale: Scale) -> Iterator[Fragment]:
     for place, row in zip(places, read_episodes(places), strict=True):
         kind = "p" if place.file.match(f"*/{PAIRS_FILE}") else "e"
-        yield fragment(row, f"{kind}{place.line}", scale)
+        try:
+            yield fragment(row, f"{kind}{place.line}", scale)
+        except (LookupError, TypeError, AttributeError) as error:  # JSON, but no episode
+            raise unreadable(place.file, error, place.line) from error
 
 
 def _packed(text: str) -> str:

@@ -35,14 +35,14 @@ def report_arguments(parser: argparse.ArgumentParser, description: str) -> None:
     )
 
 
-def report(parsed: argparse.Namespace, show: Callable[[str], None]) -> None:
+async def report(parsed: argparse.Namespace, show: Callable[[str], None]) -> None:
     """Write the report that the command line asks for, and show where it is."""
     # This process has not started jax, so that it may fork.
     processes = min(os.cpu_count() or 1, MAX_PROCESSES) if sys.platform == "linux" else 1
     if parsed.watch is None:
         written = write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes, processes=processes)
     else:
-        written = watch(
+        written = await watch(
             parsed.folder,
             parsed.output,
             show,

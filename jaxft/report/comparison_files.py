@@ -32,7 +32,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epo
         comparison: the comparison.
         folder: a folder of its own, made if missing, in which an earlier comparison is replaced; `default_folder`
             names one.
-        x_axis: what the curves are drawn over, a key of `curves.X_AXES`.
+        x_axis: what the curves are drawn over, a key of `comparison_curves.X_AXES`.
 
     Raises:
         RunDirectoryError: the folder holds a run, or files of these names that jaxft did not write, or it cannot be

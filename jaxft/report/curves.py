@@ -88,7 +88,8 @@ def curves_section(run: RunRecords) -> Markup:
     for caption, wanted in IMPORTANT:
         present = [name for name in wanted if name in names and _varies(rows, name)]
         if present:
-            figures.append(_chart(rows, present, caption))
+            note = f"{present[0]} alone changes" if len(present) < len(wanted) and len(present) == 1 else None
+            figures.append(_chart(rows, present, caption, note))
             shown |= set(present)
     # Of the timings, these have a chart among the important ones; the others stand in their own section.
     timing_names = {name for row in run.timings for name in row}
@@ -134,10 +135,10 @@ def _last(rows: Sequence[Row], name: str) -> Value:
     return next((row[name] for row in reversed(rows) if name in row), None)
 
 
-def _chart(rows: Sequence[Row], names: Sequence[str], caption: str | None = None) -> Markup:
+def _chart(rows: Sequence[Row], names: Sequence[str], caption: str | None = None, note: str | None = None) -> Markup:
     epochs = [row["epoch"] for row in rows]
     lines = [Line(name, epochs, [row.get(name) for row in rows], color) for color, name in enumerate(names)]
-    return line_chart(caption or names[0], lines)
+    return line_chart(caption or names[0], lines, note=note)
 
 
 def rewards_section(run: RunRecords, places: Sequence[Place]) -> Markup:
@@ -210,7 +211,8 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
     for place, column in enumerate(rewards):
         for value in column:
             counts[row_of[value] if is_finite(value) else -1][place] += 1
-    names += ["none"] * has_none
+    # From the highest reward down; below them the episodes whose reward is not usable.
+    names, counts = [*names[::-1], *["none"] * has_none], [*counts[: len(names)][::-1], *counts[len(names) :]]
     totals = [max(len(column), 1) for column in rewards]
     cells = [[count / total or None for count, total in zip(row, totals, strict=True)] for row in counts]
     words = [
@@ -222,11 +224,11 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
     ]
     return heat_map(
         "Share of the episodes by reward",
-        names[::-1],
+        names,
         [str(epochs[0]) for epochs in columns],
-        cells[::-1],
-        words[::-1],
-        value_range=(0.0, 1.0),
+        cells,
+        words,
+        value_range=(0.0, max(share for row in cells for share in row if share is not None)),
         size=(WIDE[0], 24 * len(names) + 44),
     )
 

@@ -199,7 +199,7 @@ def _messages(items: Sequence[Row], turns: Sequence[Turn], reasons: Sequence[str
             unmatched.remove(turn)
             reason = reasons[turn.number] if 0 <= turn.number < len(reasons) else "length" if turn.is_cut else None
             if reason is not None:
-                marks.append(_mark(f"stop: {reason}", "warning" if reason == "length" else "plain"))
+                marks.append(_mark(f"finish: {reason}", "warning" if reason == "length" else "plain"))
         if role == "assistant" and place + 1 < len(items) and items[place + 1].get("role") in _TOOL_ROLES:
             marks.append(_mark("calls a tool", "info"))
         if role == "assistant" and not logprobs:

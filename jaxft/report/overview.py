@@ -189,7 +189,13 @@ def _counted(run: RunRecords) -> Iterator[Markup]:
         found = [(row["epoch"], row[name]) for row in run.metrics if is_finite(row.get(name)) and row[name] > 0]
         if found:
             epochs = ", ".join(str(epoch) for epoch, _ in found[:12]) + (" …" if len(found) > 12 else "")
-            rows.append((words, number(sum(count for _, count in found)), f"{len(found)}: {epochs}"))
+            rows.append(
+                (
+                    words,
+                    number(sum(count for _, count in found)),
+                    f"{len(found)} epochs: {epochs}" if len(found) > 1 else epochs,
+                )
+            )
     bad: dict[str, list[str]] = {}
     for row in (*run.metrics, *run.timings):
         for name, value in (row.get("non_finite") or {}).items():
@@ -199,7 +205,7 @@ def _counted(run: RunRecords) -> Iterator[Markup]:
         for name, where in bad.items()
     ]
     if rows:
-        yield table(("fault", "number", "epochs"), rows, numbers=(1,))
+        yield table(("fault", "number", "in epochs"), rows, numbers=(1,))
     batches = sorted(path.name for path in run.path.glob("bad_batches/*.npz"))
     if batches:
         yield notice(

@@ -20,7 +20,7 @@ def page(
     nav: Sequence[tuple[str, str]] = (),
     styles: Sequence[str] = (),
     scripts: Sequence[str] = (),
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> str:
     """Return a whole page.
 
@@ -57,7 +57,7 @@ def page(
     return "<!doctype html>\n" + tag("html", {"lang": "en"}, tag("head", {}, *head), tag("body", {}, *body)) + "\n"
 
 
-def _refresh(seconds: int | None) -> Iterator[Markup]:
+def _refresh(seconds: float | None) -> Iterator[Markup]:
     if seconds is not None:
         yield tag("meta", {"name": "refresh-seconds", "content": seconds})  # for the script, which keeps the place
         yield tag("noscript", {}, tag("meta", {"http-equiv": "refresh", "content": seconds}))

@@ -118,18 +118,18 @@ def read_run(path: Path) -> RunRecords:
     """
     if not (path / CONFIG_FILE).is_file():
         raise RunDirectoryError(f"'{path}' holds no run: it has no {CONFIG_FILE}; give the directory of a run")
-    metrics = list(_lines(path / METRICS_FILE))
+    metrics = _epochs(path / METRICS_FILE)
     # The history is written every tenth epoch, the metrics after each.
-    rewards = _json(path / REWARD_HISTORY_FILE, [])
+    rewards = _json(path / REWARD_HISTORY_FILE, [], list)
     return RunRecords(
         path=path,
         config=_yaml(path / CONFIG_FILE),
         environment=_json(path / ENVIRONMENT_FILE, {}),
         metrics=metrics,
-        timings=list(_lines(path / TIMINGS_FILE)),
+        timings=_epochs(path / TIMINGS_FILE),
         rewards=metrics if len(metrics) > len(rewards) else rewards,
-        episode_rewards=list(_lines(path / EPISODE_REWARDS_FILE)),
-        validations=_json(path / VALIDATION_HISTORY_FILE, []),
+        episode_rewards=_epochs(path / EPISODE_REWARDS_FILE),
+        validations=_json(path / VALIDATION_HISTORY_FILE, [], list),
         curriculum=_json(path / CURRICULUM_FILE, {}),
         resumes=list(_lines(path / RESUMES_FILE)),
         result=_json(path / RESULT_FILE, None),
@@ -178,18 +178,38 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 def _yaml(file: Path) -> Row:
     try:
-        return yaml.safe_load(file.read_text("utf-8")) or {}
+        found = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise unreadable(file, error) from error
+    return {} if found is None else _checked(file, found, dict)
 
 
-def _json(file: Path, missing: Any) -> Any:
+def _json(file: Path, missing: Any, kind: type = dict) -> Any:
+    """Return the value of a file of JSON, which is of a kind; a list holds objects."""
     try:
-        return json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
         raise unreadable(file, error) from error
+    for row in found if isinstance(_checked(file, found, kind), list) else ():
+        _checked(file, row, dict)
+    return found
+
+
+def _checked(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
+    if not isinstance(value, kind):
+        wanted = {dict: "an object", list: "a list", int: "a number"}[kind]
+        raise unreadable(file, ValueError(f"it holds a value of type {type(value).__name__}; wanted {wanted}"), line)
+    return value
+
+
+def _epochs(file: Path) -> list[Row]:
+    """Return the rows of a log that has one for each epoch."""
+    rows = list(_lines(file))
+    for number, row in enumerate(rows, start=1):
+        _checked(file, row.get("epoch"), int, number)
+    return rows
 
 
 def _lines(file: Path) -> Iterator[Row]:
@@ -199,9 +219,10 @@ def _lines(file: Path) -> Iterator[Row]:
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 try:
-                    yield json.loads(line)
+                    row = json.loads(line)
                 except ValueError as error:
                     raise unreadable(file, error, number) from error
+                yield _checked(file, row, dict, number)
     except FileNotFoundError:
         return
     except OSError as error:

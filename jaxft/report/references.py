@@ -38,8 +38,10 @@ MAX_OUTSIDE = 0.25
 MIN_HALF_WIDTH = 0.01
 """Smallest half of a band or an interval, as a fraction of the span of the rewards, or of the largest figure: where all
 seeds agree, a difference in the last digits is none."""
-NOT_JUDGED = ("seconds", "tokens_per_second", "epochs", "best_validation_epoch")
-"""Figures that depend on the machine or the length of the run; they are shown."""
+NOT_JUDGED = ("epochs", "best_validation_epoch")
+"""Figures that are shown and not judged."""
+TIMES = ("seconds", "tokens_per_second")
+"""Figures of the machine, which no reference keeps."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ def make_reference(experiment: str, runs: Sequence[ComparedRun], root: Path) -> 
             {
                 "seed": run.seed,
                 "reward_mean": [round(reward, 6) if math.isfinite(reward) else None for reward in run.rewards],
-                "figures": {name: round(value, 6) for name, value in run.figures(count).items()},
+                "figures": {name: round(value, 6) for name, value in run.figures(count).items() if name not in TIMES},
             }
             for run in runs
         ],

@@ -5,6 +5,7 @@
 Nothing is locked, so that a report may be made while the run goes on.
 """
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -45,7 +46,7 @@ def write_report(
     *,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> Written:
     """Write the report of a run.
 
@@ -75,7 +76,7 @@ def report_html(
     *,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
-    refresh_seconds: int | None = None,
+    refresh_seconds: float | None = None,
 ) -> tuple[str, int, int]:
     """Return the report of a run, the number of episodes in it, and the number that the run has kept."""
     places = find_episodes(records.path)
@@ -146,16 +147,16 @@ def _replace(path: Path, content: bytes) -> None:
         raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
 
 
-def watch(
+async def watch(
     run: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
     show: Callable[[str], None],
     *,
-    seconds: int = WATCH_SECONDS,
+    seconds: float = WATCH_SECONDS,
     max_episodes: int = MAX_EPISODES,
     processes: int = 1,
 ) -> Written:
-    """Write the report of a run again and again until the run ends, and a last time then; Ctrl-C ends it as well.
+    """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
 
     A file that cannot be read is an error at first. Later it is shown and tried again, as the run may be overwritten.
 
@@ -182,9 +183,10 @@ def watch(
             if words != shown:
                 show(words)
                 shown = words
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        return write_report(run, output, **options)  # a page that no longer loads itself again
+            await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        write_report(run, output, **options)  # this page no longer loads itself again
+        raise
 
 
 def summary(written: Written) -> str:

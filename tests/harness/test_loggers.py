@@ -2,15 +2,18 @@
 do to the run."""
 
 import asyncio
+import csv
 import io
 import json
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 import jaxft
-from jaxft.errors import ComponentError, ConfigError, TooManyFailures
+from jaxft.errors import ComponentError, ConfigError, Stopped, TooManyFailures
 from jaxft.runs.console import Console
 
 KEY = "sk-0123456789"
@@ -126,8 +129,9 @@ def nothing_heard():
     broken_examples.clear()
 
 
-def run_config(folder, loggers, **finetuning):
+def run_config(folder, loggers, imports=(), **finetuning):
     mapping = {
+        "imports": list(imports),
         "workflow": {"_type": "logged_agent"},
         "eval": {
             "general": {"dataset": {"_type": "logged_examples"}},
@@ -208,11 +212,8 @@ def test_a_logger_is_told_of_the_whole_run(tmp_path):
 
 
 def test_loggers_change_no_byte_of_the_metrics_and_what_fails_is_counted_in_the_timings(tmp_path):
-    loggers = [
-        {"_type": "own_logger", "does": "fails"},
-        {"_type": "own_logger", "does": "hangs", "timeout_seconds": 0.2},
-    ]
-    shown = train(run_config(tmp_path / "with", loggers))
+    hanging = {"_type": "own_logger", "does": "hangs", "timeout_seconds": 0.2}
+    shown = train(run_config(tmp_path / "with", [{"_type": "own_logger", "does": "fails"}, hanging]))
     assert "no such metric" in shown and "0 (own_logger)" in shown and "1 (own_logger)" in shown
     train(run_config(tmp_path / "without", []))
     for name in (
@@ -224,7 +225,7 @@ def test_loggers_change_no_byte_of_the_metrics_and_what_fails_is_counted_in_the_
         assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
     assert not (tmp_path / "without" / "tensorboard").exists()
     counted = [row["logger_failures"] for row in rows(tmp_path / "with" / "timings.jsonl")]
-    assert counted == sorted(counted) and counted[0] >= 0
+    assert counted == sorted(counted) and counted[-1] > 0
     assert [row["logger_failures"] for row in rows(tmp_path / "without" / "timings.jsonl")] == [0] * 4
 
 
@@ -237,10 +238,8 @@ def test_tensorboard_is_the_default(tmp_path):
     assert b"validation/avg_reward" in events.read_bytes() and b"reward_mean" in events.read_bytes()
 
 
-def test_a_resumed_run_says_from_which_epoch_it_repeats(tmp_path, monkeypatch):
-    """It fails in epoch 3 and has a checkpoint before epoch 2, which is logged twice."""
-    checkpoints = {"every": 2}
-    config = run_config(tmp_path / "run", ["own_logger"], checkpoints=checkpoints)
+def train_until_epoch_3_fails(config, monkeypatch):
+    """Trains with a checkpoint before epoch 2, so that a resumed run repeats epoch 2, which is logged already."""
     collect = jaxft.GRPOTrainer.run_epoch
 
     async def fail_in_epoch_3(self, epoch, run_id):
@@ -248,17 +247,20 @@ def test_a_resumed_run_says_from_which_epoch_it_repeats(tmp_path, monkeypatch):
             broken_examples.update("ab")
         return await collect(self, epoch, run_id)
 
-    monkeypatch.setattr(jaxft.GRPOTrainer, "run_epoch", fail_in_epoch_3)
-    with pytest.raises(TooManyFailures):
+    with monkeypatch.context() as patched, pytest.raises(TooManyFailures):
+        patched.setattr(jaxft.GRPOTrainer, "run_epoch", fail_in_epoch_3)
         train(config)
+    broken_examples.clear()
+
+
+def test_a_resumed_run_says_from_which_epoch_it_repeats(tmp_path, monkeypatch):
+    config = run_config(tmp_path / "run", ["own_logger"], checkpoints={"every": 2})
+    train_until_epoch_3_fails(config, monkeypatch)
     ((status, result),) = calls("end")
     assert status == "failed" and "TooManyFailures" in result["error"]
     first = {(epoch, *sorted(metrics)): metrics for epoch, metrics, _ in calls("metrics")}
 
-    monkeypatch.undo()
-    nothing = list(heard)
     heard.clear()
-    broken_examples.clear()
     train(config, resume=True)
     ((run,),) = calls("begin")
     assert (run.is_resumed, run.first_epoch) == (True, 2)
@@ -266,17 +268,33 @@ def test_a_resumed_run_says_from_which_epoch_it_repeats(tmp_path, monkeypatch):
     assert told == [(2, False), (2, True), (3, True), (4, False)]  # the validation before epoch 2 once more
     for epoch, metrics, _ in calls("metrics")[:2]:
         assert first[epoch, *sorted(metrics)] == metrics
-    assert calls("end")[0][0] == "completed" and nothing
+    assert calls("end")[0][0] == "completed"
+
+
+def test_the_logger_of_the_page_writes_a_row_per_value_once(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text()
+    (block,) = re.findall(r"```python\n(# csv_logger\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "csv_logger.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"checkpoints": {"every": 2}, "imports": ["csv_logger"]}
+    config = run_config(tmp_path / "run", [{"_type": "csv", "file_name": "all.csv"}], **options)
+    train_until_epoch_3_fails(config, monkeypatch)
+    assert "switched off" not in train(config, resume=True)
+    with (tmp_path / "run" / "loggers" / "all.csv").open() as file:
+        written = list(csv.reader(file))
+    assert [int(epoch) for epoch, name, _ in written if name == "reward_mean"] == [0, 1, 2, 3]
+    assert [int(epoch) for epoch, name, _ in written if name == "validation/avg_reward"] == [0, 2, 4]
+    assert all(len(row) == 3 for row in written)
 
 
 def test_a_signal_ends_a_run_as_stopped(tmp_path, monkeypatch):
     config = run_config(tmp_path / "run", ["own_logger"])
 
     async def cancel(self, epoch, run_id):
-        raise jaxft.errors.Stopped("by the test")
+        raise Stopped("by the test")
 
     monkeypatch.setattr(jaxft.GRPOTrainer, "run_epoch", cancel)
-    with pytest.raises(jaxft.errors.Stopped):
+    with pytest.raises(Stopped):
         train(config)
     assert calls("end")[0][0] == "stopped"
 
@@ -319,3 +337,122 @@ def test_a_fault_is_named_with_its_path(tmp_path, loggers, path, wanted):
         run_config(tmp_path / "run", loggers)
     (fault,) = caught.value.faults
     assert fault.startswith(f"finetuning.{path}: ") and wanted in fault
+
+
+def wandb_records(path):
+    """The records of a `.wandb` file: after 7 bytes, pieces with a crc (4 bytes), a length (2) and a kind (1).
+
+    A record is one piece (kind 1) or several (2, 3, 4). No piece crosses a border of 32 KiB.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # here, as only the tests of the mark have it
+
+    data, found, record, at = path.read_bytes(), [], b"", 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        piece = data[at + 7 : at + 7 + length]
+        record = piece if kind in (1, 2) else record + piece
+        if kind in (1, 4):
+            found.append(Record.FromString(record))
+        at += 7 + length
+    return found
+
+
+class WandbRun:
+    """What one offline folder of W&B holds."""
+
+    def __init__(self, folder):
+        records = wandb_records(next(folder.glob("*.wandb")))
+        kinds = {
+            kind: [record for record in records if record.HasField(kind)] for kind in ("run", "history", "artifact")
+        }
+        run = kinds["run"][0].run
+        self.id, self.name, self.project, self.tags = run.run_id, run.display_name, run.project, list(run.tags)
+        self.config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        self.history = []
+        for record in kinds["history"]:
+            values = {
+                tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in record.history.item
+            }
+            self.history.append({path[0]: value for path, value in values.items() if path[0][0] != "_"})
+        self.tables = [json.loads(path.read_text())["data"] for path in sorted(folder.glob("files/media/table/*.json"))]
+        self.artifacts = {each.artifact.type: each.artifact for each in kinds["artifact"]}
+        summary = [item for record in records if record.HasField("summary") for item in record.summary.update]
+        self.summary = {item.key: json.loads(item.value_json) for item in summary if item.key}
+        self.bytes = b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+    def epochs(self, metric):
+        return [(row["epoch"], row[metric]) for row in self.history if metric in row]
+
+
+@pytest.fixture
+def wandb_folder(tmp_path, monkeypatch):
+    """The folder of a run whose W&B package writes nowhere else."""
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "seed_1"
+
+
+def offline_runs(folder):
+    return [WandbRun(each) for each in sorted((folder / "wandb").glob("offline-run-*"))]
+
+
+@pytest.mark.loggers
+def test_an_offline_run_of_wandb_holds_config_metrics_samples_and_artifacts(wandb_folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxft", "--set", f"workflow.api_key={KEY}"])
+    logger = {"_type": "wandb", "mode": "offline", "project": "agents", "tags": ["x", "y"], "log_model": True}
+    shown = train(run_config(wandb_folder, [logger | {"samples_per_epoch": 3}]))
+    (run,) = offline_runs(wandb_folder)
+    assert (run.name, run.project, run.tags) == ("seed_1", "agents", ["x", "y"])
+    assert run.id in shown and "wandb sync" in shown and "switched off" not in shown
+    assert run.config["finetuning"]["num_epochs"] == 4 and run.config["environment"]["versions"]["jaxft"]
+    assert run.config["workflow"]["api_key"] == "***"
+    for row in rows(wandb_folder / "training_metrics.jsonl"):
+        epoch = row.pop("epoch")
+        for name, value in row.items():
+            assert (epoch, value) in run.epochs(name) and len(run.epochs(name)) == 4
+    assert [epoch for epoch, _ in run.epochs("seconds")] == [0, 1, 2, 3]
+    assert run.epochs("validation/avg_reward") == [(0, 0.5), (2, 0.5), (4, 0.5)]
+    text = "user: my key is ***\n\nassistant: said"
+    assert sorted(run.tables) == [
+        [[epoch, "a", 1.0, text], [epoch, "a", 0.0, text], [epoch, "b", 0.0, text]] for epoch in range(4)
+    ]
+    assert {"model", "reward_plot"} <= run.artifacts.keys()
+    assert run.artifacts["reward_plot"].manifest.contents[0].path == "reward_plot.png"
+    assert run.summary["status"] == "completed" and run.summary["result"]["num_epochs"] == 4
+    assert KEY.encode() not in run.bytes
+
+
+@pytest.mark.loggers
+def test_a_resumed_run_goes_on_with_its_wandb_run_and_doubles_nothing(wandb_folder, monkeypatch):
+    config = run_config(wandb_folder, [{"_type": "wandb", "mode": "offline"}], checkpoints={"every": 2})
+    train_until_epoch_3_fails(config, monkeypatch)
+    (before,) = offline_runs(wandb_folder)
+    assert [epoch for epoch, _ in before.epochs("reward_mean")] == [0, 1, 2]
+    assert before.summary["status"] == "failed" and "TooManyFailures" in before.summary["result"]["error"]
+    shown = train(config, resume=True)
+    assert "it keeps what it has of epochs 2 to 2" in shown
+    same, after = offline_runs(wandb_folder)
+    assert same.id == before.id == after.id
+    assert [epoch for epoch, _ in after.epochs("reward_mean")] == [3]
+    assert [epoch for epoch, _ in after.epochs("validation/avg_reward")] == [4]
+    assert [{row[0] for row in table} for table in after.tables] == [{3}]
+
+
+@pytest.mark.loggers
+def test_wandb_is_asked_for_a_key_before_the_run_and_nobody_for_an_answer(wandb_folder):
+    with pytest.raises(ComponentError, match=r"finetuning\.loggers: .*WANDB_API_KEY"):
+        train(run_config(wandb_folder, ["wandb"]))
+    assert not (wandb_folder / "config.yml").exists()
+
+
+@pytest.mark.loggers
+def test_a_server_that_does_not_answer_ends_no_run(wandb_folder, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nothing listens
+    shown = train(run_config(wandb_folder, [{"_type": "wandb", "timeout_seconds": 5}]))
+    assert "0 (wandb): " in shown and "switched off" in shown and len(rows(wandb_folder / "timings.jsonl")) == 4

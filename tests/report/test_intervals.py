@@ -1,0 +1,115 @@
+"""Intervals against rliable and scipy, against numbers by hand, and under other orders of the runs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from jaxft.report.intervals import (
+    Interval,
+    interquartile_mean,
+    interquartile_mean_interval,
+    mean_band,
+    mean_interval,
+    prediction_interval,
+    probability_interval,
+    probability_of_improvement,
+    student_quantile,
+)
+
+# Made by rliable 1.2.0: get_interval_estimates with 50,000 draws, of 10,000 for the improvements, of a generator of its
+# own. An end of an interval is a quantile of draws, whose error is some thousandths of the spread of the values.
+RLIABLE = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "rliable.json").read_text())
+GROUPS = RLIABLE["groups"]
+
+
+def near(values, group, share=0.04):
+    return pytest.approx(values, abs=share * np.std(GROUPS[group]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_means_are_those_of_rliable(group):
+    expected = RLIABLE["mean"][group]
+    assert mean_interval(GROUPS[group]) == near(expected["interval"], group)
+    assert np.mean(GROUPS[group]) == pytest.approx(expected["point"])
+
+
+@pytest.mark.parametrize("group", ["a", "b"])
+def test_interquartile_means_are_those_of_rliable(group):
+    expected = RLIABLE["iqm"][group]
+    assert interquartile_mean(GROUPS[group]) == pytest.approx(expected["point"])
+    assert interquartile_mean_interval(GROUPS[group]) == near(expected["interval"], group, 0.1)
+
+
+@pytest.mark.parametrize("pair", RLIABLE["improvement"])
+def test_probabilities_of_improvement_are_those_of_rliable(pair):
+    first, second = (GROUPS[name] for name in pair.split(","))
+    expected = RLIABLE["improvement"][pair]
+    assert probability_of_improvement(first, second) == pytest.approx(expected["point"])
+    # One step is a pair of runs.
+    step = 1 / len(first) / len(second)
+    assert probability_interval(first, second) == pytest.approx(expected["interval"], abs=step * 1.01)
+
+
+@pytest.mark.parametrize("count", [4, 7, 20])
+def test_the_bootstrap_agrees_with_that_of_scipy(count):
+    values = np.random.default_rng(count).normal(size=count)
+    low, high = scipy.stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=30_000, rng=np.random.default_rng(0)
+    ).confidence_interval
+    assert mean_interval(values.tolist()) == pytest.approx((low, high), abs=0.04 * values.std())
+
+
+def test_two_or_three_values_give_their_range_and_one_gives_none():
+    assert mean_interval([1.0]) is None
+    assert mean_interval([3.0, 1.0]) == (1.0, 3.0)
+    assert mean_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert mean_interval([0.1, 0.1, 0.1, 0.1]) == (0.1, 0.1)
+    assert interquartile_mean_interval([1.0, 2.0, 3.0]) is None
+
+
+def test_the_order_of_runs_changes_nothing():
+    values, others = GROUPS["a"], GROUPS["b"]
+    assert mean_interval(values) == mean_interval(values[::-1])
+    assert interquartile_mean_interval(values) == interquartile_mean_interval(values[::-1])
+    assert probability_interval(values, others) == probability_interval(values[::-1], others[::-1])
+    curves = np.random.default_rng(0).normal(size=(5, 300))
+    np.testing.assert_array_equal(mean_band(curves), mean_band(curves[[3, 1, 4, 0, 2]]))
+
+
+def test_the_band_at_a_point_is_the_interval_of_its_values():
+    curves = np.asarray([GROUPS["a"], GROUPS["a"][::-1]]).T
+    low, high = mean_band(curves, 10_000)
+    assert Interval(low[0], high[0]) == pytest.approx(mean_interval(GROUPS["a"]))
+
+
+def test_a_missing_value_leaves_a_gap_in_the_band():
+    curves = np.ones((3, 4))
+    curves[1, 2] = np.nan
+    low, high = mean_band(curves)
+    assert np.isnan(low).tolist() == np.isnan(high).tolist() == [False, False, True, False]
+
+
+def test_probabilities_by_hand():
+    assert probability_of_improvement([2.0, 3.0], [1.0, 2.5]) == 0.75
+    assert probability_of_improvement([1.0, 1.0], [1.0]) == 0.5
+    assert probability_interval([2.0, 3.0], [1.0]) is None
+    assert probability_interval([2.0, 3.0], [0.0, 1.0]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 10, 29])
+@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
+def test_quantiles_of_student_are_those_of_scipy(freedom, probability):
+    assert student_quantile(probability, freedom) == pytest.approx(scipy.stats.t.ppf(probability, freedom), abs=1e-9)
+
+
+def test_the_prediction_interval_holds_one_more_value_as_often_as_it_says():
+    drawn = np.random.default_rng(0).normal(size=(4000, 6))
+    inside = 0
+    for row in drawn.tolist():
+        low, high = prediction_interval(row[:5])
+        inside += low <= row[5] <= high
+    assert inside / 4000 == pytest.approx(0.95, abs=3 * (0.95 * 0.05 / 4000) ** 0.5)
+    assert prediction_interval([1.0]) is None
