@@ -38,6 +38,7 @@ PURPOSES = {
     "tpu": "TPUs",
     "parquet": "data in Parquet files",
     "huggingface": "data sets of the Hugging Face hub",
+    "wandb": "logs of runs at Weights & Biases, or in its files offline",
     "envs": "environments of verifiers, tasks of reasoning-gym",
     "openai": "agents that use openai's client, models on a server",
     "serve": "`jaxft serve`, agents at an address",
@@ -47,6 +48,7 @@ PURPOSES = {
     "nat": "`nat finetune` of NeMo Agent Toolkit",
     "llama_index": "agents of LlamaIndex",
     "test": "the tests of a checkout",
+    "docs": "the documentation as a site",
     "dev": "work on jaxft: tests, linters, type checker",
 }
 """Use of each extra, in the order of the table."""

@@ -27,8 +27,11 @@ from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import CONFIG_FILE, holder_of_lock, holds_run
 from jaxft.runs.environment import masked_command
 
-OPTIONS = ("seeds", "jobs", "list", "sweep_dir", "fail_fast", "dry_run")
-"""Options of a sweep, by their names in the parsed arguments."""
+MAKING_SEVERAL = ("seeds", "list", "jobs")
+"""Options of which a script needs one to make several runs."""
+
+OTHERS = {"sweep_dir": "--sweep_dir", "fail_fast": "--fail-fast", "dry_run": "--dry-run"}
+"""Other options of several runs, by their names in the parsed arguments."""
 
 
 class Program(NamedTuple):
@@ -73,13 +76,12 @@ def is_sweep(parsed: argparse.Namespace) -> bool:
         ConfigError: there are options for several runs, but nothing that makes several.
     """
     options = vars(parsed)
-    if any(options.get(name) is not None for name in ("seeds", "jobs", "list")):
+    if any(options.get(name) is not None for name in MAKING_SEVERAL):
         return True
-    given = [name for name in OPTIONS if options.get(name)]
-    if given:
-        raise ConfigError(
-            [f"--{given[0].replace('_d', '-d')}: is for several runs: give --seeds, --list or --jobs too"]
-        )
+    given = [option for name, option in OTHERS.items() if options.get(name)]
+    # `jaxft finetune` has no --seeds, and a --dry-run of another kind.
+    if given and "seeds" in options:
+        raise ConfigError([f"{given[0]}: is for several runs: give --seeds, --list or --jobs as well"])
     return False
 
 
