@@ -45,6 +45,7 @@ ELSEWHERE = {
     ),
     "docs/extending.md": ("tests/test_examples.py", {"python": 18, "yaml": 2, "toml": 1}),
     "docs/frameworks.md": ("test_the_page_of_the_frameworks_quotes_the_agents", {"python": 6}),
+    "AGENTS.md": ("tests/test_packaging.py", {"bash": 1, "python": 1, "yaml": 1, "json": 1}),
 }
 """Pages whose blocks have tests of their own: where those are, and how many blocks of which languages they read."""
 DOCUMENTS = [name for name in PAGES if "bash" not in ELSEWHERE.get(name, ("", {}))[1]]
