@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 REPOSITORY_PAGES = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "for-coding-agents.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "CITATION.cff": "citation.md",

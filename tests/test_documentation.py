@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 ]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md"))
@@ -44,6 +45,7 @@ ELSEWHERE = {
     ),
     "docs/extending.md": ("tests/test_examples.py", {"python": 18, "yaml": 2, "toml": 1}),
     "docs/frameworks.md": ("test_the_page_of_the_frameworks_quotes_the_agents", {"python": 6}),
+    "AGENTS.md": ("tests/test_packaging.py", {"bash": 1, "python": 1, "yaml": 1, "json": 1}),
 }
 """Pages whose blocks have tests of their own: where those are, and how many blocks of which languages they read."""
 DOCUMENTS = [name for name in PAGES if "bash" not in ELSEWHERE.get(name, ("", {}))[1]]
