@@ -62,6 +62,8 @@ NOT_RUN = {
     "scripts/make_compilers.sh": "downloads 4 GB",
     "python scripts/fuzz_server.py": "needs schemathesis",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
+    "jaxft compare": "needs runs; tests/report/test_compare_command.py has some",
+    "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
@@ -93,6 +95,7 @@ ADDED = {
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
+    "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
     "python benchmarks/run.py": "--shrink --repeats 1",
@@ -101,6 +104,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
+    "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
     "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",
 }
@@ -109,6 +113,9 @@ ADDED = {
 BEFORE = {
     "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
     "echo 'hi' | jaxft chat": f"jaxft finetune --config_file run.yml {RUN}",
+    "jaxft sweep --config_file run.yml --list": (
+        "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
+    ),
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",

@@ -25,6 +25,9 @@ from jaxft.runs.directory import METRICS_FILE
 
 TAIL_BYTES = 8192
 
+HEADING = "=== "
+"""Beginning of the line in a log before the output of each process of the run."""
+
 START = """\
 import ctypes, os, signal, sys
 parent, cpus, program = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -155,6 +158,7 @@ async def run_jobs(
                     job = jobs.pop(task)
                     free.append(job.share)
                     _end(job, task.result(), is_stopping=is_stopping or stopping.done())
+                    show(list(jobs.values()))
                     on_change(job.run)
                 has_failed = fail_fast and any(run.state == "failed" for run in runs)
                 if not is_stopping and (stopping.done() or has_failed):
@@ -176,7 +180,7 @@ async def _start(run: SweepRun, share: Share) -> Job:
     start = [sys.executable, "-c", START, str(os.getpid()), ",".join(map(str, share.cpus)), *arguments]
     with run.log.open("ab") as log:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        log.write(f"--- {when} {run.started_by}\n".encode("utf-8", "backslashreplace"))
+        log.write(f"{HEADING}{when} {run.started_by}\n".encode("utf-8", "backslashreplace"))
         log.flush()
         process = await asyncio.create_subprocess_exec(
             *start,
@@ -237,14 +241,16 @@ def _last_row(file: Path, since: float) -> Mapping[str, Any] | None:
 
 
 def last_lines(file: Path, count: int = 8) -> list[str]:
-    """Return the last lines of a log of output, without empty ones."""
+    """Return the last lines that the last process of a run wrote to its log, without empty ones."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
             text = stream.read().decode("utf-8", "replace")
     except OSError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    begins = max((number for number, line in enumerate(lines, start=1) if line.startswith(HEADING)), default=0)
+    return lines[begins:][-count:]
 
 
 def _is_installed(package: str) -> bool:

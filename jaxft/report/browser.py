@@ -7,6 +7,7 @@ shown or searched. So ten thousand episodes take a few megabytes, and are render
 import base64
 import json
 import multiprocessing
+import re
 import signal
 import zlib
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ MAX_STATIC = 400_000
 SCALE_EPISODES = 200
 """Episodes whose tokens the shades are made for."""
 SEPARATOR = "\x1e"
+
+_HAS_ADVANTAGE = re.compile(r" data-a=-?(?!0[ >])")
 
 SHADES = (("a", "advantage"), ("l", "log-probability"), ("e", "entropy"))
 
@@ -102,7 +105,10 @@ def make_archive(
         room -= len(made.html)
         if first and room < 0:
             break
-        first.append(made.html.replace("<details ", "<details open ", 1) if not first else made.html)
+        first.append(made.html)
+    # One is open, so that shades are seen at once; tokens whose advantage is 0 have none.
+    opened = next((place for place, html in enumerate(first) if _HAS_ADVANTAGE.search(html)), 0)
+    first[opened : opened + 1] = [html.replace("<details ", "<details open ", 1) for html in first[opened : opened + 1]]
     num_pairs = sum(place.epoch is None for place in places)
     return Archive(blocks, Markup("".join(first)), scale, len(places), num_pairs)
 

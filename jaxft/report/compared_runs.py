@@ -126,8 +126,13 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[ComparedRun], list[Left
     runs, left_out, seen = [], [], set()
     for given in map(str, paths):
         found = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
+        is_glob = not Path(given).exists() and glob.has_magic(given)
+        files = [path for path in found if not Path(path).is_dir()] if is_glob else []
         if not found:
-            left_out.append(LeftOut(given, "matches nothing" if glob.has_magic(given) else "does not exist"))
+            left_out.append(LeftOut(given, "matches nothing" if is_glob else "does not exist"))
+        if files:
+            left_out.append(LeftOut(given, f"matches {len(files)} files, which are no runs"))
+        found = [path for path in found if path not in files]
         for path in map(Path, found):
             reason = _why_no_run(path)
             if reason is None and path.resolve() in seen:
@@ -150,13 +155,6 @@ def read_compared(path: Path) -> ComparedRun:
         RunDirectoryError: the folder holds no run, or a file of it is damaged.
     """
     records = read_run(path)
-    rows = (records.metrics, records.timings, records.rewards, records.validations, records.resumes)
-    for value in (records.config, records.environment, records.result or {}):
-        _check(path, value, Mapping)
-    for each in rows:
-        _check(path, each, list)
-        for row in each:
-            _check(path, row, Mapping)
     if records.result is not None:
         return ComparedRun(records, "finished")
     ending = _ending(path / LOG_FILE)
@@ -204,13 +202,6 @@ def _why_no_run(path: Path) -> str | None:
     if inner:
         return f"holds no run itself, but {inner} of its folders do: give '{path}/*'"
     return f"holds no run: it has no {CONFIG_FILE}"
-
-
-def _check(path: Path, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise RunDirectoryError(
-            f"'{path}' has {value!r:.60} where a row or a mapping is wanted: a file of the run is damaged; copy it back"
-        )
 
 
 def _ending(log: Path) -> str:

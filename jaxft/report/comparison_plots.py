@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from jaxft.report.comparison import Comparison
 from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, GroupCurves, group_curves
 from jaxft.report.run_groups import RunGroup
+from jaxft.runs.console import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +71,7 @@ def draw_curves(axes: "Axes", every_curves: Sequence[GroupCurves]) -> None:
     """Draw the curves of some groups, a colour for each."""
     for color, curves in zip(COLORS, every_curves, strict=False):
         # The space: matplotlib leaves labels out that begin with an underscore.
-        label = f" {curves.group.name} ({seeds_text(len(curves.group.finished))})"
+        label = f" {drawable(curves.group.name)} ({seeds_text(len(curves.group.finished))})"
         is_alone = len(curves.group.finished) == 1
         for run, curve in curves.singles:
             if run.status != "finished":
@@ -87,6 +88,11 @@ def draw_curves(axes: "Axes", every_curves: Sequence[GroupCurves]) -> None:
     axes.margins(x=0.02, y=0.06)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def drawable(name: str) -> str:
+    """Return a name on one line, without characters that no font has."""
+    return printable(" ".join(name.split()))
 
 
 def seeds_text(count: int) -> str:

@@ -17,7 +17,7 @@ from jaxft.report.charts import (
     stacked_chart,
 )
 from jaxft.report.markup import Markup, byte_count, duration, joined, number, tag
-from jaxft.report.page import charts, details, notice, section, table
+from jaxft.report.page import charts, details, notice, section, subheading, table
 from jaxft.report.records import Row, RunRecords
 from jaxft.report.samples import Place
 
@@ -55,6 +55,7 @@ NARROW = (400, 260)
 MAX_BARS = 60
 """Largest number of columns of a heat map; with more epochs, neighbours share a column."""
 MAX_EXAMPLES = 30
+MAX_LISTED = 15
 MAX_VALUES = 12
 """Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
@@ -248,6 +249,9 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
     finite = [value for row in means.values() for value in row if value is not None]
     if not finite:
         return joined(())
+    seen = [sum(value is not None for value in means[example]) for example in hardest]
+    if len(columns) > 1 and sum(seen) < 2 * len(seen):
+        return _hardest_of_late_epochs(by_epoch)
     words = [
         [
             f"{example}\n{_name(epochs)}: mean reward {number(value)}"
@@ -268,6 +272,28 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
     )
 
 
+def _hardest_of_late_epochs(by_epoch: dict[int, Rewards]) -> Markup:
+    """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
+    epochs = sorted(by_epoch)
+    late = epochs[-max(1, len(epochs) // 4) :]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for epoch in late:
+        for example, values in by_epoch[epoch].items():
+            rewards[example] += filter(is_finite, values)
+    ranked = sorted(((fmean(values), len(values), example) for example, values in rewards.items() if values))
+    kept = ranked[:MAX_LISTED]
+    rows = [(example, number(mean), count) for mean, count, example in kept]
+    name = f"Hardest examples of epochs {late[0]} to {late[-1]}"
+    words = f"{len(kept)} of the {len(ranked):,} examples of these epochs; few examples are seen in two epochs."
+    return tag(
+        "div",
+        {},
+        subheading(name),
+        tag("p", {"class": "note"}, words),
+        table(("example", "mean reward", "episodes"), rows, numbers=(1, 2)),
+    )
+
+
 def _mean(values: Sequence[Value]) -> Value:
     finite = [value for value in values if is_finite(value)]
     return fmean(finite) if finite else None
@@ -275,29 +301,37 @@ def _mean(values: Sequence[Value]) -> Value:
 
 def validation_section(run: RunRecords) -> Markup | None:
     """Return the section on curriculum and validation; None for a run that has neither."""
-    curriculum = run.config.get("finetuning", {}).get("curriculum_learning") or {}
+    curriculum = (run.config.get("finetuning") or {}).get("curriculum_learning") or {}
     has_curriculum = bool(curriculum.get("enabled"))
     if not run.validations and not has_curriculum:
         return None
-    title = " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations))
+    figures = [*(_curriculum(run) if has_curriculum else ()), *(_validation(run) if run.validations else ())]
     return section(
         "validation",
-        title if has_curriculum else "Validation",
-        *(_curriculum(run) if has_curriculum else ()),
-        *(_validation(run) if run.validations else ()),
+        " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations)).replace(" V", " v"),
+        charts(*figures),
+        *_least_trained(run),
+        *_all_validations(run),
     )
 
 
 def _curriculum(run: RunRecords) -> Iterator[Markup]:
     epochs = [row["epoch"] for row in run.rewards]
     percents = [100 * value if is_finite(value := row.get("curriculum_percentile")) else None for row in run.rewards]
+    at = [row["epoch"] for row in run.metrics]
     groups = [row.get("curriculum_groups") for row in run.metrics]
     dropped = [row.get("curriculum_dropped_groups") for row in run.metrics]
-    at = [row["epoch"] for row in run.metrics]
-    yield charts(
-        line_chart("Curriculum, % of the groups", [Line("%", epochs, percents, 3, "steps")], y_range=(0.0, 105.0)),
-        line_chart("Groups", [Line("trained", at, groups), Line("dropped, rewards alike", at, dropped, 1)]),
-    )
+    yield line_chart("Curriculum, % of the groups", [Line("%", epochs, percents, 3, "steps")], y_range=(0.0, 105.0))
+    yield line_chart("Groups", [Line("trained", at, groups), Line("dropped, rewards alike", at, dropped, 1)])
+
+
+def _validation(run: RunRecords) -> Iterator[Markup]:
+    at = [row["epoch"] for row in run.validations]
+    means = [row.get("avg_reward") for row in run.validations]
+    yield line_chart("Validation reward", [Line("mean", at, means, 1)], x_label="epochs before it")
+
+
+def _least_trained(run: RunRecords) -> Iterator[Markup]:
     examples = run.curriculum.get("examples") or {}
     if examples:
         ordered = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))
@@ -305,36 +339,22 @@ def _curriculum(run: RunRecords) -> Iterator[Markup]:
             (name, *(number(state.get(key)) for key in ("epochs_included", "reward_mean", "reward_diff")))
             for name, state in ordered[:MAX_EXAMPLES]
         ]
-        more = f", of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
+        more = f" of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
         headers = ("example", "epochs trained", "mean reward", "reward difference")
         yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(1, 2, 3)))
 
 
-def _validation(run: RunRecords) -> Iterator[Markup]:
+def _all_validations(run: RunRecords) -> Iterator[Markup]:
     rows = run.validations
-    at = [row["epoch"] for row in rows]
-    lines = [Line("mean", at, [row.get("avg_reward") for row in rows], 1)]
-    bands = [
-        Band(
-            "lowest to highest",
-            at,
-            [row.get("min_reward") for row in rows],
-            [row.get("max_reward") for row in rows],
-            1,
-            True,
-        )
-    ]
-    bands = [band for band in bands if any(map(is_finite, band.lows))]
-    yield charts(line_chart("Validation reward", lines, bands, x_label="epochs before it"))
-    shown = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("epoch", "first_error")]
-    shown = [name for name in shown if not any(isinstance(row.get(name), dict | list) for row in rows)]
-    body = [(number(row["epoch"]), *(number(row.get(name)) for name in shown)) for row in rows]
-    yield details(
-        f"All {len(rows)} validations", table(("epochs before it", *shown), body, numbers=range(len(shown) + 1))
-    )
-    errors = [(row["epoch"], row["first_error"]) for row in rows if row.get("first_error")]
-    for epoch, error in errors[:3]:
-        yield notice(f"Validation after {epoch} epochs: {error}", kind="error")
+    if not rows:
+        return
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("epoch", "first_error")]
+    names = [name for name in names if not any(isinstance(row.get(name), dict | list) for row in rows)]
+    body = [(number(row["epoch"]), *(number(row.get(name)) for name in names)) for row in rows]
+    whole = table(("epochs before it", *names), body, numbers=range(len(names) + 1))
+    yield details(f"All validations ({len(rows)})", whole)
+    for row in [row for row in rows if row.get("first_error")][:3]:
+        yield notice(f"Validation after {row['epoch']} epochs: {row['first_error']}", kind="error")
 
 
 def timings_section(run: RunRecords) -> Markup:

@@ -12,12 +12,14 @@ from matplotlib.ticker import MaxNLocator
 from jaxft.report.charts import Band, Line, line_chart
 from jaxft.report.compared_runs import VERDICT_KIND
 from jaxft.report.comparison_page import in_two_sizes
-from jaxft.report.comparison_plots import COLORS
+from jaxft.report.comparison_plots import COLORS, drawable
 from jaxft.report.comparison_text import aligned, seeds
 from jaxft.report.intervals import Interval
 from jaxft.report.markup import Markup, number, tag
 from jaxft.report.page import code, notice, page, section, subheading, table
+from jaxft.report.records import flat
 from jaxft.report.references import Reference, Verdict
+from jaxft.report.run_groups import shown
 
 BAND_NOTE = (
     "Band: 95 % prediction interval for one more seed, at each epoch. Thin: the seeds of the reference. Thick: the run."
@@ -131,12 +133,14 @@ def verdict_png(verdicts: Sequence[Verdict]) -> bytes:
             axes.fill_between(epochs, lows, highs, color=COLORS[7], alpha=0.22, linewidth=0, label=label)
         for each in reference.runs:
             axes.plot(each.rewards, color=COLORS[7], linewidth=0.7, alpha=0.6)
-        axes.plot(rewards, color=COLORS[0], linewidth=2, label=f" {verdict.run.name}")
+        axes.plot(rewards, color=COLORS[0], linewidth=2, label=f" {drawable(verdict.run.name)}")
         outside = [at for at, place in enumerate(verdict.places) if place in ("below", "above")]
         if outside:
             axes.plot(outside, [rewards[at] for at in outside], "o", color=COLORS[1], markersize=4, label="outside")
         words = "as expected" if verdict.is_expected else "not as expected"
-        axes.set_title(f"{verdict.run.name} against {reference.experiment}: {words}", parse_math=False, fontsize=11)
+        axes.set_title(
+            f"{drawable(verdict.run.name)} against {reference.experiment}: {words}", parse_math=False, fontsize=11
+        )
         axes.set(xlabel="epoch, counted from 0", ylabel="training reward")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.margins(x=0.02, y=0.06)
@@ -152,15 +156,16 @@ def verdict_png(verdicts: Sequence[Verdict]) -> bytes:
 def verdict_page(verdicts: Sequence[Verdict]) -> str:
     """Return the page as one HTML document that loads nothing."""
     reference = verdicts[0].reference
-    header = tag("header", {}, tag("h1", {}, f"Expected of {reference.experiment}"),
+    title = f"Runs against the reference {reference.experiment}"
+    header = tag("header", {}, tag("h1", {}, title),
                  tag("p", {"class": "lead"}, reference_text(reference)))  # fmt: skip
     names = [str(verdict.run.records.path) for verdict in verdicts]
     sections = [section(f"run{at}", names[at], *_verdict_parts(verdict)) for at, verdict in enumerate(verdicts)]
-    made_on = [f"{name}: {value}" for name, value in reference.machine.items()]
+    made_on = [f"{path}: {shown(value)}" for path, value in flat(reference.machine).items()]
     facts = tag("ul", {}, *(tag("li", {}, line) for line in made_on))
     about = section("reference", "The reference", code(reference.command), facts)
     nav = [(f"run{at}", verdict.run.name) for at, verdict in enumerate(verdicts)] + [("reference", "The reference")]
-    return page(f"Expected of {reference.experiment}", header, *sections, about, nav=nav)
+    return page(title, header, *sections, about, nav=nav)
 
 
 def _verdict_parts(verdict: Verdict) -> list[Markup]:

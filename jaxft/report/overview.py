@@ -145,16 +145,22 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else number(value)
 
 
+def _setting(value: Any) -> str:
+    """Return a value of the configuration nearly as YAML has it."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _default(difference: Row) -> str:
+    return _setting(difference["default"]) if "default" in difference else "(no default)"
+
+
 def configuration_section(run: RunRecords) -> Markup:
     """Return the section with the configuration: first what differs from the defaults, then all of it."""
     differences = run.environment.get("differences")
     chosen = run.environment.get("chosen") or {}
     content: list[Markup | None] = []
     if differences:
-        rows = [  # a required field has no default
-            (path, _value(each["value"]), _value(each["default"]) if "default" in each else "")
-            for path, each in differences.items()
-        ]
+        rows = [(path, _setting(each.get("value")), _default(each)) for path, each in differences.items()]
         content.append(table(("setting", "value", "default"), rows))
     elif differences is None:
         content.append(
@@ -165,7 +171,7 @@ def configuration_section(run: RunRecords) -> Markup:
     if chosen:
         content += [
             subheading("Chosen for the devices, where the configuration says auto"),
-            table(("setting", "value"), [(path, _value(value)) for path, value in chosen.items()]),
+            table(("setting", "value"), [(path, _setting(value)) for path, value in chosen.items()]),
         ]
     content.append(
         details("The whole configuration", code(run.config_text), is_open=differences is None and not run.metrics)
@@ -256,5 +262,5 @@ def _resumes(run: RunRecords) -> Iterator[Markup]:
 
 def _change(values: Any) -> str:
     if isinstance(values, list) and len(values) == 2:
-        return " → ".join(map(_value, values))
-    return _value(values)
+        return " → ".join(map(_setting, values))
+    return _setting(values)

@@ -27,6 +27,7 @@ from jaxft.report.run_groups import (
     comparable_settings,
     group_runs,
     has_effect,
+    is_newer_default,
     map_texts,
     shown,
     texts_of,
@@ -38,8 +39,12 @@ MAX_OUTSIDE = 0.25
 MIN_HALF_WIDTH = 0.01
 """Smallest half of a band or an interval, as a fraction of the span of the rewards, or of the largest figure: where all
 seeds agree, a difference in the last digits is none."""
+MIN_STRETCH = 3
+"""Smallest number of epochs at the end of a run that a verdict speaks of."""
 NOT_JUDGED = ("epochs", "best_validation_epoch")
 """Figures that are shown and not judged."""
+WORKFLOW, DATASET = "workflow._type", "eval.general.dataset"
+"""Settings of which a run must share one with a reference to be of its experiment: one agent may be written anew."""
 TIMES = ("seconds", "tokens_per_second")
 """Figures of the machine, which no reference keeps."""
 
@@ -166,10 +171,14 @@ def judge(run: ComparedRun, reference: Reference) -> Verdict:
     figures = tuple(_judged_figures(run, reference, rewards))
     differences = tuple(_differences(run, reference))
     is_expected, words = _words(run, places, figures)
-    unlike = "; ".join(f"{path} {ours} instead of {theirs}" for path, theirs, ours in differences[:3])
-    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-    qualified = f"with another configuration ({unlike}{more}) it is " if differences else ""
-    return Verdict(run, reference, band, places, figures, differences, is_expected, f"{qualified}{words}")
+    if _is_another_experiment(differences):
+        is_expected = False
+        words = f"of another experiment than {reference.experiment}: it differs in {WORKFLOW} and in {DATASET}"
+    elif differences:
+        unlike = "; ".join(f"{path} {ours} instead of {theirs}" for path, theirs, ours in differences[:3])
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        words = f"{words}; but its configuration is another one: {unlike}{more}"
+    return Verdict(run, reference, band, places, figures, differences, is_expected, words)
 
 
 def expected_band(histories: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
@@ -230,14 +239,19 @@ def _mean(values: Sequence[float]) -> float:
 
 def _differences(run: ComparedRun, reference: Reference) -> list[tuple[str, str, str]]:
     ours, theirs = comparable_settings([run.settings, reference.settings])
-    # A setting that the reference's version of jaxft did not have is at its default here.
-    beyond_defaults = run.records.environment.get("differences")
+    about = [run.records.environment, {"differences": {}}]
     found = []
     for path in {**theirs, **ours}:
-        is_new = path not in theirs and isinstance(beyond_defaults, dict) and path not in beyond_defaults
-        if has_effect(path) and path != SEED and not is_new and ours.get(path, ABSENT) != theirs.get(path, ABSENT):
+        # A reference has no default that it does not say, but it may be older than a field.
+        is_newer = path not in theirs and is_newer_default(path, [ours, theirs], about)
+        if has_effect(path) and not is_newer and ours.get(path, ABSENT) != theirs.get(path, ABSENT):
             found.append((path, shown(theirs.get(path, ABSENT)), shown(ours.get(path, ABSENT))))
     return found
+
+
+def _is_another_experiment(differences: Sequence[tuple[str, str, str]]) -> bool:
+    paths = [path for path, _, _ in differences]
+    return WORKFLOW in paths and any(path.startswith(DATASET) for path in paths)
 
 
 def _words(run: ComparedRun, places: Sequence[str], figures: Sequence[JudgedFigure]) -> tuple[bool, str]:
@@ -253,7 +267,7 @@ def _words(run: ComparedRun, places: Sequence[str], figures: Sequence[JudgedFigu
         counts = {place: places.count(place) for place in ("below", "above", "missing")}
         word = max(counts, key=counts.__getitem__)
         name = "without a finite reward" if word == "missing" else word
-        return False, f"{name} since epoch {_since(places, word)}{so_far}: {by_chance}"
+        return False, f"{name} {_stretch(places, word)}{so_far}: {by_chance}"
     odd = [each for each in figures if each.place not in ("", "inside")]
     if odd:
         said = ", ".join(f"{each.name} {number(each.value)} is {each.place} {_brackets(each.interval)}" for each in odd)
@@ -263,13 +277,13 @@ def _words(run: ComparedRun, places: Sequence[str], figures: Sequence[JudgedFigu
     return True, f"as expected{so_far}: {by_chance}{end}"
 
 
-def _since(places: Sequence[str], word: str) -> int:
-    """Return the first epoch of a kind from which on most epochs are of that kind; the first of the kind if none is."""
-    first = places.index(word)
-    for epoch in range(first, len(places)):
+def _stretch(places: Sequence[str], word: str) -> str:
+    """Return since which epoch most epochs are of a kind, or how many are if they are spread."""
+    first, last = places.index(word), len(places) - 1 - list(reversed(places)).index(word)
+    for epoch in range(first, len(places) - MIN_STRETCH + 1):
         if places[epoch] == word and list(places[epoch:]).count(word) * 2 > len(places) - epoch:
-            return epoch
-    return first
+            return f"since epoch {epoch}"
+    return f"in {places.count(word)} epochs from {first} to {last}"
 
 
 def _brackets(interval: Interval | None) -> str:

@@ -79,7 +79,11 @@ def group_runs(runs: Sequence[ComparedRun]) -> tuple[tuple[RunGroup, ...], tuple
     runs = sorted(runs, key=lambda run: str(run.records.path))
     settings = comparable_settings([run.settings for run in runs])
     surroundings = [_surroundings(run) for run in runs]
-    differing = _differing(settings)
+    differing = [
+        path
+        for path in _differing(settings)
+        if not is_newer_default(path, settings, [run.records.environment for run in runs])
+    ]
     effective = [path for path in differing if has_effect(path)]
     groups = _split([list(range(len(runs)))], settings, effective)
     told_apart = [{path: each.get(path, ABSENT) for path in effective} for each in settings]
@@ -111,6 +115,21 @@ def group_runs(runs: Sequence[ComparedRun]) -> tuple[tuple[RunGroup, ...], tuple
 def has_effect(path: str) -> bool:
     """Return True if a setting may change what is trained."""
     return path != SEED and not any(fnmatchcase(path, pattern) for pattern in WITHOUT_EFFECT)
+
+
+def is_newer_default(path: str, settings: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]]) -> bool:
+    """Return True if a setting differs only as some configurations are of a version that did not have the field yet.
+
+    All others then have its default, as the `differences` of their `environment.json` say.
+    """
+    for config, about in zip(settings, environments, strict=True):
+        if path in config:
+            beyond_defaults = about.get("differences")
+            if not isinstance(beyond_defaults, dict) or path in beyond_defaults:
+                return False
+        elif any(known.startswith(f"{path}.") or path.startswith(f"{known}.") for known in config):
+            return False  # a mapping in the place of a value
+    return len({_key(config, [path]) for config in settings if path in config}) == 1
 
 
 def comparable_settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,14 +102,12 @@ class RewardFunction:
         return await given if inspect.isawaitable(given) else given
 
     def _checked(self, given: Any, count: int) -> list[float | None]:
-        try:
-            values = list(given)
-        except TypeError:
-            values = [given]
-            count = -1
-        if isinstance(given, str | bytes | Mapping) or len(values) != count:
-            what = f"{len(values)} values for {count} completions" if count >= 0 else f"{repr(given)[:100]}"
-            raise ValueError(f"{self.place} returned {what}: wanted is a list with a number, or None, for each")
+        wanted = "wanted is a list with a number, or None, for each"
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise TypeError(f"{self.place} returned {repr(given)[:100]} for {count} completions: {wanted}")
+        values = list(given)
+        if len(values) != count:
+            raise ValueError(f"{self.place} returned {len(values)} values for {count} completions: {wanted}")
         for index, value in enumerate(values):
             if value is not None and not is_number(value):
                 raise TypeError(

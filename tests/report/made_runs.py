@@ -88,7 +88,7 @@ ENVIRONMENT = {
     "git_commit": "c2067cf0f84aeb5fbd8b5ac3df76f2c7410ba232",
     "chosen": {"llms.policy.dtype": "float32"},
     "resume_command": "jaxft resume runs/x",
-    "differences": {"finetuning.seed": {"value": 3, "default": 0}},
+    "differences": {"finetuning.seed": {"value": 3, "default": 0}, "workflow._type": {"value": "my_agent"}},
 }
 
 

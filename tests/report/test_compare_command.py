@@ -1,0 +1,78 @@
+"""The verb `compare`, from the command line to its files and its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxft.cli import main
+from tests.report.compared import write_run
+
+ROOT = Path(__file__).parents[2]
+LOSS = "trainer_adapters.local.loss.name"
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Two losses with two seeds each, in `runs/sweep` below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for loss in ("dapo", "grpo"):
+        for seed in (0, 1):
+            path = tmp_path / "runs" / "sweep" / f"{loss}-{seed}"
+            write_run(path, [0.1 * epoch for epoch in range(6)], seed=seed, settings={LOSS: loss})
+    return tmp_path
+
+
+def test_a_glob_gives_tables_and_files(sweep, capsys):
+    assert main(["compare", "runs/sweep/*", "--json", "out/all.json", "--x", "tokens", "--last_epochs", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 runs in 2 groups" in shown and "loss.name=grpo" in shown and "0.45" in shown
+    names = {"compare.json", "compare.png", "compare.html"}
+    assert {file.name for file in (sweep / "runs/sweep/compare").iterdir()} == names
+    content = json.loads((sweep / "out/all.json").read_bytes())
+    assert content["x_axis"] == "tokens" and content["curves"]["loss.name=dapo"]["x"] == [0, 100, 200, 300, 400, 500]
+    assert content == json.loads((sweep / "runs/sweep/compare/compare.json").read_bytes())
+
+
+def test_expected_says_by_its_exit_code_whether_a_run_is_as_expected(sweep, capsys):
+    command = [sys.executable, ROOT / "scripts/make_expected.py", "game", "runs/sweep/dapo-*", "--output", "game.json"]
+    subprocess.run([*command, "--root", str(sweep)], check=True, capture_output=True)
+    assert main(["compare", "runs/sweep/dapo-0", "--expected", "game.json", "--output", "out"]) == 0
+    assert {file.name for file in (sweep / "out").iterdir()} == {"expected.json", "expected.png", "expected.html"}
+    assert "as expected" in capsys.readouterr().out
+    write_run(sweep / "low", [-0.3 + 0.01 * epoch for epoch in range(6)], seed=5)
+    assert main(["compare", "low", "runs/sweep/dapo-1", "--expected", "game.json", "--json", "v.json"]) == 1
+    assert "below since epoch 0" in capsys.readouterr().err
+    verdicts = json.loads((sweep / "v.json").read_bytes())["verdicts"]
+    assert [each["is_expected"] for each in verdicts] == [False, True]
+    assert "below" in (sweep / "runs/compare/expected.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing/*"], "nothing/*"),
+        (["runs/sweep"], "runs/sweep/*"),
+        (["runs/sweep/*", "--expected", "tic_tac_to"], "tic_tac_toe"),
+        (["nothing", "--expected", "tic_tac_toe"], "nothing"),
+        (["runs/sweep/*", "--output", "runs/sweep/dapo-0"], "holds a run"),
+        (["runs/sweep/*", "--output", "file/out"], "--output"),
+        (["runs/sweep/*", "--output", "/proc/out"], "/proc/out"),
+        (["runs/sweep/*", "--output", "out", "--json", "file"], "--json"),
+    ],
+)
+def test_bad_input_is_an_error_of_exit_code_2(sweep, capsys, arguments, words):
+    (sweep / "file").write_text("mine")
+    assert main(["compare", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert (sweep / "file").read_text() == "mine"
+
+
+def test_comparing_imports_no_jax(sweep):
+    program = (
+        "import sys; from jaxft.cli import main; code = main(['compare', 'runs/sweep/dapo-0']);"
+        "sys.exit(code or 'jax' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

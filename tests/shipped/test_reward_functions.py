@@ -1,0 +1,135 @@
+import asyncio
+import functools
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from jaxft.errors import ConfigError
+from jaxft.harness.config import config_from_mapping, resolved_yaml
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.shipped.reward_functions import check_functions, functions_of, keywords_of, reward_function
+
+
+def items(outputs, prompt="say", **columns):
+    row = {"prompt": prompt, **columns}
+    return [EvalInputItem(id="0", input_obj=prompt, output_obj=each, full_dataset_entry=row) for each in outputs]
+
+
+def rewards(function, outputs, prompt="say", **columns):
+    episodes = items(outputs, prompt, **columns)
+    given = reward_function(function).rewards(keywords_of(episodes, with_ids=True), in_thread=False)
+    return asyncio.run(given)
+
+
+def test_a_function_of_all_completions_gets_the_keywords_that_its_signature_takes():
+    seen = {}
+
+    def of_all(completions, prompts, answer, **kwargs):
+        seen.update(kwargs)
+        return [len(each) for each in completions]
+
+    assert rewards(of_all, ["a", "bcd"], answer="7", level=2) == [1.0, 3.0]
+    assert seen == {"level": [2, 2], "completion_ids": [[], []]}
+    assert rewards(lambda completions: np.array([0.5, 1.0], np.float32), ["a", "b"], answer="7") == [0.5, 1.0]
+    assert rewards(lambda answer: [float(each) for each in answer], ["a", "b"], answer="7") == [7.0, 7.0]
+
+
+def test_a_function_of_one_completion_gets_single_values():
+    def exact(completion, prompt, answer):
+        return prompt == "say" and completion == answer
+
+    async def later(completion, answer="none"):
+        await asyncio.sleep(0)
+        return None if completion == answer else len(completion)
+
+    assert rewards(exact, ["7", "8"], answer="7") == [1.0, 0.0]
+    assert rewards(later, ["7", "88"], answer="7") == [None, 2.0]
+    assert rewards(functools.partial(later, answer="8"), ["7", "88"]) == [1.0, 2.0]
+
+
+def test_completions_of_chats_are_messages_as_in_trl():
+    chat = [{"role": "user", "content": "say"}]
+    seen = []
+
+    def keep(completions, prompts):
+        seen.extend([completions, prompts])
+        return [float("nan") for _ in completions]
+
+    assert rewards(keep, ["7"], chat) == [None]  # NaN is no score, as in TRL
+    assert seen == [[[{"role": "assistant", "content": "7"}]], [chat]]
+
+
+def broken(completion):
+    return 1 / (len(completion) - 1)
+
+
+@pytest.mark.parametrize(
+    "function, shown",
+    [
+        (lambda completions: [1.0], "1 values for 2 completions"),
+        (lambda completions: 1.0, "returned 1.0"),
+        (lambda completions: "ab", "returned 'ab' for 2 completions"),
+        (lambda completions: [1.0, "b"], "'b' (str) for completion 1"),
+        (lambda completion: [1.0], "[1.0] (list) for completion 0"),
+        (lambda completions: None, "returned None"),
+        (broken, f"raised ZeroDivisionError: division by zero, at {__file__}:{broken.__code__.co_firstlineno + 1} in"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_that_names_the_function_file_and_line(function, shown):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        rewards(function, ["a", "b"])
+    assert shown in str(caught.value)
+    assert f"'{function.__name__}' ({__file__}:{function.__code__.co_firstlineno})" in str(caught.value)
+
+
+def test_functions_are_checked_at_the_door():
+    examples = items(["a"], answer="7")
+    for reward, shown in [
+        (lambda text: [1.0], "takes 'text', but there are completions, prompts, completion_ids, answer"),
+        (lambda completion, anwser: 1.0, "'anwser'"),
+        (lambda: [1.0], "takes no keywords"),
+        (len, "'len' takes 'obj' by position only"),
+        (int, "<class 'int'> is no function"),
+        ("a judge", "'a judge' is no place of a function"),
+        (3, "3 is no function"),
+        ([], "an empty list"),
+        ([broken, broken], "named 'broken'"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            functions_of(reward, examples)
+        assert shown in str(caught.value)
+    assert [each.name for each in functions_of([broken, lambda completions: [1.0]], examples)] == ["broken", "<lambda>"]
+    mixed = [*items(["a"], answer="7"), *items(["a"])]
+    with pytest.raises(ConfigError, match="'answer'"):  # which one of the rows does not have
+        check_functions([reward_function(lambda completion, answer: 1.0)], mixed)
+
+
+def test_a_file_names_functions_by_their_place(tmp_path):
+    (tmp_path / "my_own_rewards.py").write_text("def brevity(completions):\n    return [0.0] * len(completions)\n")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "say"}\n')
+    mapping = {
+        "workflow": {"_type": "single_turn", "llm": "policy"},
+        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k"}},
+        "eval": {
+            "general": {"dataset": {"_type": "jsonl", "file_path": str(data)}},
+            "evaluators": {"reward": {"_type": "reward_functions", "functions": ["my_own_rewards:brevity"]}},
+        },
+    }
+    try:
+        config = config_from_mapping(mapping, base_dir=tmp_path)
+        assert "my_own_rewards:brevity" in resolved_yaml(config)
+        mapping["eval"]["evaluators"]["reward"]["functions"] = ["my_own_rewards:brevty", "no_such_module:f"]
+        with pytest.raises(ConfigError) as caught:
+            config_from_mapping(mapping, base_dir=tmp_path)
+    finally:
+        sys.modules.pop("my_own_rewards", None)
+        sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+    assert "eval.evaluators.reward.functions.0: the module 'my_own_rewards' has no 'brevty'" in str(caught.value)
+    assert "eval.evaluators.reward.functions.1" in str(caught.value) and "no_such_module" in str(caught.value)
+
+
+def test_infinite_rewards_stay_for_the_harness_to_refuse():
+    assert rewards(lambda completion: math.inf, ["a"]) == [math.inf]

@@ -1,0 +1,205 @@
+"""Runs of `jaxft.train` with a tiny model; all have the shapes of `examples/ten_lines.py` with four prompts."""
+
+import asyncio
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import jaxft
+from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
+
+TEN_LINES = Path(__file__).parents[2] / "examples" / "ten_lines.py"
+PROMPTS, ANSWERS = [f"number {i}?" for i in range(4)], list("0123")
+OPTIONS = {"num_epochs": 3, "learning_rate": 1e-2, "max_completion_length": 8}
+
+
+def digits(completions, **kwargs):
+    return [sum(character.isdigit() for character in each) / 8 for each in completions]
+
+
+async def right(completion, answer):
+    return completion.count(answer) / 8 if completion else None
+
+
+def metrics_of(folder):
+    return (folder / "training_metrics.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train") / "whole"
+    return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS)
+
+
+def test_the_ten_lines_are_ten_and_run(tmp_path, monkeypatch, capsys):
+    text = TEN_LINES.read_text()
+    assert len(text.splitlines()) <= 10 and text.isascii()
+    script = tmp_path / "ten_lines.py"
+    shrunk = text.replace("range(16)", "range(4)")
+    script.write_text(re.sub(r"num_epochs=\d+", "num_epochs=1", shrunk))
+    assert script.read_text() != shrunk != text
+    (tmp_path / "runs" / "train-1").mkdir(parents=True)  # somebody else's
+    monkeypatch.chdir(tmp_path)
+    result = runpy.run_path(str(script))["result"]
+    assert result.output_dir == Path("runs/train-2") and not any(Path("runs/train-1").iterdir())
+    shown = capsys.readouterr().out
+    assert "1/1 epochs  reward" in shown and "runs/train-2/reward_plot.png" in shown.splitlines()[-1]
+
+
+def test_the_result_has_history_plot_and_model(whole):
+    assert [row["epoch"] for row in whole.history] == [0, 1, 2]
+    for row in whole.history:
+        assert {"reward/digits", "reward/right"} <= row.keys() and row["episodes"] == 32
+    assert whole.rewards == [row["reward_mean"] for row in whole.history]
+    assert whole.plot()._repr_png_().startswith(b"\x89PNG")
+    assert whole.final["reward_last"] == whole.rewards[-1] and whole.final["num_epochs"] == 3
+    assert repr(whole).startswith(f"TrainResult('{whole.output_dir}': 3 epochs, reward {whole.rewards[0]:.3f} -> ")
+    assert repr(jaxft.TrainResult(str(whole.output_dir))) == repr(whole)
+    model, params = whole.load()
+    before = jaxft.init_model("qwen3-50k", jax.random.key(0, impl="threefry2x32"))[1]
+    assert model.config.num_layers == 2
+    assert not np.array_equal(jax.tree.leaves(params)[0], jax.tree.leaves(before)[0])
+
+
+def test_the_configuration_of_the_run_names_the_functions(whole):
+    config = yaml.safe_load((whole.output_dir / "config.yml").read_text())
+    assert config["eval"]["evaluators"]["reward"]["functions"] == [f"{__name__}:digits", f"{__name__}:right"]
+    assert config["eval"]["general"]["dataset"] == {"_type": "in_memory", "num_rows": 4}
+    assert config["llms"]["policy"]["max_context_tokens"] == 32 and config["llms"]["policy"]["slots"] == 32
+
+
+def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whole, tmp_path):
+    """An event loop runs already; SIGINT comes in the second epoch."""
+    folder, calls = tmp_path / "interrupted", []
+
+    def train(reward, **options):
+        return jaxft.train(
+            "qwen3-50k", [reward, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **options
+        )
+
+    def interrupting(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return digits(completions)
+
+    interrupting.__name__ = "digits"
+
+    async def notebook(reward, **options):
+        return train(reward, **options)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Stopped) as caught:
+        asyncio.run(notebook(interrupting))
+    assert "checkpoint 1" in str(caught.value) and f"jaxft.train(..., output_dir='{folder}', resume=True)" in str(
+        caught.value
+    )
+    assert signal.getsignal(signal.SIGINT) is before and len(metrics_of(folder).splitlines()) == 1
+    result = asyncio.run(notebook(digits, resume=True))
+    assert metrics_of(folder) == metrics_of(whole.output_dir) and len(result.history) == 3
+    with pytest.raises(RunDirectoryError, match="interrupted"):  # it holds a run, which nothing overwrites
+        train(digits)
+
+
+def test_chats_and_overrides(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, completion_ids):
+        seen.extend(zip(prompts, completions, completion_ids, strict=True))
+        return [len(each[0]["content"]) for each in completions]
+
+    chats = [[{"role": "user", "content": f"no {i}?"}] for i in range(4)]
+    overrides = {"trainer_adapters.local.loss": {"name": "gspo"}, "llms.policy.lora.rank": 2}
+    result = jaxft.train(
+        "qwen3-50k", reward, chats, output_dir=tmp_path / "chats", overrides=overrides, **OPTIONS | {"num_epochs": 1}
+    )
+    assert len(seen) == 32
+    prompt, completion, ids = seen[0]
+    assert prompt == chats[0] and completion[0]["role"] == "assistant" and 1 <= len(ids) <= 8
+    config = yaml.safe_load((result.output_dir / "config.yml").read_text())
+    assert config["trainer_adapters"]["local"]["loss"]["name"] == "gspo"
+    model, params = result.load()  # the adapters are merged
+    assert model.lora is None and "base" not in params
+
+
+def test_a_reward_that_fails_ends_the_run_with_function_file_and_line(tmp_path):
+    def faulty(completion):
+        return {}["score"]
+
+    with pytest.raises(TooManyFailures) as caught:
+        jaxft.train("qwen3-50k", faulty, PROMPTS, output_dir=tmp_path / "faulty", **OPTIONS)
+    first = faulty.__code__.co_firstlineno
+    assert f"'faulty' ({__file__}:{first}) raised KeyError: 'score', at {__file__}:{first + 1} in faulty" in str(
+        caught.value
+    )
+
+
+def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, options, error, shown in [
+        (("qwen3-50", digits, PROMPTS), {}, ConfigError, "did you mean 'qwen3-50k'"),
+        (("no-such-folder", digits, PROMPTS), {}, ConfigError, "qwen3-50k, qwen3-58m"),
+        (("./no/such/folder", digits, PROMPTS), {}, ConfigError, "'./no/such/folder'"),
+        ((3, digits, PROMPTS), {}, ConfigError, "model: 3"),
+        (("qwen3-50k", "digits", PROMPTS), {}, ConfigError, "reward: 'digits'"),
+        (("qwen3-50k", right, PROMPTS), {}, ConfigError, "takes 'answer'"),
+        (("qwen3-50k", digits, []), {}, DatasetError, "prompts"),
+        (("qwen3-50k", digits, PROMPTS), {"num_epoch": 3}, ConfigError, "num_epoch: .* did you mean 'num_epochs'"),
+        (("qwen3-50k", digits, PROMPTS), {"num_generations": 1}, ConfigError, "num_generations: is 1"),
+        (("qwen3-50k", digits, PROMPTS), {"max_completion_length": [8] * 4}, ConfigError, "max_completion_length"),
+        (("qwen3-50k", digits, PROMPTS), {"seed": [1, 2, 3, 4]}, ConfigError, "finetuning.seed"),
+        (("qwen3-50k", digits, PROMPTS), {"answer": ["1"]}, DatasetError, "'answer' has 1 values"),
+        (("qwen3-50k", digits, PROMPTS), {"resume": True}, ConfigError, "output_dir"),
+        (("qwen3-50k", digits, PROMPTS), {"overrides": {"finetuning.sed": 1}}, ConfigError, "mean 'seed'"),
+        (("qwen3-50k", digits, PROMPTS), {"resume": True, "output_dir": "runs/x"}, RunDirectoryError, "runs/x"),
+    ]:
+        with pytest.raises(error, match=shown):
+            jaxft.train(*arguments, **options)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+SCRIPT = """
+import sys, jaxft
+def digits(completion):
+    return sum(character.isdigit() for character in completion) / 8
+jaxft.train("qwen3-50k", digits, [f"number {i}?" for i in range(4)], num_epochs=40, max_completion_length=8,
+            output_dir=sys.argv[1], resume="resume" in sys.argv)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_is_stopped_or_killed_is_continued_bit_for_bit(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def start(folder, *arguments):
+        return subprocess.Popen(
+            [sys.executable, str(script), str(folder), *arguments], stderr=subprocess.PIPE, text=True
+        )
+
+    assert start(tmp_path / "whole").wait() == 0
+    stopped = start(tmp_path / "stopped")
+    metrics = tmp_path / "stopped" / "training_metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        assert stopped.poll() is None
+        time.sleep(0.1)
+    stopped.send_signal(number)
+    _, shown = stopped.communicate()
+    assert stopped.returncode not in (0, None)
+    if number == signal.SIGINT:
+        assert "jaxft.errors.Stopped: saved as checkpoint" in shown and "resume=True)" in shown
+    assert len(json.loads(metrics.read_text().splitlines()[-1])) > 0
+    assert start(tmp_path / "stopped", "resume").wait() == 0
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "whole")
