@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -10,6 +11,7 @@ from pathlib import Path
 from jaxft.errors import ConfigError
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config
+from jaxft.harness.new_agent import write_agent
 from jaxft.harness.runtime import (
     exit_code_of,
     log_arguments,
@@ -55,7 +57,12 @@ COMPARE = """Compares runs, folded over their seeds: settings that differ, figur
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
 in different folders. With --expected it holds each run against a reference history instead, and writes expected.html,
 expected.png and expected.json; exit code 1 then says that a run is not as expected."""
+INIT = """Writes a folder with an agent, its reward, data, configuration and test: a start for one's own.
+
+The agent has the name of the folder. Nothing that exists is overwritten."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
+
+NEXT = "jaxft finetune --config_file run.yml"
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -93,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxft.shipped.chat_command import chat  # imports jax, which --help does without
 
             await chat(parsed)
+            return
+        if parsed.verb == "init":
+            files = ", ".join(path.name for path in write_agent(parsed.folder))
+            Console().message(f"wrote {files} to {parsed.folder}\nnext: cd {shlex.quote(str(parsed.folder))} && {NEXT}")
             return
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
@@ -146,6 +157,10 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="make every component, compile the largest update and show its memory; write nothing",
     )
+
+    beginning = verbs.add_parser("init", help="write a folder with an agent to start from")
+    beginning.description, beginning.formatter_class = INIT, argparse.RawDescriptionHelpFormatter
+    beginning.add_argument("folder", type=Path, help="the folder to make; its name becomes that of the agent")
 
     continuing = verbs.add_parser("resume", help="continue a run", description=RESUME)
     continuing.add_argument("folder", type=Path, help="the run directory")

@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
         inside = REPOSITORY_PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
         if inside is not None:
             inside = re.sub(r"\.ipynb$", ".md", inside)
-            text = _title(target) if text.endswith(posixpath.basename(path)) else text
+            text = _title(target, text) if text.endswith(posixpath.basename(path)) else text
             start = posixpath.dirname(page.file.src_uri) or "."
             return f"{mark}[{text}]({posixpath.relpath(inside, start)}{anchor})"
         if config.repo_url:
@@ -43,6 +43,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
     return "".join([*parts, LINK.sub(rewritten, markdown[at:])])
 
 
-def _title(name: str) -> str:
-    """Return the first heading of a file of the repository."""
-    return next(line[2:] for line in (ROOT / name).read_text().splitlines() if line.startswith("# "))
+def _title(name: str, default: str) -> str:
+    """Return the first heading of a file of the repository, or the default, as tables that programs write have none."""
+    heading = re.search(r"^# (.*)", (ROOT / name).read_text(), re.MULTILINE)
+    return default if heading is None else heading[1]

@@ -92,7 +92,7 @@ def configuration_pages() -> Iterator[tuple[str, str]]:
         for name in registry.names(base):
             component = registry.find(base, name)
             if component.package == "jaxft":  # not what happens to be installed beside it
-                anchor = f"{path.removesuffix('.<name>')}.{name}"
+                anchor = f"{path.removesuffix('.<name>').removesuffix('.<n>')}.{name}"
                 text += f"\n## `_type: {name}` {{ #{anchor} }}\n\n{inspect.getdoc(component.config_type)}\n\n"
                 text += _fields(list(field_help(component.config_type)), f"{anchor}.")
         yield f"configuration/{_kind_page(base)}", text

@@ -17,6 +17,7 @@ from playwright.sync_api import Page, sync_playwright
 from jaxft.report.report import write_report
 
 MAX_BYTES = 300_000
+HEIGHTS = {"curves": 1060, "episodes": 960}
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, run in (("curves", parsed.run), ("episodes", parsed.episodes or parsed.run)):
             written = write_report(run, Path(folder, "report.html"))
-            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page = browser.new_page(viewport={"width": 1280, "height": HEIGHTS[name]})
             page.goto(written.path.as_uri())
             if name == "episodes":
                 show_episodes(page)
@@ -44,14 +45,17 @@ def main() -> None:
 
 
 def show_episodes(page: Page) -> None:
-    """Shade tokens by their log-probability, open the episode with the most tokens, and read one of its tokens."""
+    """Shade tokens by their log-probability, open the longest with tool calls and a reward, and read a token."""
     page.get_by_text("log-probability", exact=True).first.click()
     page.locator("#page-on:enabled, #page-on:disabled").wait_for()
     page.select_option("#f-sort", "longest")
+    page.select_option("#f-outcome", "tools")
+    page.fill("#f-reward-low", "0.5")
     page.wait_for_timeout(1500)
     page.locator(".episode summary").first.click()
     tokens = page.locator(".episode[open] .t")
-    lowest = min(range(tokens.count()), key=lambda at: float(tokens.nth(at).get_attribute("data-l") or 0))
+    logprobs = tokens.evaluate_all("all => all.map(token => Number(token.dataset.l))")
+    lowest = logprobs.index(min(logprobs))
     page.evaluate("document.getElementById('episodes').scrollIntoView()")
     tokens.nth(lowest).click()
     page.mouse.move(0, 0)

@@ -64,6 +64,8 @@ NOT_RUN = {
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft compare": "needs runs; tests/report/test_compare_command.py has some",
     "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
+    "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
+    "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
@@ -116,6 +118,7 @@ BEFORE = {
     "jaxft sweep --config_file run.yml --list": (
         "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
     ),
+    "jaxft report runs/my_agent --watch": f"jaxft finetune --config_file run.yml --overwrite {RUN}",
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
@@ -206,11 +209,14 @@ def test_every_configuration_is_right_as_far_as_it_goes(page, block, tmp_path):
     for name in ("train.jsonl", "counter.jsonl"):
         (tmp_path / name).write_text("{}\n")
     values = parse_yaml(block, page)
+    if isinstance(values, list):  # the runs of a sweep
+        assert values and all(isinstance(overrides, dict) for overrides in values)
+        return
     values.pop("imports", None)
     try:
         config_from_mapping(values, base_dir=tmp_path)
     except ConfigError as error:
-        allowed = r"is required, but not there|^no workflow is named|^no evaluator is named|is not in '|enabled, but"
+        allowed = r"is required, but not there|^no (?:workflow|evaluator|logger) is named|is not in '|enabled, but"
         wrong = [fault for fault in error.faults if not re.search(allowed, fault.partition(": ")[2])]
         assert wrong == []
 

@@ -59,13 +59,10 @@ def test_a_wheel_with_other_files_is_refused(wheel, tmp_path):
         for name in archive.namelist():
             if name != left_out:
                 text = archive.read(name)
-                other.writestr(
-                    name, text.replace(b"\nVersion: ", b"\nVersion: 90.1.0\nOnce: ") if "METADATA" in name else text
-                )
+                other.writestr(name, text.replace(b"\nVersion: ", b"\nVersion: 9") if "METADATA" in name else text)
         other.writestr(added, "")
-    missing, more, *versions = wheel_faults(tmp_path / wheel.name)
-    assert left_out in missing and added in more
-    assert len(versions) == 1 and "version 90.1.0" in versions[0]
+    missing, more, version = wheel_faults(tmp_path / wheel.name)
+    assert left_out in missing and added in more and "version 90.1.0" in version
 
 
 def test_the_source_distribution_has_what_building_takes(copy, tmp_path):

@@ -20,6 +20,9 @@ _WARNING = re.compile(
 )
 _PROGRESS = re.compile(r"^(\d+/\d+ epochs|---| {4})")
 
+OWN_RESULTS = ("seed", "seconds", "versions", "num_epochs", "jobs_completed")
+"""Keys of result.json that the head of the page shows under other names."""
+
 FAULTS = {
     "failed_episodes": "episodes failed",
     "dropped_episodes": "episodes were dropped",
@@ -51,25 +54,25 @@ def header(run: RunRecords, places: Sequence[Place]) -> Markup:
         commands += [subheading("Command"), code(_command(environment["command"]))]
     if environment.get("resume_command") and run.state != "ended":
         commands += [subheading("To resume"), code(str(environment["resume_command"]))]
-    figures = {} if run.result is None else {k: v for k, v in run.result.items() if k not in ("versions", "seed")}
+    result = {k: v for k, v in (run.result or {}).items() if k not in OWN_RESULTS}
+    numbers = {name: value for name, value in result.items() if is_finite(value)}
+    identity |= {name: _value(value) for name, value in result.items() if name not in numbers}
     return tag(
         "header",
         {"id": "top"},
         tag("h1", {}, run.name, " ", _state(run, planned)),
         *_why_stopped(run),
         tiles(_tiles(run, planned)),
-        details(
-            "Results",
-            table(("result", "value"), [(k, _value(v)) for k, v in figures.items()], numbers=(1,)),
-            is_open=True,
-        )
-        if figures
-        else None,
+        tiles((_words(name), number(value), "result") for name, value in numbers.items()) if numbers else None,
         facts(identity),
         details("Command" if run.state == "ended" else "Command, and command to resume", *commands)
         if commands
         else None,
     )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _state(run: RunRecords, planned: object) -> Markup:

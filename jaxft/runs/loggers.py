@@ -223,9 +223,12 @@ class _LoggerThread:
             self._changed.wait_for(self._is_idle, timeout=max(0.0, deadline - time.monotonic()))
             if not self._is_idle():
                 self.failed += self._running is not None
-                doing = "" if self._running is None else f", {self._running[0]} among them"
-                left = len(self._waiting) + (self._running is not None)
-                self._switch_off(f"{left} calls were left {seconds:g} seconds after the end of the run{doing}")
+                doing = "nothing" if self._running is None else self._running[0]
+                self._say(
+                    f"{seconds:g} seconds after the end of the run, it is still at {doing}, and {len(self._waiting)} "
+                    "calls wait: they are dropped"
+                )
+                self._drop_waiting()
             self._is_off = True
             self._changed.notify_all()
         if self.failed or self.dropped:
@@ -274,9 +277,12 @@ class _LoggerThread:
 
     def _switch_off(self, why: str) -> None:
         self._is_off = True
+        self._drop_waiting()
+        self._say(f"{why}; it is switched off, and the run goes on without it")
+
+    def _drop_waiting(self) -> None:
         self.dropped += len(self._waiting)
         self._waiting.clear()
-        self._say(f"{why}; it is switched off, and the run goes on without it")
 
     def _say(self, text: str) -> None:
         self._console.message(f"logger {self.name}: {text}")

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -365,6 +366,9 @@ class WandbRun:
 
     def __init__(self, folder):
         records = wandb_records(next(folder.glob("*.wandb")))
+        while not any(record.HasField("exit") for record in records):  # the package's process closes the file by itself
+            time.sleep(0.05)
+            records = wandb_records(next(folder.glob("*.wandb")))
         kinds = {
             kind: [record for record in records if record.HasField(kind)] for kind in ("run", "history", "artifact")
         }

@@ -104,7 +104,7 @@ def test_the_page_shows_the_figures_of_the_run(page, run):
     last = json.loads((run / "reward_history.json").read_text())[-1]["reward_mean"]
     header = page.sections["top"]
     assert f"{last:.3g}" in header and "run<1>" in header and "ended" in header
-    assert "win_rate" in header and "0.75" in header  # of result.json
+    assert "win rate" in header and "0.75" in header  # of result.json
     assert "cpu (cpu 0)" in header and "jax 0.10.2" in header and "--set finetuning.seed=3" in header
     assert "Entropy" in page.sections["curves"] and "own/<metric>" in page.sections["curves"]
     assert "Share of the episodes by reward" in page.sections["rewards"] and "example-2" in page.sections["rewards"]
