@@ -1,12 +1,14 @@
 """Verbs and options of the command line, in this process; what only a process of its own can show is in test_cli."""
 
 import json
+from importlib import metadata
 
 import jax
 import pytest
 
 import jaxft
 from jaxft.cli import main
+from jaxft.harness.device_commands import ACCELERATORS
 from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.hf import save_model
@@ -262,6 +264,58 @@ def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
     assert "llms.policy    platform cpu, dtype bfloat16, compute_dtype bfloat16, remat dots" in shown
     assert main(["doctor", "--config_file", run_file(lambda run: run.pop("workflow"))]) == 2
     assert "workflow: is required, but not there" in capsys.readouterr().err
+
+
+def test_doctor_names_every_extra_and_what_does_not_fit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    missing = shown.partition("not installed ")[2].partition("\n")[0]
+    assert f"extra parquet  pyarrow {metadata.version('pyarrow')}\n" in shown and "extra test" not in shown
+    for extra in ("cuda", "envs", "openai_agents", "llama_index", "serve"):
+        assert (f"extra {extra} " in shown) != (extra in missing)
+
+    def install(name, version):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(about)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    install("pyarrow", "1.2")
+    assert main(["doctor"]) == 0
+    assert "parquet (pyarrow is 1.2, not pyarrow>=17)" in capsys.readouterr().out
+    install("optax", "0.1")
+    assert main(["doctor"]) == 1
+    assert "optax 0.1, where jaxft needs optax>=" in capsys.readouterr().err
+
+
+def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkeypatch, capsys):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is an accelerator, and it is used")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "program").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(ACCELERATORS, str(tmp_path / "file"), ("an NVIDIA GPU", "cuda"))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for folder, said in (
+            ("cache", "cache (3 MiB)"),
+            ("file", "file cannot be written ("),
+            ("gs://b/c", "gs://b/c\n"),
+        ):
+            jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(tmp_path / folder))
+            assert main(["doctor"]) == 0
+            shown = capsys.readouterr().out
+            assert said in shown and 'an NVIDIA GPU, which jax does not see: pip install "jaxft[cuda]"' in shown
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        assert main(["doctor"]) == 0
+        shown = capsys.readouterr().out
+        assert "off: every run" in shown and "JAX_PLATFORMS is 'cpu'" in shown and str(tmp_path / "runs") in shown
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
