@@ -106,8 +106,8 @@ def _show_extras(show: Callable[[str], None]) -> None:
         raise CheckFailed("jaxft is not installed, so nothing registers its components: pip install -e . it") from None
     unfit = [need for need in _requirements("jaxft") if _unfit(need)]
     if unfit:
-        held = [f"{need.name} {version(need.name) or 'is missing'}, where jaxft needs {need}" for need in unfit]
-        command = " ".join(f'"{need}"' for need in unfit)
+        held = [f"{need.name} {version(need.name) or 'is missing'}, where jaxft needs {_plain(need)}" for need in unfit]
+        command = " ".join(f'"{_plain(need)}"' for need in unfit)
         raise CheckFailed(f"{'; '.join(held)}: pip install {command}")
     missing = []
     for extra in sorted(set(extras) - DEVELOPMENT):
@@ -115,7 +115,7 @@ def _show_extras(show: Callable[[str], None]) -> None:
         unfit = [inner for need in needs for inner in _unfit(need)]
         name = extra.replace("-", "_")  # as pyproject.toml and the pages have it
         if unfit:
-            wrong = [f"{need.name} is {found}, not {need}" for need in unfit if (found := version(need.name))]
+            wrong = [f"{need.name} is {found}, not {_plain(need)}" for need in unfit if (found := version(need.name))]
             missing.append(f"{name} ({', '.join(wrong)})" if wrong else name)
         else:
             show(f"{'extra ' + name:<14} {', '.join(f'{each} {version(each)}' for each in _packages(extra))}")
@@ -139,6 +139,11 @@ def _unfit(need: Requirement) -> list[Requirement]:
         return [need]
     nested = [inner for extra in need.extras for inner in _requirements(need.name, extra)]
     return [unfit for inner in nested for unfit in _unfit(inner)]
+
+
+def _plain(need: Requirement) -> str:
+    """Return a requirement without the condition under which it holds."""
+    return f"{need.name}{need.specifier}"
 
 
 def _packages(extra: str) -> list[str]:

@@ -298,7 +298,9 @@ def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkey
     (tmp_path / "file").touch()
     monkeypatch.setitem(ACCELERATORS, str(tmp_path / "file"), ("an NVIDIA GPU", "cuda"))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    before = jax.config.values["jax_compilation_cache_dir"]
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_enable_compilation_cache", True)
     try:
         for folder, said in (
             ("cache", "cache (3 MiB)"),
@@ -315,7 +317,8 @@ def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkey
         shown = capsys.readouterr().out
         assert "off: every run" in shown and "JAX_PLATFORMS is 'cpu'" in shown and str(tmp_path / "runs") in shown
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_doctor_shows_how_parameters_are_cut(run_file, capsys):

@@ -21,7 +21,7 @@ from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, 
 
 TEN_LINES = Path(__file__).parents[2] / "examples" / "ten_lines.py"
 PROMPTS, ANSWERS = [f"number {i}?" for i in range(4)], list("0123")
-OPTIONS = {"num_epochs": 2, "learning_rate": 1e-2, "max_completion_length": 8}
+OPTIONS = {"num_epochs": 3, "learning_rate": 1e-2, "max_completion_length": 8}
 
 
 def digits(completions, **kwargs):
@@ -58,13 +58,13 @@ def test_the_ten_lines_are_ten_and_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_result_has_history_plot_and_model(whole):
-    assert [row["epoch"] for row in whole.history] == [0, 1]
+    assert [row["epoch"] for row in whole.history] == [0, 1, 2]
     for row in whole.history:
         assert {"reward/digits", "reward/right"} <= row.keys() and row["episodes"] == 32
     assert whole.rewards == [row["reward_mean"] for row in whole.history]
     assert whole.plot()._repr_png_().startswith(b"\x89PNG")
-    assert whole.final["reward_last"] == whole.rewards[-1] and whole.final["num_epochs"] == 2
-    assert repr(whole).startswith(f"TrainResult('{whole.output_dir}': 2 epochs, reward {whole.rewards[0]:.3f} -> ")
+    assert whole.final["reward_last"] == whole.rewards[-1] and whole.final["num_epochs"] == 3
+    assert repr(whole).startswith(f"TrainResult('{whole.output_dir}': 3 epochs, reward {whole.rewards[0]:.3f} -> ")
     assert repr(jaxft.TrainResult(str(whole.output_dir))) == repr(whole)
     model, params = whole.load()
     before = jaxft.init_model("qwen3-50k", jax.random.key(0, impl="threefry2x32"))[1]
@@ -102,12 +102,12 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped) as caught:
         asyncio.run(notebook(interrupting))
-    assert "checkpoint 1" in str(caught.value) and f"jaxft.train(..., output_dir='{folder}', resume=True)" in str(
-        caught.value
-    )
-    assert signal.getsignal(signal.SIGINT) is before and len(metrics_of(folder).splitlines()) == 1
+    # An update that has begun is finished first.
+    step = re.search(r"checkpoint ([12])\b", str(caught.value))
+    assert step and f"jaxft.train(..., output_dir='{folder}', resume=True)" in str(caught.value)
+    assert signal.getsignal(signal.SIGINT) is before and len(metrics_of(folder).splitlines()) == int(step[1])
     result = asyncio.run(notebook(digits, resume=True))
-    assert metrics_of(folder) == metrics_of(whole.output_dir) and len(result.history) == 2
+    assert metrics_of(folder) == metrics_of(whole.output_dir) and len(result.history) == 3
     with pytest.raises(RunDirectoryError, match="interrupted"):  # it holds a run, which nothing overwrites
         train(digits)
 
@@ -119,21 +119,17 @@ def test_chats_and_overrides(tmp_path):
         seen.extend(zip(prompts, completions, completion_ids, strict=True))
         return [len(each[0]["content"]) for each in completions]
 
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    options = OPTIONS | {"num_epochs": 1, "overrides": {"workflow.temperature": 0.5, "finetuning.grace_seconds": 1}}
-    result = jaxft.train("qwen3-50k", reward, chats, output_dir=tmp_path / "chats", **options)
+    chats = [[{"role": "user", "content": f"no {i}?"}] for i in range(4)]
+    overrides = {"trainer_adapters.local.loss": {"name": "gspo"}, "llms.policy.lora.rank": 2}
+    result = jaxft.train(
+        "qwen3-50k", reward, chats, output_dir=tmp_path / "chats", overrides=overrides, **OPTIONS | {"num_epochs": 1}
+    )
     assert len(seen) == 32
     prompt, completion, ids = seen[0]
     assert prompt == chats[0] and completion[0]["role"] == "assistant" and 1 <= len(ids) <= 8
     config = yaml.safe_load((result.output_dir / "config.yml").read_text())
-    assert config["workflow"]["temperature"] == 0.5 and config["finetuning"]["grace_seconds"] == 1
-
-
-@pytest.mark.slow  # compiles updates of its own
-def test_adapters_are_merged_when_they_are_loaded(tmp_path):
-    overrides = {"trainer_adapters.local.loss": {"name": "gspo"}, "llms.policy.lora": {"rank": 2}}
-    result = jaxft.train("qwen3-50k", digits, PROMPTS, output_dir=tmp_path / "lora", overrides=overrides, **OPTIONS)
-    model, params = result.load()
+    assert config["trainer_adapters"]["local"]["loss"]["name"] == "gspo"
+    model, params = result.load()  # the adapters are merged
     assert model.lora is None and "base" not in params
 
 
@@ -160,7 +156,6 @@ def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, m
         (("qwen3-50k", digits, []), {}, DatasetError, "prompts"),
         (("qwen3-50k", digits, PROMPTS), {"num_epoch": 3}, ConfigError, "num_epoch: .* did you mean 'num_epochs'"),
         (("qwen3-50k", digits, PROMPTS), {"num_generations": 1}, ConfigError, "num_generations: is 1"),
-        (("qwen3-50k", digits, PROMPTS), {"seed": -1}, ConfigError, "finetuning.seed"),
         (("qwen3-50k", digits, PROMPTS), {"answer": ["1"]}, DatasetError, "'answer' has 1 values"),
         (("qwen3-50k", digits, PROMPTS), {"resume": True}, ConfigError, "output_dir"),
         (("qwen3-50k", digits, PROMPTS), {"overrides": {"finetuning.sed": 1}}, ConfigError, "mean 'seed'"),
