@@ -207,7 +207,7 @@ CONFIGURATIONS = [(page, block) for page in PAGES if page not in ELSEWHERE for b
 
 @pytest.mark.parametrize(("page", "block"), CONFIGURATIONS)
 def test_every_configuration_is_right_as_far_as_it_goes(page, block, tmp_path):
-    """What a block leaves out may be missing, and so may files and components that are its reader's."""
+    """A block may leave out sections, and may name files and components that its reader has."""
     for name in ("train.jsonl", "counter.jsonl"):
         (tmp_path / name).write_text("{}\n")
     values = parse_yaml(block, page)

@@ -30,7 +30,7 @@ MAX_NAMES = 3
 
 
 class CheckedRun(NamedTuple):
-    """What a sweep has to know of a valid configuration.
+    """The part of a valid configuration that a sweep works with.
 
     Attributes:
         output_dir: its run directory.

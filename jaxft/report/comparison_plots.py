@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#2563b8", "#d1590a", "#00805f", "#a64d8c", "#8a6d00", "#2f8fbf", "#7a4b2a", "#6b7280")
-"""Those of the pages in light: `--c0` to `--c7` of assets/page.css."""
+"""Colours of the groups: `--c0` to `--c7` of assets/page.css, in its light form."""
 
 
 def drawn_groups(comparison: Comparison) -> tuple[RunGroup, ...]:

@@ -42,7 +42,7 @@ _YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run has written up to now; a file that is not there yet is an empty list or mapping.
+    """The records of a run up to now; a file that is not there yet is an empty list or mapping.
 
     Attributes:
         path: the run directory.
@@ -82,7 +82,7 @@ class RunRecords:
 
     @property
     def state(self) -> Literal["running", "ended", "stopped", "unknown"]:
-        """How far the run is: `stopped` has no result and no process; `unknown` is a process that is not seen here."""
+        """State of the run: `stopped` has no result and no process; `unknown` is a process that is not seen here."""
         if self.result is not None:
             return "ended"
         is_held = is_locked(self.path)

@@ -29,7 +29,7 @@ ARTIFACTS: dict[Literal["reward_plot", "report"], str] = {"reward_plot": "reward
 """Files of the run directory that are logged at the end of a run, if they are there."""
 
 Status = Literal["completed", "failed", "stopped"]
-"""How a run ended; a stopped run was ended by a signal and can be resumed."""
+"""Ending of a run; a stopped run was ended by a signal and can be resumed."""
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,7 @@ def wandb_records(path):
 
 
 class WandbRun:
-    """What one offline folder of W&B holds."""
+    """The records in an offline folder of W&B."""
 
     def __init__(self, folder):
         records = wandb_records(next(folder.glob("*.wandb")))
