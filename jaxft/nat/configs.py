@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import Seed
-from jaxft.harness.data_models import CheckpointConfig, FinetuneConfig
+from jaxft.harness.data_models import AnyLogger, CheckpointConfig, FinetuneConfig
 from jaxft.harness.registry import ComponentConfig
 from jaxft.shipped.configs import (
     DPOTrainerConfig,
@@ -56,6 +56,7 @@ class _TrainerOptions(TrainerConfig):
         default=3600.0, gt=0.0, description="Seconds that the workflow may take for an episode; null: no limit."
     )
     checkpoints: CheckpointConfig = CheckpointConfig()
+    loggers: tuple[AnyLogger, ...] = FinetuneConfig.model_fields["loggers"]  # type: ignore[assignment]
     strict_compile: bool = FinetuneConfig.model_fields["strict_compile"]  # type: ignore[assignment]
     grace_seconds: float = FinetuneConfig.model_fields["grace_seconds"]  # type: ignore[assignment]
 

@@ -56,6 +56,10 @@ FOLDER = "jaxft"
 """Folder in `finetuning.output_dir` that is jaxft's run directory; the toolkit's own files stand beside it."""
 
 
+KEPT = ("checkpoints", "loggers", "strict_compile", "grace_seconds")
+"""Fields of jaxft's section `finetuning` that stand in the toolkit's trainer."""
+
+
 @dataclass
 class Run:
     """The open run.
@@ -263,7 +267,7 @@ def _config(
             target_functions=tuple(finetuning.target_functions),
             target_model=_llm_name(toolkit, finetuning.target_model),
             curriculum_learning=finetuning.curriculum_learning.model_dump(),
-            **{name: kept[name] for name in ("checkpoints", "strict_compile", "grace_seconds") if name in kept},
+            **{name: kept[name] for name in KEPT if name in kept},
         ),
     )
 

@@ -245,6 +245,13 @@ def test_a_misspelt_field_is_refused(finetune, folder, section):
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize("loggers", [None, []])
+def test_loggers_are_those_of_the_trainer(finetune, folder, loggers):
+    given = {} if loggers is None else {"trainers__own__loggers": loggers}
+    finetune(finetuning__num_epochs=1, **given)
+    assert (folder / "out/jaxft/tensorboard").exists() == (loggers is None)
+
+
 def test_a_secret_of_any_type_is_masked(finetune, folder):
     finetune(
         functions={"vault": {"_type": "vault", "code": "k7"}},
