@@ -105,8 +105,10 @@ def named_packages(extra: str) -> list[str]:
     """Return the packages that an extra names, those of extras that it includes among them."""
     names: list[str] = []
     for need in declared_extras()[extra]:
-        included = [name for each in sorted(need.extras) for name in named_packages(each)]
-        names += included if need.name == "jaxft" else [canonicalize_name(need.name)]
+        if need.name == "jaxft":
+            names += [name for each in sorted(need.extras) for name in named_packages(each)]
+        else:
+            names.append(canonicalize_name(need.name))
     return list(dict.fromkeys(names))
 
 
