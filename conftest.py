@@ -24,8 +24,9 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 
 # Types of every annotated function are checked from here on, and shapes of arrays too, so nothing of jaxft may be
-# imported above. Checks of shapes take long: modules without arrays have beartype's own hook, which must know every
-# type when it reads a module. The tower: an int may stand where a float is annotated, as everywhere else in Python.
+# imported above. Checks of shapes take long: modules without arrays have beartype's own hook, but for those that import
+# a type later than they name it, and the server, which uvicorn calls without arguments to see it refuse.
+# The tower: an int may stand where a float is annotated, as everywhere else in Python.
 WITH_ARRAYS = (
     "jaxft.core",
     "jaxft.models",
@@ -33,8 +34,13 @@ WITH_ARRAYS = (
     "jaxft.rollout.decode_batch",
     "jaxft.rollout.model_runner",
 )
-WITH_TYPES_IMPORTED_LATE = ("jaxft.harness.checkpointing", "jaxft.report.comparison_plots", "jaxft.serving.frameworks")
-BY_JAXTYPING = WITH_ARRAYS + WITH_TYPES_IMPORTED_LATE
+OTHERS = (
+    "jaxft.harness.checkpointing",
+    "jaxft.report.comparison_plots",
+    "jaxft.serving.frameworks",
+    "jaxft.serving.server",
+)
+BY_JAXTYPING = WITH_ARRAYS + OTHERS
 beartype_package(
     "jaxft", conf=BeartypeConf(is_pep484_tower=True, claw_is_pep526=False, claw_skip_package_names=BY_JAXTYPING)
 )

@@ -1,6 +1,6 @@
 """A mesh of eight CPU devices gives the numbers of one device; a process of its own fixes the number of devices.
 
-The default test compares gradients on a mesh with all three axes; the slow one everything on every kind of mesh.
+The default test compares gradients on a mesh with all three axes; the long one everything on every kind of mesh.
 """
 
 import json
@@ -42,7 +42,7 @@ def test_gradients_on_a_mesh_of_all_axes(tmp_path):
     assert found["2x2x2"]["shares of trajectories"] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_kind_of_mesh(tmp_path):
     meshes = ["8x1x1", "1x8x1", "1x1x4", "2x2x2", "1x1x1"]
     found = agreement(tmp_path / "found.json", "--mesh", *meshes)

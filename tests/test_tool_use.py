@@ -90,7 +90,7 @@ def outcome(folder):
     return [(folder / file).read_bytes() for file in files], metrics
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_number_of_agents_at_once_gives_the_same_bytes(run):
     first, metrics = outcome(run("openai", "at_once", **{"eval.general.max_concurrency": 64}))
     assert metrics["tool_calls"] > 0 and metrics["sequences_per_trajectory"] == 1.0

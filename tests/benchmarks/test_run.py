@@ -31,7 +31,7 @@ def cases(results):
     return {case.case: case for case in results.cases}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_cases_are_in_the_file(results):
     assert results.is_complete and results.rates_at_end is not None
     assert tuple(case.case for case in results.cases) == CASES
@@ -41,14 +41,14 @@ def test_all_cases_are_in_the_file(results):
     assert results.machine.cpu_count >= 1 and results.machine.cpu_name and results.machine.device_kind
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rates_are_the_better_of_start_and_end(results):
     start, end, best = results.rates_at_start, results.rates_at_end, results.rates()
     assert best.copy_bytes == max(start.copy_bytes, end.copy_bytes) > 0
     assert all(best.matmul_flops[dtype] >= end.matmul_flops[dtype] > 0 for dtype in ("float32", "bfloat16"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_measurement_has_its_repeats_and_its_limit(results):
     rates = results.rates()
     for case in results.cases:
@@ -64,7 +64,7 @@ def test_every_measurement_has_its_repeats_and_its_limit(results):
             assert line.against.share > 0 and line.against.flops_share > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checks_that_do_not_depend_on_time_hold(results):
     checks = [check for case in results.cases for check in case.checks]
     assert {check.name for check in checks} >= set(RATIOS)
@@ -73,7 +73,7 @@ def test_checks_that_do_not_depend_on_time_hold(results):
     assert len(structural) == 10 and missed == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measurements_of_each_case(cases):
     names = {case: [line.name for line in found.lines] for case, found in cases.items()}
     assert names["decode"] == ["1 row", "4 rows"]
@@ -83,7 +83,7 @@ def test_measurements_of_each_case(cases):
     assert (heavy.shape["requests"], heavy.shape["longest_tokens"]) == (8, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compilations_and_memory(cases):
     figures = cases["compile"].figures
     for program in ("generate", "engine", "logprobs", "update"):
@@ -109,7 +109,7 @@ def test_computing_in_bfloat16(tmp_path):
     assert (case["case"], case["model"], case["dtype"]) == ("decode", "tiny", "bfloat16")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_suite_for_an_accelerator(tmp_path):
     out = tmp_path / "gpu.json"
     assert main(["--suite", "gpu", "--shrink", "--repeats", "1", "--out", str(out)]) == 0

@@ -45,7 +45,7 @@ MADE = sorted(file.parent.name for file in DATA.glob("*/expected.npz"))
 CASES = tuple(name for name in MADE if "greedy_ids" in np.load(DATA / name / "expected.npz"))
 """All cases with a text; the older ones without are those of `test_hf.py`."""
 
-OTHERS_SLOW = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST))
+OTHERS_SLOW = (*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in FAST))
 
 
 def family_of(name):
@@ -156,7 +156,7 @@ def score(model, params, tokens):
     return token_logprobs(model, params, tokens, temperature=jnp.ones(tokens.shape)).logprobs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_cache_gives_the_logits_of_one_pass(name):
     tokens, is_real = jnp.asarray(expected(name)["input_ids"]), expected(name)["attention_mask"] == 1
@@ -261,7 +261,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_a_mesh_of_devices_gives_the_logits_of_one(name):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

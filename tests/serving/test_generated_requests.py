@@ -224,7 +224,7 @@ def test_generated_requests_are_answered_or_refused(post, path):
     assert {200, 400} <= set(run(post, path, 300 if path == "/v1/chat/completions" else 150))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", DIALECTS)
 def test_two_thousand_generated_requests_are_answered_or_refused(post, path):
     statuses = run(post, path, 2000)
