@@ -6,8 +6,6 @@ It stands at the root, so that the hook is also on when only doctests under `jax
 import os
 from importlib.metadata import version
 
-from beartype import BeartypeConf
-from beartype.claw import beartype_package
 from jaxtyping import install_import_hook
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -23,25 +21,6 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 # Suites are timed cold, and a cache that outlives a run could hide a change of compiler.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 
-# Types of every annotated function are checked from here on, and shapes of arrays too, so nothing of jaxft may be
-# imported above. Checks of shapes take long: modules without arrays have beartype's own hook, but for those that import
-# a type later than they name it, and the server, which uvicorn calls without arguments to see it refuse.
+# Shapes and types of every annotated function are checked from here on, so nothing of jaxft may be imported above.
 # The tower: an int may stand where a float is annotated, as everywhere else in Python.
-WITH_ARRAYS = (
-    "jaxft.core",
-    "jaxft.models",
-    "jaxft.training",
-    "jaxft.rollout.decode_batch",
-    "jaxft.rollout.model_runner",
-)
-OTHERS = (
-    "jaxft.harness.checkpointing",
-    "jaxft.report.comparison_plots",
-    "jaxft.serving.frameworks",
-    "jaxft.serving.server",
-)
-BY_JAXTYPING = WITH_ARRAYS + OTHERS
-beartype_package(
-    "jaxft", conf=BeartypeConf(is_pep484_tower=True, claw_is_pep526=False, claw_skip_package_names=BY_JAXTYPING)
-)
-install_import_hook(BY_JAXTYPING, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+install_import_hook("jaxft", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

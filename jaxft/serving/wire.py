@@ -8,7 +8,7 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from jaxft.errors import RequestError
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
@@ -60,7 +60,6 @@ def openai_error(error: APIError) -> tuple[int, dict[str, Any]]:
     return error.status, {"error": body}
 
 
-@runtime_checkable
 class AnyCall(Protocol):
     """A request as a dialect has read it.
 
@@ -80,7 +79,6 @@ class AnyCall(Protocol):
     def stream(self) -> bool: ...
 
 
-@runtime_checkable
 class EventWriter(Protocol):
     """Writes the server-sent events of one streamed reply."""
 
