@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
 from jaxft.report.comparison import Comparison
-from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves, run_curve
 from jaxft.report.comparison_plots import curves_note, drawn_groups, seeds_text
 from jaxft.report.comparison_text import figure_rows, figures_title, overview, with_interval
 from jaxft.report.markup import Markup, joined, number, tag
@@ -56,8 +56,9 @@ def _reward_charts(comparison: Comparison, x_axis: str) -> Markup:
 
 
 def _other_charts(comparison: Comparison, x_axis: str) -> Markup:
-    others = [name for name in CURVES if name not in (REWARD, VALIDATION)]
-    return charts(*(_chart(comparison, name, x_axis) for name in others))
+    runs = [run for group in drawn_groups(comparison) for run in group.runs]
+    known = [name for name in CURVES if any(run_curve(run, name).xs for run in runs)]
+    return charts(*(_chart(comparison, name, x_axis) for name in known if name not in (REWARD, VALIDATION)))
 
 
 def _chart(

@@ -152,6 +152,12 @@ def test_metrics_and_figures_of_some_runs_are_said(tmp_path):
     assert "kl" in notes and "result.win is in 1 of 2" in notes
 
 
+def test_a_metric_that_no_run_has_is_not_drawn(tmp_path):
+    runs = [write_run(tmp_path / str(seed), [0.1, 0.2], seed=seed, metrics={"entropy": 1.5}) for seed in (0, 1)]
+    page = comparison_page(compare_runs(runs))
+    assert "entropy, nats per token" in page and "KL to the reference" not in page and "no values yet" not in page
+
+
 def test_groups_without_a_common_seed_are_compared_and_it_is_said(tmp_path):
     for seed, loss in ((0, "dapo"), (1, "dapo"), (2, "grpo"), (3, "grpo")):
         write_run(tmp_path / f"{seed}", [0.1 * seed] * 4, seed=seed, settings={LOSS: loss})
