@@ -19,13 +19,14 @@ import shutil
 import struct
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyte
 from playwright.sync_api import sync_playwright
 from pyte.screens import Char
 
-COLOURS = {
+COLORS = {
     "default": "#d8dee9", "black": "#4c566a", "red": "#e06c75", "green": "#98c379", "brown": "#e5c07b",
     "blue": "#61afef", "magenta": "#c678dd", "cyan": "#56b6c2", "white": "#eceff4",
 }  # fmt: skip
@@ -55,7 +56,7 @@ def main() -> None:
     print(f"{parsed.picture}: {parsed.picture.stat().st_size} bytes; exit status {child()}")
 
 
-def run_in_terminal(command: list[str], screen: pyte.Screen, seconds: float | None):
+def run_in_terminal(command: list[str], screen: pyte.Screen, seconds: float | None) -> Callable[[], int]:
     """Run a command with a screen as its terminal; return after so many seconds, or at its end.
 
     Returns:
@@ -68,18 +69,15 @@ def run_in_terminal(command: list[str], screen: pyte.Screen, seconds: float | No
         os.execvp(command[0], command)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", screen.lines, screen.columns, 0, 0))
 
-    def read(until: float) -> bool:
-        """Feed the screen until that time or the end of the command; whether it has ended."""
+    def read(until: float) -> None:
+        """Feed the screen until that time or the end of the command."""
         while (left := until - time.monotonic()) > 0:
             if select.select([terminal], [], [], min(left, 60.0))[0]:
                 try:
                     shown = os.read(terminal, 65536)
                 except OSError:  # how a pseudo-terminal ends on Linux
-                    return True
-                if not shown:
-                    return True
+                    return
                 stream.feed(shown)
-        return False
 
     read(time.monotonic() + (float("inf") if seconds is None else seconds))
 
@@ -116,7 +114,7 @@ def character_as_html(character: Char) -> str:
     style = []
     if character.fg != "default":
         name = character.fg.removeprefix("bright")
-        style.append(f"color:{COLOURS.get(name, '#' + name)}")
+        style.append(f"color:{COLORS.get(name, '#' + name)}")
     if character.bold:
         style.append("font-weight:bold")
     text = html.escape(character.data)
