@@ -391,8 +391,10 @@ def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
 
 
 @pytest.mark.slow
-def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path, max_staleness):
     changes = {
+        "trainers__loop__max_staleness": max_staleness,
         "finetuning__num_epochs": 4,
         "finetuning__strict_compile": True,
         "trainer_adapters__local__num_iterations": 2,

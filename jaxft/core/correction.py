@@ -1,9 +1,10 @@
 """Importance weights for a sampler whose probabilities differ from the trainer's, and metrics of the difference.
 
-The correction is off by default: in jaxft the sampler is the trainer's own forward function, and the difference
-`d = old_logprobs - behavior_logprobs` is rounding. It matters with another sampler, a lower precision or a filter
-(top-k, top-p, min-p). Weights are detached, stand outside the clip, and change no denominator. They cannot correct for
-tokens that a filter never lets be sampled. Letters: `B` rows, `T` tokens.
+Without staleness the correction is off by default: the sampler is the trainer's own forward function, and the
+difference `d = old_logprobs - behavior_logprobs` is rounding. It matters where the weights have changed since the
+tokens were sampled, and with another sampler, a lower precision or a filter (top-k, top-p, min-p). Weights are
+detached, stand outside the clip, and change no denominator. They cannot correct for tokens that a filter never lets be
+sampled. Letters: `B` rows, `T` tokens.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -17,14 +18,23 @@ from jaxft.core.losses import MAX_LOG_RATIO
 from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
 from jaxft.core.types import Denominators
 
-Kind = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"]
+Kind = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
+]
 
 
 class Correction(NamedTuple):
-    """Detached weights of the policy term, and the fraction of trained tokens whose ratio was out of bounds."""
+    """Weights of the policy term and, with `ratio`, what its clipped ratio divides by.
+
+    Attributes:
+        weights: detached weights.
+        out_of_bounds_fraction: fraction of trained tokens whose ratio was out of bounds.
+        old_logprobs: log-probabilities that take the place of the loss's own; None to leave these.
+    """
 
     weights: Float[Array, "B T"]
     out_of_bounds_fraction: Float[Array, ""]
+    old_logprobs: Float[Array, "B T"] | None = None
 
 
 def sampler_correction(
@@ -45,6 +55,11 @@ def sampler_correction(
     * `token_truncate`, `sequence_truncate`: `min(w, high)`.
     * `token_mask`, `sequence_mask`: `w` where `low <= w <= high`, else 0.
     * `sequence_geometric_mask`: 1 where `low <= e^(mean d) <= high`, else 0.
+    * `ratio`: 1, and the loss takes its own ratio, which it clips, to `behavior_logprobs`: the clip then holds the
+      policy near the one that sampled, however many updates lie between, as in PPO (arXiv 1707.06347).
+    * `none`: 1.
+
+    The last two have the metrics of `token_mask`.
 
     Args:
         old_logprobs: log-probabilities under the trainer.
@@ -85,7 +100,9 @@ def sampler_correction(
             log_weight = log_weight / jnp.maximum(row_sums(completion_mask.astype(log_weight.dtype), segment_ids), 1)
     # Compared as logarithms, because `exp` of a long row's sum overflows.
     is_high, is_low = log_weight > jnp.log(high), log_weight < jnp.log(low)
-    if kind.endswith("truncate"):
+    if kind in ("ratio", "none"):
+        weights, outside = jnp.ones_like(log_weight), is_high | is_low
+    elif kind.endswith("truncate"):
         weights = jnp.exp(jnp.clip(log_weight, -MAX_LOG_RATIO, jnp.log(high)))
         outside = is_high
     else:
@@ -94,7 +111,29 @@ def sampler_correction(
         weights = jnp.where(outside, 0.0, 1.0 if kind == "sequence_geometric_mask" else jnp.exp(inside))
     weights = jax.lax.stop_gradient(jnp.broadcast_to(weights, completion_mask.shape))
     denominators = count_tokens(completion_mask, segment_ids) if denominators is None else denominators
-    return Correction(weights, token_mean(outside, completion_mask, denominators))
+    old = jax.lax.stop_gradient(behavior_logprobs) if kind == "ratio" else None
+    return Correction(weights, token_mean(outside, completion_mask, denominators), old)
+
+
+def ratio_moments(
+    old_logprobs: Float[Array, "B T"],
+    behavior_logprobs: Float[Array, "B T"],
+    completion_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the means over trained tokens of the ratio `e^d`, without bounds, and of its square.
+
+    The effective sample size of the ratios is the fraction `mean ** 2 / square_mean` of the tokens (Kong 1992).
+
+    >>> old, drawn = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.1]]))  # ratios 3 and 1
+    >>> mask = jnp.array([[True, True]])
+    >>> mean, square_mean = ratio_moments(old, drawn, mask, count_tokens(mask))
+    >>> print(f"{mean:.1f} {square_mean:.1f}")
+    2.0 5.0
+    """
+    difference = jnp.where(completion_mask, old_logprobs - behavior_logprobs, 0.0)
+    ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return token_mean(ratio, completion_mask, denominators), token_mean(ratio**2, completion_mask, denominators)
 
 
 def sampler_agreement(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxft.core.checks import as_batch
-from jaxft.core.correction import Correction, sampler_agreement
+from jaxft.core.correction import Correction, ratio_moments, sampler_agreement
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, preference_loss, value_loss
 from jaxft.core.reductions import count_tokens, row_sums, token_mean
@@ -260,16 +260,25 @@ def _policy_terms(
     if batch.advantages is None:
         raise ValueError("batch.advantages is None; a policy loss needs one advantage per row or per token")
     mask, weights, corrected = batch.completion_mask, None, {}
+    old_logprobs = batch.old_logprobs
     old = jax.lax.stop_gradient(scored.logprobs) if batch.old_logprobs is None else batch.old_logprobs
     if correction is not None:
         if batch.behavior_logprobs is None:
             raise ValueError("batch.behavior_logprobs is None; a correction needs them recorded while sampling")
-        weights, fraction = correction(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
-        mean = token_mean(weights, mask, denominators)
-        corrected = {"correction_fraction": fraction, "correction_weight_mean": mean}
+        found = correction(old, batch.behavior_logprobs, mask, denominators, segment_ids=batch.segment_ids)
+        weights, fraction = found.weights, found.out_of_bounds_fraction
+        if found.old_logprobs is not None:
+            old_logprobs = found.old_logprobs
+        mean, square_mean = ratio_moments(old, batch.behavior_logprobs, mask, denominators)
+        corrected = {
+            "correction_fraction": fraction,
+            "correction_weight_mean": token_mean(weights, mask, denominators),
+            "sampler_ratio_mean": mean,
+            "sampler_ratio_square_mean": square_mean,
+        }
     value, metrics = loss_fn(
         scored.logprobs,
-        batch.old_logprobs,
+        old_logprobs,
         batch.advantages,
         mask,
         ref_logprobs=batch.ref_logprobs,

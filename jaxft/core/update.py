@@ -39,8 +39,8 @@ class Sums(NamedTuple):
 def init_train_state(params: Params, optimizer: optax.GradientTransformation, model: Model | None = None) -> TrainState:
     """Make the state before the first update; it holds `params` themselves, not a copy.
 
-    An update donates its state: afterwards `params` are deleted, and the new ones are in `state.params`. To keep the
-    old ones, as a reference policy, copy them first: `jax.tree.map(jnp.copy, params)`.
+    An update donates its state: afterwards trained `params` are deleted, and the new ones are in `state.params`. To
+    keep the old ones, as a reference policy, copy them first: `jax.tree.map(jnp.copy, params)`.
 
     Args:
         model: required for a model with adapters, of which only these get optimizer state, and for a model on a mesh,
@@ -63,7 +63,7 @@ def make_update(
     max_grad_norm: float | None = None,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> "Update":
-    """Return `update(state, batch) -> (state, metrics)`, which donates the given state, its parameters included.
+    """Return `update(state, batch) -> (state, metrics)`, which donates the given state with its trained parameters.
 
     Loss and gradients are those of the whole batch however it is split into microbatches, as denominators are counted
     first. Compiled programs depend on the shape of a microbatch, not on the number of them.
@@ -101,6 +101,7 @@ def make_update(
     sharding = model.sharding
 
     def finish(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+        """Return the state after the step; the parameters of both states are the trained ones only."""
         loss, metrics, grads = sums
         norm = optax.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -112,14 +113,13 @@ def make_update(
             if max_grad_norm is not None:
                 scale = jnp.minimum(1.0, max_grad_norm / jnp.where(has_signal & jnp.isfinite(norm), norm, 1.0))
                 grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-            params, frozen = partition(model, state.params)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
-            return TrainState(combine(optax.apply_updates(params, updates), frozen), opt_state, state.step + 1)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
 
         # The step is computed twice, first to check that it is finite, then to apply it: the old parameters are needed
         # until the check ends, so storing the new ones would take the memory of the parameters once more.
-        judged = jax.tree.leaves(trainable(model, step(state, grads).params))
+        judged = jax.tree.leaves(step(state, grads).params)
         is_finite &= jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in judged]))
         is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
         is_applied = is_finite & has_signal & ~is_refused
@@ -143,36 +143,56 @@ class Update:
     """The function `update(state, batch) -> (state, metrics)` of `make_update`; do not jit it, its stages are jitted.
 
     A batch may also be a sequence of microbatches of different shapes, so that short rows are not padded to the
-    longest. For a single microbatch, gradients and step are one program.
+    longest. For a single microbatch, gradients and step are one program. Frozen parameters are not donated: the new
+    state has the very same arrays.
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
-        self._rows, self._sharding = microbatch_rows, model.sharding
+        self._model, self._rows, self._sharding = model, microbatch_rows, model.sharding
         self._count = jax.jit(count_tokens)
         self._begin = jax.jit(partial(no_sums, model), static_argnums=1)
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
 
-        def whole(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            sums = loss_and_gradients(model, loss_fn, state.params, batch)
+        def whole(state: TrainState, frozen: Params, batch: Batch) -> tuple[TrainState, Metrics]:
+            sums = loss_and_gradients(model, loss_fn, combine(state.params, frozen), batch)
             return finish(state, sums._replace(grads=constrain(self._sharding, sums.grads)))
 
         self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(reported, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
-    def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """Return the state after one optimizer step, or the same state if it is skipped, and the metrics."""
+    def __call__(
+        self, state: TrainState, batch: Batch | Sequence[Batch], pause: Callable[[Any], object] = lambda ready: None
+    ) -> tuple[TrainState, Metrics]:
+        """Return the state after one optimizer step, or the same state if it is skipped, and the metrics.
+
+        Args:
+            state: the state, which is donated.
+            batch: a batch, or microbatches.
+            pause: called after each microbatch is queued, with an array that is ready when it has been computed; other
+                work of the device may be queued there.
+        """
         parts = self._placed(self.microbatches(batch))
+        trained, frozen = self._partition(state)
         if len(parts) == 1:
-            return self._whole(state, parts[0])
+            trained, metrics = self._whole(trained, frozen, parts[0])
+            pause(metrics["loss"])
+            return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         sums = self._begin(state.params, self._reported(state.params, parts[0], denominators))
         for part in parts:
             sums = self._add(state.params, sums, part, denominators)
-        return self._finish(state, sums)
+            pause(sums.loss)
+        trained, metrics = self._finish(trained, sums)
+        return trained._replace(params=combine(trained.params, frozen)), metrics
+
+    def _partition(self, state: TrainState) -> tuple[TrainState, Params]:
+        """Return the state with its trained parameters only, and the frozen ones."""
+        params, frozen = partition(self._model, state.params)
+        return state._replace(params=params), frozen
 
     def microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
         """Return the microbatches of a batch, in the order of computation.
@@ -207,7 +227,7 @@ class Update:
         sums = sums if self._sharding is None else self._sharding.place(sums)
         return {
             "gradient": lambda: self._add.lower(state.params, sums, part, counts),
-            "step": lambda: self._finish.lower(state, sums),
+            "step": lambda: self._finish.lower(self._partition(state)[0], sums),
         }
 
     def _reported(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":

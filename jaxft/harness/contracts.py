@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxft.errors import TrajectoryError
+from jaxft.errors import ConfigError, TrajectoryError
 from jaxft.harness.curriculum import checked_state, choose_groups, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
@@ -229,6 +229,39 @@ class TrainerAdapter(ABC):
         """True if a job runs that a signal should wait for."""
         return False
 
+    def allow_staleness(self, max_staleness: int) -> None:
+        """Take episodes of up to `max_staleness` policy versions before, and sample beside jobs.
+
+        It is called once, before `initialize`, if `max_staleness` is above 0. An adapter that implements this has
+        `hold_sampler` and `release_sampler`, too.
+
+        Raises:
+            ConfigError: the adapter cannot; by default none can, as its jobs may change the weights in mid-episode.
+        """
+        raise ConfigError(
+            [
+                f"max_staleness: is {max_staleness}, but {type(self).__name__} cannot sample beside a job: set it to "
+                "0, or give the adapter allow_staleness, hold_sampler and release_sampler"
+            ]
+        )
+
+    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
+        """Sample with the present weights until the next call of this or of `release_sampler`, whatever jobs change.
+
+        Args:
+            finishes_requests: True to finish running requests with the weights that they began with; False to go on
+                with them under the present weights.
+        """
+        return None
+
+    async def release_sampler(self) -> None:
+        """Sample with the newest weights again; without a `hold_sampler` before, do nothing."""
+        return None
+
+    def device_seconds(self) -> dict[str, float]:
+        """Return the seconds that the device has spent so far, by purpose, such as `sampling`; empty if unknown."""
+        return {}
+
     async def export_model(self, folder: Path) -> Path | None:
         """Write the trained model into a folder and return it; None if the weights stay with a remote backend."""
         return None
@@ -331,6 +364,20 @@ class Trainer(ABC):
         if validation is None or not validation.is_due(epoch, num_epochs):
             return None
         return await self.run_validation_evaluation(epoch, f"validation_{epoch:05d}")
+
+    def collection_state(self) -> dict[str, Any]:
+        """Return the state, for JSON, on which the next collection to be trained depends; saved with every checkpoint.
+
+        `builder` is the state of the builder, and `num_rollouts` the number of collections so far. A trainer that
+        collects ahead returns what they were before the collections that no job has trained yet, which a resumed run
+        repeats.
+        """
+        assert self.trajectory_builder is not None
+        evaluation = self.trajectory_builder.evaluation
+        return {
+            "builder": self.trajectory_builder.state(),
+            "num_rollouts": 0 if evaluation is None else evaluation.num_rollouts,
+        }
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         """Run `run_eval` of the builder, on the validation stream; return mean, minimum and maximum reward.

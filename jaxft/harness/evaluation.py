@@ -35,6 +35,9 @@ from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
 
+OLD_SECONDS = 10.0
+"""Age from which the progress line names the oldest running episode."""
+
 Workflow = Callable[[dict[str, Any]], Any]
 """Function from a row to an output; async functions run on the event loop, plain ones in a thread, and may block."""
 
@@ -297,7 +300,7 @@ class Evaluation:
         return outcome if outcome.error is not None else self._rewarded(outcome)
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
-        started = time.perf_counter()
+        started = episode.began_at = time.perf_counter()
         output = error = traceback = None
         has_agent_failed = False
         try:
@@ -376,7 +379,22 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
     ended = sum(episode.done() for episode in episodes)
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)
-    return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s"
+    late = _straggler([record for record, episode in zip(records, episodes, strict=True) if not episode.done()])
+    return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s{late}"
+
+
+def _straggler(running: Sequence[Episode]) -> str:
+    """Return the age of the oldest episode and of its last call, as text; empty while it is below `OLD_SECONDS`."""
+    now = time.perf_counter()
+    oldest = min((episode for episode in running if episode.began_at is not None), key=_began, default=None)
+    if oldest is None or now - _began(oldest) < OLD_SECONDS:
+        return ""
+    called = "no call yet" if oldest.called_at is None else f"last call {now - oldest.called_at:.0f} s ago"
+    return f"; oldest {oldest.example_id}/{oldest.generation}: {now - _began(oldest):.0f} s, {called}"
+
+
+def _began(episode: Episode) -> float:
+    return episode.began_at or 0.0
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:

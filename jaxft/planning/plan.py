@@ -23,7 +23,7 @@ from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.programs import Programs, Run, mesh_shape
 from jaxft.planning.targets import Target, find_target
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_policy import dtypes_of, shape_of
 from jaxft.training.memory import peak, phases
 
@@ -92,13 +92,17 @@ def run_of(config: Config) -> Run:
     policy = config.llms[adapter.llm]
     if not isinstance(policy, LocalPolicyConfig):
         raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+    if policy.sampler_mesh is not None:
+        raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
+    trainer = config.trainers.get(config.finetuning.trainer or "")
+    max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
     snapshots = tuple(
         llm.with_sampling_of(policy)
         for llm in config.llms.values()
         if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
     )
     try:
-        return Run(policy, adapter, shape_of(policy), snapshots)
+        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 

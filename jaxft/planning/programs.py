@@ -40,6 +40,7 @@ class Run(NamedTuple):
     adapter: LocalTrainerAdapterConfig
     model: DecoderConfig
     snapshots: tuple[LocalPolicyConfig, ...] = ()
+    max_staleness: int = 0
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -101,7 +102,9 @@ class Programs:
             packing = not loses_kernel(run.model, self.compute_dtype, [target.device])
             adapter = adapter.model_copy(update={"packing": packing})
         ref_params = self.params if adapter.has_own_reference else None
-        self.learner: Learner = make_learner(adapter, self.model, ref_params=ref_params)
+        self.learner: Learner = make_learner(
+            adapter, self.model, ref_params=ref_params, max_staleness=run.max_staleness
+        )
 
     @cached_property
     def runner(self) -> ModelRunner:
@@ -139,6 +142,8 @@ class Programs:
             kept, weights = relayout.snapshot_bytes(self.params)
             sizes["snapshots"] = len(snapshots) * kept
             sizes["sampling weights"] += len(snapshots) * weights
+        if self.run.max_staleness:
+            sizes["held sampling weights"] = relayout.extra_bytes(self.params, is_shared=False)
         return sizes
 
     def rows_and_width(self) -> tuple[int, int]:

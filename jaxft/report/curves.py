@@ -31,6 +31,8 @@ IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Completion tokens", ("completion_tokens_mean", "completion_tokens_max")),
     ("Sequences cut by a length limit, fraction", ("truncated_fraction",)),
     ("Sampler and trainer, difference in nats", ("sampler_logprob_diff_max", "sampler_logprob_diff_mean")),
+    ("Effective sample size of the importance weights, fraction", ("effective_sample_fraction",)),
+    ("Importance weights out of bounds, fraction", ("correction_fraction",)),
     ("Groups without a signal", ("no_signal_groups",)),
     ("Preference accuracy", ("preference_accuracy",)),
     ("Reward margin", ("reward_margin",)),
@@ -39,6 +41,15 @@ IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Learning rate", ("learning_rate",)),
 )
 """Charts that are always open, each with its metrics; a chart whose metrics never change is left to the others."""
+
+AGES = "staleness/"
+"""Beginning of the metrics with the fraction of tokens that were sampled so many versions before."""
+
+ON_DEVICE = "seconds_device_"
+"""Beginning of the timings of the device, which go on beside the phases of an epoch."""
+
+NO_PHASES = ("seconds_reward", "seconds_episode_max")
+"""Timings that are no part of an epoch's time: summed over episodes, and that of the longest one."""
 
 IN_REWARD_CHART = (
     "reward_mean",
@@ -92,6 +103,11 @@ def curves_section(run: RunRecords) -> Markup:
             note = f"{present[0]} alone changes" if len(present) < len(wanted) and len(present) == 1 else None
             figures.append(_chart(rows, present, caption, note))
             shown |= set(present)
+    if ages := [name for name in names if name.startswith(AGES)]:
+        layers = {name.removeprefix(AGES): [row.get(name) or 0.0 for row in rows] for name in ages}
+        epochs = [row["epoch"] for row in rows]
+        figures.append(stacked_chart("Tokens by the number of versions behind, fraction", epochs, layers))
+        shown |= set(ages)
     # Of the timings, these have a chart among the important ones; the others stand in their own section.
     timing_names = {name for row in run.timings for name in row}
     rest = [name for name in names if name not in shown and name not in timing_names]
@@ -364,8 +380,7 @@ def timings_section(run: RunRecords) -> Markup:
         return section("timings", "Time and memory", tag("p", {"class": "empty"}, "No epoch has ended yet."))
     epochs = [row["epoch"] for row in rows]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("seconds_"))
-    # Rewards are computed beside the rollout; their seconds are the sum over all episodes, not time that passes.
-    phases = [name for name in names if name != "seconds_reward"]
+    phases = [name for name in names if name not in NO_PHASES and not name.startswith(ON_DEVICE)]
     layers = {name.removeprefix("seconds_"): [row.get(name) or 0.0 for row in rows] for name in phases}
     rest = [max(0.0, (row.get("seconds") or 0.0) - sum(row.get(name) or 0.0 for name in phases)) for row in rows]
     layers["other"] = rest
@@ -380,8 +395,12 @@ def timings_section(run: RunRecords) -> Markup:
         ),
         *_memory(rows, epochs),
     ]
+    if on_device := [name for name in names if name.startswith(ON_DEVICE)]:
+        spent = {name.removeprefix(ON_DEVICE): [row.get(name) or 0.0 for row in rows] for name in on_device}
+        figures.insert(2, stacked_chart("Seconds of the device; idle: it waits for agents", epochs, spent, unit=" s"))
     for name, caption in (
         ("compiles", "Compiled programs, in all"),
+        ("seconds_episode_max", "Seconds of the longest episode"),
         ("seconds_reward", "Seconds of evaluators, summed over episodes"),
     ):
         if any(is_finite(row.get(name)) for row in rows):

@@ -28,6 +28,7 @@ class Call:
         temperature: sampling temperature.
         finish_reason: `stop` or `length`.
         policy_version: version of the parameters that sampled.
+        policy_versions: version that sampled each token, if they differ; empty if all are `policy_version`.
         functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
         truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
         response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
@@ -59,6 +60,7 @@ class Call:
     has_malformed_tool_call: bool = False
     is_retokenized: bool = False
     num_choices: int = 1
+    policy_versions: tuple[int, ...] = ()
 
     @functools.cached_property
     def message_keys(self) -> list[Any]:
@@ -127,6 +129,7 @@ RECORDED = (
     "temperature",
     "finish_reason",
     "policy_version",
+    "policy_versions",
     "functions",
 )
 """Fields of a `Call` in its record: all that a training row needs."""

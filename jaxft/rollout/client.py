@@ -256,6 +256,7 @@ class ChatClient(LanguageModel):
             temperature=request.temperature,
             finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,
+            policy_versions=tuple(completion.policy_versions) if len(set(completion.policy_versions)) > 1 else (),
             functions=current_functions(),
             truncated_tokens=prompt.truncated_tokens,
             response_text=answered.text if answered.text != parsed.content else None,

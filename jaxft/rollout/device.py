@@ -1,18 +1,20 @@
 """One worker thread that runs all JAX work of a process, and a counter of XLA's compilations.
 
 An update donates its state. As a single thread uses the weights, donated buffers need no lock, and the event loop is
-never blocked.
+never blocked. A long job, such as an update, may `pause`: the thread then samples for a while, from other weights, and
+goes on with the job.
 """
 
 import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -25,6 +27,22 @@ _LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compil
 _CLOSED = "the policy has been closed; its device thread accepts no more work"
 
 
+Kind = Literal["sampling", "training", "other"]
+"""Purpose of a job of the device thread."""
+
+KINDS: tuple[Kind, ...] = ("sampling", "training", "other")
+IDLE = "idle"
+
+POLL_SECONDS = 1e-3
+"""Time between two looks at a computation on other devices."""
+
+
+class _Queued(NamedTuple):
+    job: Callable[[], Any]
+    future: "Future[Any]"
+    kind: Kind
+
+
 class DeviceThread:
     """A thread that runs jobs in the order in which they were submitted, from any thread or event loop.
 
@@ -33,52 +51,104 @@ class DeviceThread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the next two attributes
+        self._changed = threading.Condition()  # guards the attributes below, but the last one
+        self._jobs: deque[_Queued] = deque()
         self._open: set[Future[Any]] = set()
         self._end: str | None = None  # the reason why the thread takes no more work
+        self._seconds: dict[str, float] = dict.fromkeys((*KINDS, IDLE), 0.0)
+        self._phase, self._since = IDLE, time.perf_counter()
+        self._paused = 0.0  # when the last pause ended, or the job began
         # A daemon thread, closed at exit: a policy that nobody closed keeps no process alive.
         self._thread = threading.Thread(target=self._work, name="jaxft-device", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(self, job: Callable[[], T]) -> "Future[T]":
+    def submit(self, job: Callable[[], T], kind: Kind = "other") -> "Future[T]":
         """Queue a job and return at once.
 
         Raises:
             DeviceThreadError: the thread has been closed, or has ended.
         """
         future: Future[T] = Future()
-        with self._lock:
+        with self._changed:
             if self._end is not None:
                 raise DeviceThreadError(self._end)
             self._open.add(future)
-            self._jobs.put((job, future))
+            self._jobs.append(_Queued(job, future, kind))
+            self._changed.notify()
         return future
 
-    async def run(self, job: Callable[[], T]) -> T:
+    async def run(self, job: Callable[[], T], kind: Kind = "other") -> T:
         """Run a job and return its result or raise its exception, without blocking the event loop."""
-        return await asyncio.wrap_future(self.submit(job))
+        return await asyncio.wrap_future(self.submit(job, kind))
+
+    def pause(self, sampling_share: float) -> None:
+        """Run the sampling that is queued; a running job calls it wherever it can wait.
+
+        It takes at most `sampling_share` of the time since the job's last pause, this one included, but always runs one
+        piece of sampling if there is one: neither side starves.
+        """
+        begun = time.perf_counter()
+        budget = (begun - self._paused) * sampling_share / max(1.0 - sampling_share, 1e-9)
+        while (queued := self._take_sampling()) is not None:
+            self._do(queued)
+            if time.perf_counter() - begun >= budget:
+                break
+        self._paused = time.perf_counter()
+
+    def pause_until(self, is_ready: Callable[[], bool]) -> None:
+        """Run the sampling that is queued, and wait for more, until `is_ready` returns True."""
+        while not is_ready():
+            queued = self._take_sampling()
+            if queued is None:
+                with self._changed:
+                    self._changed.wait(POLL_SECONDS)
+            else:
+                self._do(queued)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds that the thread has spent so far, by kind of job, and `idle`."""
+        with self._changed:
+            seconds = dict(self._seconds)
+            seconds[self._phase] += time.perf_counter() - self._since
+        return seconds
 
     def close(self) -> None:
         """Finish queued jobs and end the thread; a second call does nothing."""
         atexit.unregister(self.close)
-        with self._lock:
+        with self._changed:
             if self._end is None:
                 self._end = _CLOSED
-                self._jobs.put(None)
+                self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _work(self) -> None:
         try:
-            while (given := self._jobs.get()) is not None:
-                self._do(*given)
-                del given  # or the job would live until the next one comes
+            while (queued := self._take()) is not None:
+                self._paused = time.perf_counter()
+                self._do(queued)
+                del queued  # or the job would live until the next one comes
         except BaseException as error:  # the thread ends, and its waiters must hear of it
             self._give_up(error)
 
-    def _do(self, job: Callable[[], T], future: "Future[T]") -> None:
+    def _take(self) -> _Queued | None:
+        """Wait for the next job; return None once the thread is closed and no job is left."""
+        with self._changed:
+            while not self._jobs and self._end is None:
+                self._changed.wait()
+            return self._jobs.popleft() if self._jobs else None
+
+    def _take_sampling(self) -> _Queued | None:
+        with self._changed:
+            queued = next((queued for queued in self._jobs if queued.kind == "sampling"), None)
+            if queued is not None:
+                self._jobs.remove(queued)
+        return queued
+
+    def _do(self, queued: _Queued) -> None:
+        job, future, kind = queued
+        before = self._enter(kind)
         if future.set_running_or_notify_cancel():
             try:
                 result = job()
@@ -86,12 +156,22 @@ class DeviceThread:
                 future.set_exception(presentable(error))
             else:
                 future.set_result(result)
-        with self._lock:
+        with self._changed:
             self._open.discard(future)
+        self._enter(before)
+
+    def _enter(self, phase: str) -> str:
+        """Count time under another kind from now on; return the last one."""
+        now = time.perf_counter()
+        with self._changed:
+            before, self._phase = self._phase, phase
+            self._seconds[before] += now - self._since
+            self._since = now
+        return before
 
     def _give_up(self, error: BaseException) -> None:
         reason = f"the device thread has ended ({type(error).__name__}: {error}); the policy can do no more work"
-        with self._lock:
+        with self._changed:
             self._end = reason
             unfinished, self._open = self._open, set()
         for future in unfinished:

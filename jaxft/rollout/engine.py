@@ -45,10 +45,11 @@ PROMPT_TOKENS = 512
 
 @dataclass
 class _InFlight:
-    """A dispatch that was queued, with the requests of its slots and the attempt that each was in."""
+    """A dispatch that was queued, with the requests of its slots, the attempt that each was in, and the version."""
 
     dispatch: Dispatch
     rows: list[tuple[Running, int, int]]
+    version: int
 
     @property
     def current(self) -> list[tuple[Running, int]]:
@@ -63,7 +64,7 @@ class _InFlight:
 class Engine:
     """Serves requests from any event loop on the device thread.
 
-    Event loops call `submit` and `warm_up`; `drain` and `clear_prefix_cache` belong to the device thread. The lock of
+    Event loops call `submit` and `warm_up`; `drain` and `change_weights` belong to the device thread. The lock of
     the scheduler guards what both sides change: its `waiting` requests and `_is_scheduled`.
     """
 
@@ -145,8 +146,14 @@ class Engine:
         """Return functions that lower the largest programs of sampling, by name; see `ModelRunner.programs`."""
         return self._runner.programs(params)
 
-    def clear_prefix_cache(self) -> None:
-        """Clear the prefix cache, as the parameters change; call it on the device thread."""
+    def change_weights(self) -> None:
+        """Forget what the old weights have computed of prompts; call it on the device thread.
+
+        Running requests go on with the new weights, from the keys and values that they have.
+        """
+        if self._scheduler.running:
+            self._scheduler.restart_prefills()
+            self._scheduler.keeps_tokens = True  # sampled again, they would be others
         self._scheduler.clear_prefix_cache()
 
     async def warm_up(self) -> None:
@@ -194,7 +201,7 @@ class Engine:
 
     def _submit_step(self) -> None:
         try:
-            self._device.submit(self._step).add_done_callback(self._check_step)
+            self._device.submit(self._step, "sampling").add_done_callback(self._check_step)
         except DeviceThreadError as error:
             self._stop(error)
 
@@ -247,7 +254,7 @@ class Engine:
             self._scheduler.release(running)
         params, version = self._get_params()
         self._prefill(params, version, is_draining=is_draining)
-        most = self._ahead if self._dispatch(params) else 0  # without a new one, all that were queued are read
+        most = self._ahead if self._dispatch(params, version) else 0  # without a new one, all queued ones are read
         finished: list[Running] = []
         try:
             while len(self._in_flight) > (most if self._scheduler.running else 0):
@@ -274,7 +281,7 @@ class Engine:
             self._runner.prefill(params, pieces, width)
             spent += 1 + max(piece.start for piece in pieces) / PROMPT_TOKENS
 
-    def _dispatch(self, params: Params) -> bool:
+    def _dispatch(self, params: Params, version: int) -> bool:
         """Queue the decoding of a few tokens of every request whose prompt is in its pages; False if there is none."""
         chosen, num_steps = self._scheduler.next_rows()
         if not chosen:
@@ -282,14 +289,14 @@ class Engine:
         is_filtered = any(running.is_filtered for running, _ in chosen)
         dispatch = self._runner.advance(params, [row for _, row in chosen], num_steps, is_filtered=is_filtered)
         rows = [(running, row.slot, running.attempt) for running, row in chosen]
-        self._in_flight.append(_InFlight(dispatch, rows))
+        self._in_flight.append(_InFlight(dispatch, rows, version))
         return True
 
     def _read(self, params: Params, queued: _InFlight) -> list[Running]:
         """Read the tokens of a dispatch; return the requests that ended, and free their slots and pages."""
         decoded = self._runner.read(queued.dispatch)
         current = queued.current
-        finished = [running for running, slot in current if _take_tokens(running, slot, decoded)]
+        finished = [running for running, slot in current if _take_tokens(running, slot, decoded, queued.version)]
         for running in finished:
             if running.request.top_logprobs and running.error is None:
                 self._add_top_logprobs(params, running)
@@ -297,7 +304,7 @@ class Engine:
         for running in finished:
             self._scheduler.release(running)
         if any(isinstance(running.error, NonFiniteError) for running in finished):
-            self.clear_prefix_cache()  # its pages may hold the non-finite numbers
+            self._scheduler.clear_prefix_cache()  # its pages may hold the non-finite numbers
         return finished
 
     def _add_top_logprobs(self, params: Params, running: Running) -> None:
@@ -309,13 +316,14 @@ class Engine:
             running.error = error
 
 
-def _take_tokens(running: Running, slot: int, decoded: Decoded) -> bool:
+def _take_tokens(running: Running, slot: int, decoded: Decoded, version: int) -> bool:
     """Add the decoded tokens of a slot to its completion; return True if the completion has ended."""
     count, completion = int(decoded.counts[slot]), running.completion
     known = len(completion.token_ids)
     completion.token_ids += decoded.tokens[slot, :count].tolist()
     completion.sampler_logprobs += decoded.sampler_logprobs[slot, :count].tolist()
     completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
+    completion.policy_versions += [version] * count
     try:
         has_ended = _cut_at_end(running.request, completion, bool(decoded.active[slot]))
         _check_finite(running.request, completion, known)
@@ -342,7 +350,7 @@ def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bo
     cut = request.find_stop(completion.token_ids) if request.find_stop is not None else None
     if cut is not None:
         # Tokens after the one that completed the stop string were decoded in vain.
-        for values in (completion.token_ids, completion.sampler_logprobs, completion.behavior_logprobs):
+        for values in completion.per_token:
             del values[cut:]
         completion.finish_reason = "stop"
         return True

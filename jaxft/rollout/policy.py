@@ -1,6 +1,8 @@
 """A live policy: the weights that an agent samples from while they are trained, with tokenizer, engine and thread.
 
-A policy may have snapshots, which are its own earlier versions: opponents that it plays against while it is trained.
+An update of the weights waits for running requests, unless the sampler holds weights of its own: then both take turns
+on the device. A policy may have snapshots, which are its own earlier versions: opponents that it plays against while it
+is trained.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import BASE, combine, partition, trainable
-from jaxft.core.sharding import constrain, device_bytes
+from jaxft.core.sharding import constrain, device_bytes, devices_of, platform_of
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.models.config import DecoderConfig, LoraSpec
@@ -28,7 +30,24 @@ from jaxft.rollout.requests import Request
 HEALTH = 3
 """Stream of random numbers for the health check."""
 
+SAMPLING_SHARE = 0.75
+"""Largest share of the device's time that sampling has while a job trains and both have work."""
+
 T = TypeVar("T")
+
+
+class Held(NamedTuple):
+    """Weights to decode with that share no array with the trained parameters.
+
+    Attributes:
+        params: the weights, in the layout for decoding.
+        version: version of the policy that they are.
+        adapters: with adapters, these as they were trained, from which a checkpoint makes the weights again.
+    """
+
+    params: Params
+    version: int
+    adapters: Params | None = None
 
 
 class Policy:
@@ -42,6 +61,9 @@ class Policy:
         snapshots: earlier versions that can be sampled from, by name.
         compiles: counts the compilations of XLA.
         version: version of the parameters; each change adds 1.
+        held: weights of an earlier version, which the sampler was made to hold; None without.
+        is_sampler_held: True while requests are answered with `held`.
+        sampling_share: largest share of the device's time that sampling has while a job trains beside it.
         dtype: dtype of the parameters, of their base if there are adapters.
     """
 
@@ -57,6 +79,7 @@ class Policy:
         max_context_tokens: int = 512,
         cache_tokens: int | None = None,
         base: str | None = None,
+        sampler: Model | None = None,
     ) -> None:
         """Start the device thread and an engine.
 
@@ -70,6 +93,8 @@ class Policy:
             max_context_tokens: maximum number of tokens of a prompt with its answer.
             cache_tokens: number of tokens whose keys and values fit in the cache; see `Engine`.
             base: folder or hub id that the base of adapters was loaded from; None if there is none.
+            sampler: the same model on a mesh of other devices, which then sample alone; None to sample where the
+                parameters are.
 
         Raises:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
@@ -87,11 +112,19 @@ class Policy:
         self._first_base = None if model.lora is None else self.base_of(params)
         self._params = params
         self._decode_params: Params | None = None
+        self.held: Held | None = None
+        self.is_sampler_held = False
+        self.sampling_share = SAMPLING_SHARE
+        self._queued: Any = None  # computed by the microbatch before the latest
         self._lost: str | None = None
-        self._relayout = Relayout(model)
+        self._sampler = model if sampler is None else sampler
+        self._relayout = Relayout(model) if sampler is None else SentRelayout(model, sampler)
         self._device = DeviceThread()
         self._make_engine = partial(
-            Engine, model, self._device, shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+            Engine,
+            self._sampler,
+            self._device,
+            shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
         )
         self.engine = self._make_engine(
             self._sampling_params,
@@ -135,8 +168,9 @@ class Policy:
     ) -> T:
         """Replace the parameters by those that `job` returns, and return the job's result.
 
-        Running requests finish first, with the parameters that they began with. The job may donate the parameters; if
-        it raises, they count as lost and the policy refuses all further work.
+        Running requests finish first, with the parameters that they began with; if the sampler holds weights of its
+        own, they go on whenever the job calls `pause`. The job may donate the trained parameters; if it raises, they
+        count as lost and the policy refuses all further work.
 
         Args:
             job: `params -> (params, result)`. If it returns the very object that it was given, the version stays.
@@ -148,7 +182,9 @@ class Policy:
 
         def run() -> T:
             self._check()
-            self._stop_sampling()
+            if not self.is_sampler_held:
+                self._stop_sampling()
+            self._queued = None
             given = self._params
             try:
                 params, result = job(given)
@@ -158,11 +194,86 @@ class Policy:
             self._params = params
             if params is not given and has_changed(result):
                 self.version += 1
-                for snapshot in self.snapshots.values():
-                    snapshot.follow(self.version)
+                if not self.is_sampler_held:
+                    self._follow()
             return result
 
-        return await self._device.run(run)
+        return await self._device.run(run, "training")
+
+    def pause(self, ready: Any) -> None:
+        """Sample for a while, in the job of an `update`; do nothing unless the sampler holds weights.
+
+        Args:
+            ready: an array of the work that was queued last. An accelerator computes it meanwhile, so that the device
+                never waits for Python; on a CPU both would slow each other.
+        """
+        if not self.is_sampler_held:
+            return
+        is_ahead = self.has_own_sampler or platform_of(self.model.sharding) != "cpu"
+        waits_for = self._queued if is_ahead else ready
+        # A sum is donated to the next microbatch, which is queued before this one is waited for; its copy is not.
+        self._queued = jnp.copy(ready) if is_ahead and not ready.ndim else ready
+        if self.has_own_sampler:  # they do not share the device, only the thread
+            self._device.pause_until(lambda: waits_for is None or waits_for.is_ready())
+            return
+        if waits_for is not None:
+            jax.block_until_ready(waits_for)
+        self._device.pause(self.sampling_share)
+
+    @property
+    def has_own_sampler(self) -> bool:
+        """True if other devices than those of the parameters sample."""
+        return self._sampler is not self.model
+
+    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
+        """Sample with the present weights until the next call of this or of `release_sampler`, whatever is trained.
+
+        The weights are copied; those held before are dropped.
+
+        Args:
+            finishes_requests: True to finish running requests first, with the weights that they began with; False to
+                go on with them, so that later tokens are of the new version.
+        """
+
+        def run() -> None:
+            self._check()
+            self._stop_sampling(finishes_requests=finishes_requests)
+            self._hold()
+
+        await self._device.run(run)
+
+    def _hold(self) -> None:
+        self.held, self.is_sampler_held = None, False
+        self._follow()
+        held = self._relayout(self._params, is_shared=False)
+        adapters = None
+        if self.model.lora is not None:
+            adapters = copy_trained(self.model, str(compute_dtype(held)), self._params)
+        self.held, self.is_sampler_held = Held(held, self.version, adapters), True
+
+    async def release_sampler(self) -> None:
+        """Sample with the newest weights again, after the running requests; weights that were held stay in `held`."""
+
+        def run() -> None:
+            if self.is_sampler_held:
+                self._stop_sampling()
+                self.is_sampler_held = False
+                self._follow()
+
+        await self._device.run(run)
+
+    def _follow(self) -> None:
+        for snapshot in self.snapshots.values():
+            snapshot.follow(self.version)
+
+    @property
+    def sampled_version(self) -> int:
+        """Version of the weights that requests are answered with."""
+        return self.held.version if self.is_sampler_held and self.held is not None else self.version
+
+    def device_seconds(self) -> dict[str, float]:
+        """Return the seconds that the device thread has spent so far: `sampling`, `training`, `other` and `idle`."""
+        return self._device.seconds()
 
     async def restore(self, job: Callable[[Params], Params], version: int) -> None:
         """Replace the parameters by `job(params)`, those of a checkpoint, even if they were lost.
@@ -172,13 +283,14 @@ class Policy:
 
         def run() -> None:
             self._stop_sampling()
+            self.held, self.is_sampler_held = None, False
             self._lost = "a restore was cut off"
             self._params = job(self._params)
             self._lost, self.version = None, version
 
         await self._device.run(run)
 
-    def _stop_sampling(self) -> None:
+    def _stop_sampling(self, *, finishes_requests: bool = True) -> None:
         """Finish the running requests of the policy and its snapshots, and drop all that depends on the parameters.
 
         Snapshots that stay as they are drop it, too: on accelerators the bits of log-probabilities depend on what is
@@ -186,8 +298,9 @@ class Policy:
         """
         engines = [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
         for engine in engines:
-            engine.drain()
-            engine.clear_prefix_cache()
+            if finishes_requests:
+                engine.drain()
+            engine.change_weights()
         self._decode_params = None
         for snapshot in self.snapshots.values():
             snapshot.drop_decode_params()
@@ -268,6 +381,7 @@ class Policy:
     def devices(self) -> list[str]:
         """Names of the devices that hold the parameters."""
         found = {device for leaf in jax.tree.leaves(self._params) for device in leaf.sharding.device_set}
+        found |= set(devices_of(self._sampler.sharding)) if self.has_own_sampler else set()
         ordered = sorted(found, key=lambda device: device.id)
         return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
 
@@ -286,6 +400,50 @@ class Policy:
             sizes["sampling weights"] += len(snapshots) * weights
         return sizes
 
+    def held_bytes(self, params: Params) -> int:
+        """Return the bytes on each device of weights that the sampler holds."""
+        return self._relayout.extra_bytes(params, is_shared=False)
+
+    def held_state(self) -> dict[str, Any]:
+        """Return version, dtype and layout of the weights that the sampler holds, for JSON."""
+        assert self.held is not None
+        return {
+            "version": self.held.version,
+            "dtype": str(compute_dtype(self.held.params)),
+            "tensor_shards": self._tensor_shards,
+        }
+
+    def held_arrays(self) -> Params:
+        """Return the arrays of the weights that the sampler holds; with adapters, the adapters as they were trained."""
+        assert self.held is not None
+        return self.held.params if self.held.adapters is None else self.held.adapters
+
+    def held_like(self, state: dict[str, Any], params: Params) -> Params:
+        """Return new arrays of the shapes, dtypes and shardings that the `held_arrays` of a `held_state` have."""
+        if self.model.lora is not None:
+            return copy_trained(self.model, state["dtype"], params)
+        laid_out = self._relayout(params, is_shared=False)
+        return jax.tree.map(lambda leaf: leaf.astype(state["dtype"]), laid_out)
+
+    def restore_held(self, state: dict[str, Any], arrays: Params, params: Params) -> bool:
+        """Hold the weights of a `held_state`, in the job of a `restore`; `params` are the restored ones.
+
+        Returns:
+            False if they are laid out for another mesh, or in another dtype of products: then nothing is held.
+        """
+        adapters = None
+        if self.model.lora is not None:
+            adapters = arrays
+            arrays = self._relayout(combine(adapters, partition(self.model, params)[1]), is_shared=False)
+        elif (state["dtype"], state["tensor_shards"]) != (str(self._relayout.dtype(params)), self._tensor_shards):
+            return False
+        self.held, self.is_sampler_held = Held(arrays, state["version"], adapters), True
+        return True
+
+    @property
+    def _tensor_shards(self) -> int:
+        return 1 if self._sampler.sharding is None else self._sampler.sharding.mesh.shape["tensor"]
+
     def sampling_temporary_bytes(self, params: Params) -> int:
         """Return the bytes per device of temporaries of the largest programs of sampling, which are compiled."""
         engines = [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
@@ -300,6 +458,8 @@ class Policy:
 
     def _sampling_params(self) -> tuple[Params, int]:
         self._check()
+        if self.is_sampler_held and self.held is not None:
+            return self.held.params, self.held.version
         if self._decode_params is None:
             self._decode_params = self._relayout(self._params)
         return self._decode_params, self.version
@@ -376,7 +536,7 @@ class Snapshot:
     @property
     def version(self) -> int:
         """Version of the policy that the parameters are."""
-        return self._policy.version if self._kept is None else self._kept.version
+        return self._policy.sampled_version if self._kept is None else self._kept.version
 
     async def read(self, job: Callable[[Params], T]) -> T:
         """Return `job(params)`; the job must not donate the parameters."""
@@ -435,7 +595,7 @@ class Snapshot:
         return params if kept is None else combine(kept.params, partition(self._policy.model, params)[1])
 
     def _sampling_params(self) -> tuple[Params, int]:
-        if self._kept is None:
+        if self._kept is None or self._kept.version == self._policy.sampled_version:
             return self._policy._sampling_params()
         self._policy._check()
         if self._decode_params is None:
@@ -459,18 +619,24 @@ class Relayout:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._new_leaves = jax.jit(self._make_new_leaves)
+        self._new_leaves = jax.jit(self._make_new_leaves, static_argnums=1)
 
-    def __call__(self, params: Params) -> Params:
-        """Return the weights to decode with, which share arrays with `params`; do not donate these meanwhile."""
-        shared, structure = self._shared(params)
-        given, new = jax.tree.leaves(params), self._new_leaves(params)
+    def __call__(self, params: Params, *, is_shared: bool = True) -> Params:
+        """Return the weights to decode with.
+
+        Args:
+            params: the trained parameters.
+            is_shared: True to share arrays with `params`, which then must not be donated meanwhile; False to share only
+                those of a frozen base, which never are.
+        """
+        shared, structure = self._shared(params, is_shared)
+        given, new = jax.tree.leaves(params), self._new_leaves(params, is_shared)
         leaves = [new[index] if source is None else given[source] for index, source in enumerate(shared)]
         return jax.tree.unflatten(structure, leaves)
 
-    def extra_bytes(self, params: Params) -> int:
+    def extra_bytes(self, params: Params, *, is_shared: bool = True) -> int:
         """Return the bytes per device of the decoding weights that are not shared with the trained ones."""
-        shared, structure = self._shared(params)
+        shared, structure = self._shared(params, is_shared)
         shapes = jax.tree.leaves(jax.eval_shape(self._model.decode_layout, params))
         new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
         sharding = None if self._model.sharding is None else self._model.sharding.gathered()
@@ -491,15 +657,53 @@ class Relayout:
         """The dtype of activations, keys and values."""
         return compute_dtype(jax.eval_shape(self._model.decode_layout, params))
 
-    def _make_new_leaves(self, params: Params) -> list[Any]:
+    def _make_new_leaves(self, params: Params, is_shared: bool) -> list[Any]:
         """Make the leaves of the decoding weights, with None for shared ones."""
-        shared, _ = self._shared(params)
+        shared, _ = self._shared(params, is_shared)
         leaves = jax.tree.leaves(self._model.decode_layout(params))
+        # An output that is an input would be the same array; a copy is not.
+        same = self._shared(params)[0]
+        leaves = [leaf if source is None else jnp.copy(leaf) for leaf, source in zip(leaves, same, strict=True)]
         return [leaf if source is None else None for leaf, source in zip(leaves, shared, strict=True)]
 
-    def _shared(self, params: Params) -> tuple[list[int | None], Any]:
+    def _shared(self, params: Params, is_shared: bool = True) -> tuple[list[int | None], Any]:
         """Return, for each decoding leaf, the index of the same leaf in `params` or None; and the tree structure."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         traced, decoded = jax.make_jaxpr(self._model.decode_layout, return_shape=True)(shapes)
-        sources = {id(variable): index for index, variable in enumerate(traced.jaxpr.invars)}
+        trained = jax.tree.leaves(trainable(self._model, params), is_leaf=lambda leaf: leaf is None)
+        sources = {
+            id(variable): index
+            for index, (variable, leaf) in enumerate(zip(traced.jaxpr.invars, trained, strict=True))
+            if is_shared or leaf is None
+        }
         return [sources.get(id(variable)) for variable in traced.jaxpr.outvars], jax.tree.structure(decoded)
+
+
+class SentRelayout(Relayout):
+    """The same for a sampler on other devices: the trained parameters are sent there, and laid out where they arrive.
+
+    They are sent in the dtype of products. The frozen base of adapters is sent once.
+    """
+
+    def __init__(self, model: Model, sampler: Model) -> None:
+        super().__init__(sampler)
+        self._trained = model
+        self._base: Params | None = None
+        self._base_leaves: list[Any] = []
+
+    def __call__(self, params: Params, *, is_shared: bool = True) -> Params:
+        """Return the weights to decode with, which share no array with `params`."""
+        sent = self._send(copy_trained(self._trained, str(self.dtype(params)), params))
+        frozen = partition(self._trained, params)[1]
+        leaves = jax.tree.leaves(frozen)
+        if self._base is None or [*map(id, leaves)] != [*map(id, self._base_leaves)]:
+            self._base, self._base_leaves = self._send(frozen), leaves
+        return super().__call__(combine(sent, self._base))
+
+    def extra_bytes(self, params: Params, *, is_shared: bool = True) -> int:
+        """Return the bytes per device of the sampler of the weights to decode with."""
+        return super().extra_bytes(params, is_shared=False)
+
+    def _send(self, params: Params) -> Params:
+        assert self._model.sharding is not None
+        return self._model.sharding.place(params)

@@ -81,6 +81,8 @@ class Episode:
         policy_error: the error of a policy that can do no further work; a client over HTTP raises another one for it.
         server_url: address of the server that reaches the episode's language models; without one, that of clients in
             process.
+        began_at, called_at: seconds of `time.perf_counter` at its beginning, and at the last beginning or end of a
+            call; None before.
         texts_of_tokens: functions from a token id to its text, by the name of the language model that answered.
     """
 
@@ -99,6 +101,8 @@ class Episode:
     policy_error: PolicyError | None = None
     server_url: str = field(default=ENDPOINT, repr=False, compare=False)
     texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
+    began_at: float | None = field(default=None, repr=False, compare=False)
+    called_at: float | None = field(default=None, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, repr=False)
@@ -218,6 +222,8 @@ class Episode:
         return {
             **vars(self),
             "texts_of_tokens": {name: known.__getitem__ for name, known in texts.items()},
+            "began_at": None,
+            "called_at": None,
             "_loop": None,
             "_waiting": set(),
             "_token": None,
@@ -235,6 +241,7 @@ class Episode:
         is one, never on other models or on the order in which concurrent calls are answered.
         """
         with _lock:
+            self.called_at = time.perf_counter()
             index, repeats = self._begun, self._asked[llm, prompt_ids]
             self._begun += 1
             self._asked[llm, prompt_ids] += 1
@@ -251,6 +258,7 @@ class Episode:
         with _lock:
             if self._is_over:
                 raise self.closed()
+            self.called_at = time.perf_counter()
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

@@ -52,7 +52,9 @@ class Request:
 class Completion:
     """Tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`.
 
-    `top_logprobs` holds, for each token, pairs of a token id and its log-probability, if the request asks for them.
+    `policy_versions` holds the version of the weights that sampled each token, and `policy_version` that of the first;
+    they differ where the weights were changed beneath the request. `top_logprobs` holds, for each token, pairs of a
+    token id and its log-probability, if the request asks for them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -60,7 +62,13 @@ class Completion:
     behavior_logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "length"
     policy_version: int = 0
+    policy_versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    @property
+    def per_token(self) -> tuple[list[Any], ...]:
+        """The lists with one value per sampled token."""
+        return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:

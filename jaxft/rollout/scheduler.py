@@ -137,6 +137,11 @@ class Scheduler:
         for pool in self.pools:
             pool.clear()
 
+    def restart_prefills(self) -> None:
+        """Take slots and pages from the requests whose prompts are not in their pages yet; they wait for them again."""
+        for running in reversed([running for running in self.running.values() if not running.is_prefilled]):
+            self._preempt(running)
+
     def admit(self, version: int, *, is_draining: bool) -> Admitted:
         """Give slots and pages to waiting requests, the oldest first, as long as there are both.
 
@@ -164,7 +169,7 @@ class Scheduler:
             slot = next(slot for slot in free if self._shard_of(slot) == shard)
             free.remove(slot)
             admitted.copies.extend(self._take_pages(running, shard))
-            if not running.attempt:
+            if not running.completion.token_ids:
                 running.completion.policy_version = version
             running.slot, running.attempt = slot, running.attempt + 1
             self.running[slot] = running

@@ -96,7 +96,8 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
     sequence.sampler_logprobs += [0.0] * context + list(call.sampler_logprobs[:sampled])
     sequence.behavior_logprobs += [0.0] * context + list(call.behavior_logprobs[:sampled])
     sequence.temperatures += [call.temperature] * (context + sampled)
-    sequence.policy_versions += [-1] * context + [call.policy_version] * sampled
+    versions = call.policy_versions or (call.policy_version,) * len(call.token_ids)
+    sequence.policy_versions += [-1] * context + list(versions[:sampled])
     sequence.turns += [-1] * context + [turn] * sampled
     sequence.truncated |= is_target and call.finish_reason == "length"
 

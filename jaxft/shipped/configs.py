@@ -112,6 +112,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     mesh: MeshConfig | None = Field(
         default=None, description="Devices that share the model, rows and requests; null: the first device."
     )
+    sampler_mesh: MeshConfig | None = Field(
+        default=None,
+        description="Devices that sample alone: those behind the devices of mesh (or behind the first one), which then "
+        "train alone. Each version of the weights is sent to them once. One of the two meshes may take all devices "
+        "that are left. It pays with max_staleness above 0, as the others would wait. null: those of mesh do both.",
+    )
     lora: LoraConfig | None = Field(
         default=None, description="Low-rank adapters, which alone are trained; null: all parameters are."
     )
@@ -365,8 +371,18 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
+    sampling_share: float = Field(
+        default=0.75,
+        ge=0.0,
+        lt=1.0,
+        description="With max_staleness above 0: largest share of the device's time that sampling has while a job "
+        "trains and both have work. They take turns after each microbatch, so that neither starves.",
+    )
     max_stale_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Largest fraction of trajectories from other policy versions."
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="Largest fraction of trajectories from policy versions that are further behind than max_staleness.",
     )
     max_logprob_diff: float = Field(
         default=0.1, gt=0.0, description="Mean difference, in nats, above which a sequence disagrees with the policy."
@@ -435,6 +451,20 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     examples_per_update: int | None = Field(
         default=None, ge=1, description="Examples of an epoch, in a new order for each pass over the data; null: all."
     )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="Policy versions that episodes may be behind when they are trained. 0: a collection and its job "
+        "take turns. 1: the next collection is sampled beside each job, with the weights from before it; equal runs "
+        "stay equal, bit for bit. 2 or more: groups that take long are carried over to later jobs, up to so many; "
+        "equal runs then differ.",
+    )
+    in_flight: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="With max_staleness of 2 or more, requests that run when the weights change. finish: they end with "
+        "the weights that they began with, and others wait. continue: they go on with the new weights, and each token "
+        "has its version.",
+    )
     early_stop: EarlyStopConfig = Field(
         default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."
     )
@@ -447,6 +477,15 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
         "forward pass over them. shown: those on the console. some: of each epoch those of lowest, "
         "median and highest reward, and the first that failed. all: every episode, failed ones included.",
     )
+
+    @model_validator(mode="after")
+    def _has_requests_in_flight(self) -> "GRPOTrainerConfig":
+        if self.in_flight == "continue" and self.max_staleness < 2:
+            raise config_error(
+                f"in_flight 'continue' needs max_staleness 2 or more; with {self.max_staleness} no request runs when "
+                "the weights change"
+            )
+        return self
 
 
 class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_builder"):

@@ -33,7 +33,7 @@ from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import PAIRS_FILE, RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
-from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics
+from jaxft.shipped.rollout_builder import RolloutBuilder, join_metrics, reward_metrics
 from jaxft.shipped.trainer import LoggedTrainer
 from jaxft.training.rows import why_no_calls
 
@@ -239,6 +239,7 @@ class DPOTrainer(LoggedTrainer):
             try:
                 with user_code():
                     collection = await self.collect(run_id, meta)
+                    self.check_collection(collection)
                     self.trajectory_builder.log_progress(run_id, collection.metrics)
             except UserCodeError as failure:
                 is_hopeless = isinstance(
@@ -299,31 +300,6 @@ class DPOTrainer(LoggedTrainer):
                 f"{PAIRS_FILE} holds {len(self._collected)} pairs, but held {state['collected_pairs']} when the "
                 "checkpoint was made: put it back, or start anew with --overwrite"
             )
-
-
-def join_metrics(collections: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several collections into those of one.
-
-    Means and quartiles are averaged, weighted by the successful episodes; counts are summed, and minima and maxima are
-    taken over all collections.
-
-    >>> join_metrics([{"episodes": 1, "reward_mean": 0.0, "reward_max": 0.0}, {"episodes": 3, "reward_mean": 1.0}])
-    {'episodes': 4, 'reward_mean': 0.75, 'reward_max': 0.0}
-    """
-    joined: dict[str, float] = {}
-    for name in {name: None for metrics in collections for name in metrics}:
-        having = [metrics for metrics in collections if name in metrics]
-        values = [metrics[name] for metrics in having]
-        if name.endswith(("_mean", "_q25", "_q75")):
-            unfinished = [metrics.get("failed_episodes", 0) + metrics.get("dropped_episodes", 0) for metrics in having]
-            finished = [max(1, m.get("episodes", 1) - lost) for m, lost in zip(having, unfinished, strict=True)]
-            # Divided first: a single collection has the weight 1, which changes no bit of its mean.
-            joined[name] = sum(value * (count / sum(finished)) for value, count in zip(values, finished, strict=True))
-        elif name.endswith("_min"):
-            joined[name] = min(values)
-        else:
-            joined[name] = max(values) if name.endswith("_max") else sum(values)
-    return joined
 
 
 async def dpo_trainer(config: DPOTrainerConfig, builder: Any) -> AsyncIterator[DPOTrainer]:

@@ -1,7 +1,8 @@
 """GRPO: groups of episodes, and a training job on them in every epoch.
 
 In an epoch `GRPOTrainer.run_epoch` lets `GRPOTrajectoryBuilder` collect a group of episodes per example, applies the
-curriculum, and submits what remains to the trainer adapter.
+curriculum, and submits what remains to the trainer adapter. With `max_staleness` the episodes of later epochs are
+sampled beside the job (`jaxft.shipped.ahead`).
 """
 
 import random
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxft.errors import NothingToTrain
+from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
     TrainingJobRef,
     TrainingJobStatus,
@@ -20,6 +22,7 @@ from jaxft.harness.evaluation import EpisodeOutcome, verdict_of
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.shipped.ahead import GroupStream, NextCollection
 from jaxft.shipped.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajectoryBuilderConfig
 from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics, to_messages
 from jaxft.shipped.trainer import LoggedTrainer
@@ -114,6 +117,19 @@ class GRPOTrainer(LoggedTrainer):
         super().__init__(trainer_config, directory=directory, console=console)
         self._early_stop = EarlyStop(trainer_config.early_stop)
         self._stop_reason: str | None = None
+        self._num_epochs = 0
+        self._ahead: NextCollection | GroupStream | None = None
+        self._restored_stream: dict[str, Any] | None = None
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        """Store the builder and the adapter, and tell the adapter about `max_staleness`.
+
+        Raises:
+            ConfigError: `max_staleness` is above 0, and the adapter cannot sample beside its jobs.
+        """
+        await super().bind_components(trajectory_builder, trainer_adapter)
+        if self.trainer_config.max_staleness:
+            trainer_adapter.allow_staleness(self.trainer_config.max_staleness)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Run all epochs and return the last status of each job.
@@ -125,9 +141,35 @@ class GRPOTrainer(LoggedTrainer):
             NoLearningSignal: no epoch made an update, and no target was reached.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        assert self.trajectory_builder is not None
-        is_validated = self.trajectory_builder.validation is not None
+        assert self.trajectory_builder is not None and self.trainer_adapter is not None
         self.start(num_epochs)
+        self._num_epochs = num_epochs
+        self._ahead = self._make_ahead()
+        try:
+            return await self._run_epochs(num_epochs, is_validated=self.trajectory_builder.validation is not None)
+        finally:
+            if self._ahead is not None:
+                await self._ahead.close()
+
+    def _make_ahead(self) -> NextCollection | GroupStream | None:
+        """Return what samples ahead of the jobs; None with `max_staleness: 0`."""
+        staleness = self.trainer_config.max_staleness
+        if not staleness:
+            return None
+        if staleness == 1:
+            return NextCollection(self._collect_epoch, super().collection_state)
+        self.log.console.message(
+            f"max_staleness is {staleness}: which groups a job trains depends on the clock, so that equal runs differ"
+        )
+        size = self._examples_per_update
+        stream = GroupStream(self._collect_group, size=size, total=size * self._num_epochs, max_staleness=staleness)
+        stream.restore(self._restored_stream or {"next": size * self.epoch, "open": []})
+        return stream
+
+    async def _run_epochs(self, num_epochs: int, *, is_validated: bool) -> list[TrainingJobStatus]:
+        assert self.trainer_adapter is not None
+        if self._ahead is None:
+            await self.trainer_adapter.release_sampler()  # a checkpoint of a run with staleness may hold it
         while True:
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
@@ -144,6 +186,9 @@ class GRPOTrainer(LoggedTrainer):
                 self._stop_reason = self._early_stop.reason(metrics.get("reward_mean"))
         if self.is_stopping:
             return self.statuses
+        if self._ahead is not None:
+            await self._ahead.close()  # an early stop leaves episodes that nobody trains
+            await self.trainer_adapter.release_sampler()
         if self._stop_reason is not None:
             self.log.console.message(f"stopped early after {self.epoch} epochs: {self._stop_reason}")
         self.needs_no_training = self._early_stop.is_target_reached
@@ -155,8 +200,8 @@ class GRPOTrainer(LoggedTrainer):
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
         assert self.trajectory_builder is not None
         message = self.log.console.message
-        meta = {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
-        collection = await self.collect(run_id, meta | self._next_examples(epoch))
+        collection = await self._take(epoch, run_id)
+        self.check_collection(collection)
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
@@ -182,6 +227,7 @@ class GRPOTrainer(LoggedTrainer):
         self.trajectory_builder.log_progress(run_id, metrics)
         self.log.rewards(epoch, metrics)
 
+        await self._sample_ahead(epoch)
         if not chosen_rewards:
             lacks_signal = any(rewards)
             why = (
@@ -200,15 +246,81 @@ class GRPOTrainer(LoggedTrainer):
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
 
+    async def validate(self, num_epochs: int) -> float | None:
+        """Return the validation reward before this epoch, of the newest weights; None if none is due or usable.
+
+        Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
+        with the newest.
+        """
+        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        validation = self.trajectory_builder.validation
+        is_due = validation is not None and validation.is_due(self.epoch, num_epochs)
+        if is_due and not self.is_stopping and self._validated_epoch != self.epoch:
+            if isinstance(self._ahead, NextCollection):
+                await self._ahead.wait()
+                await self.trainer_adapter.release_sampler()
+            elif self._ahead is not None:
+                await self._hold_sampler()
+        return await super().validate(num_epochs)
+
+    async def _take(self, epoch: int, run_id: str) -> TrajectoryCollection:
+        """Return the episodes of an epoch, which may have been sampled ahead."""
+        if isinstance(self._ahead, NextCollection):
+            return await self._ahead.take(epoch)
+        if isinstance(self._ahead, GroupStream):
+            if not self._ahead.has_begun:
+                await self._hold_sampler()
+                self._ahead.begin(epoch)
+            return (await self._ahead.take(epoch, run_id))[1]
+        return await self._collect_epoch(epoch)
+
+    async def _sample_ahead(self, epoch: int) -> None:
+        """Begin the episodes that are sampled beside the job of this epoch, with the weights before it."""
+        if self._ahead is None:
+            return
+        await self._hold_sampler()  # also before the last job: a run that is prolonged goes on with these weights
+        if isinstance(self._ahead, GroupStream):
+            self._ahead.begin(epoch)
+        elif epoch + 1 < self._num_epochs:
+            self._ahead.begin(epoch + 1)
+
+    async def _hold_sampler(self) -> None:
+        assert self.trainer_adapter is not None
+        await self.trainer_adapter.hold_sampler(finishes_requests=self.trainer_config.in_flight == "finish")
+
+    async def _collect_epoch(self, epoch: int) -> TrajectoryCollection:
+        run_id = f"epoch_{epoch:05d}"
+        return await self.collect(run_id, self._meta(epoch, run_id) | self._next_examples(epoch))
+
+    async def _collect_group(self, number: int) -> TrajectoryCollection:
+        """Collect the group of this number; groups are numbered from 0 in the order of the epochs' examples."""
+        epoch, place = divmod(number, self._examples_per_update)
+        run_id = f"group_{number:06d}"
+        examples = self._next_examples(epoch).get("example_ids") or self._example_ids
+        return await self.collect(run_id, self._meta(epoch, run_id) | {"example_ids": [examples[place]]})
+
+    def _meta(self, epoch: int, run_id: str) -> dict[str, Any]:
+        return {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
+
+    @property
+    def _example_ids(self) -> list[str]:
+        assert self.trajectory_builder is not None
+        return [item.id for item in self.trajectory_builder.examples]
+
+    @property
+    def _examples_per_update(self) -> int:
+        """Number of examples of an epoch."""
+        count, known = self.trainer_config.examples_per_update, len(self._example_ids)
+        return known if count is None else min(count, known)
+
     def _next_examples(self, epoch: int) -> dict[str, Any]:
         """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples.
 
         Epochs iterate over the dataset, in an order that is reshuffled for every pass.
         """
-        assert self.run_config is not None and self.trajectory_builder is not None
-        ids = [item.id for item in self.trajectory_builder.examples]
-        count = self.trainer_config.examples_per_update
-        if count is None or count >= len(ids):
+        assert self.run_config is not None
+        ids, count = self._example_ids, self._examples_per_update
+        if count == len(ids):
             return {}
         chosen: list[str] = []
         position = epoch * count
@@ -231,14 +343,21 @@ class GRPOTrainer(LoggedTrainer):
         self.log.keep(epoch, kept, {"all": collection.failures, "some": collection.failures[:1], "shown": []}[saved])
         return [(str(trajectory.example_id), trajectory.generation or 0) for trajectory in kept]
 
+    def collection_state(self) -> dict[str, Any]:
+        """Return the state before the collection that is sampled ahead, which a resumed run repeats."""
+        ahead = self._ahead.before if isinstance(self._ahead, NextCollection) else None
+        return super().collection_state() if ahead is None else ahead
+
     def state(self) -> dict[str, Any]:
-        """Return counters, histories, and the rewards that early stopping compares, for JSON."""
-        return {**super().state(), "early_stop": self._early_stop.state()}
+        """Return counters, histories, the rewards that early stopping compares, and open groups, for JSON."""
+        stream = {"groups": self._ahead.state()} if isinstance(self._ahead, GroupStream) else {}
+        return {**super().state(), "early_stop": self._early_stop.state(), **stream}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the state between two epochs; the configuration of early stopping may have changed."""
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
+        self._restored_stream = state.get("groups")  # that of a run with max_staleness of 2 or more
         self._stop_reason = self._early_stop.verdict()
 
 

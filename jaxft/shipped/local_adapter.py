@@ -38,7 +38,7 @@ from jaxft.shipped.run_card import run_card
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
-from jaxft.training.memory import device_mebibytes, peak, peak_bytes, phases
+from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes, phases
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
@@ -73,6 +73,7 @@ class LocalTrainerAdapter(TrainerAdapter):
     Attributes:
         policy: samples, and is trained in place.
         learner: optimizer, reference and value head.
+        max_staleness: number of versions that episodes may be behind; jobs and sampling share the device if above 0.
     """
 
     adapter_config: LocalTrainerAdapterConfig
@@ -109,7 +110,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         super().__init__(adapter_config)
         self.policy = policy
         ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None
-        self.learner = make_learner(adapter_config, policy.model, seed=seed, ref_params=ref_params)
+        self.max_staleness = 0
+        self._make_learner = partial(make_learner, adapter_config, policy.model, seed=seed, ref_params=ref_params)
+        self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         self._model_card = model_card
@@ -140,10 +143,47 @@ class LocalTrainerAdapter(TrainerAdapter):
         limit = device_mebibytes(self.policy.model.sharding)
         if platform_of(self.policy.model.sharding) == "cpu" or limit is None:
             return "dots"  # that of the model
-        held = {purpose: size / 2**20 for purpose, size in self.policy.sampling_bytes(params).items()}
-        del held["sampling weights"]  # an update does not have them
+        held: dict[str, float] = {}
+        if not self.policy.has_own_sampler:
+            held = {purpose: size / 2**20 for purpose, size in self.policy.sampling_bytes(params).items()}
+            del held["sampling weights"]  # an update does not have them
+            if self.max_staleness:
+                held["held sampling weights"] = self.policy.held_bytes(params) / 2**20
         longest = self.policy.engine.max_context_tokens
         return self.learner.choose_remat(params, longest, lambda memory: peak(memory | held) <= limit)
+
+    def allow_staleness(self, max_staleness: int) -> None:
+        """Take episodes of up to `max_staleness` versions before, with a correction of the loss, and share the device.
+
+        Raises:
+            ConfigError: the loss is dpo or sft, which nothing corrects for staleness.
+        """
+        loss = self.adapter_config.loss
+        if not loss.is_policy_loss:
+            raise ConfigError(
+                [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]
+            )
+        self.max_staleness = max_staleness
+        self.policy.sampling_share = self.adapter_config.sampling_share
+        self.learner = self._make_learner(max_staleness=max_staleness)
+        if loss.correction is not None and loss.correction.name == "none":
+            self._warn(
+                f"warning: loss.correction is none with max_staleness {max_staleness}: the gradient is that of earlier "
+                "weights' samples, and biased"
+            )
+
+    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
+        """Sample with the present weights, of which a copy is kept, beside the jobs that follow."""
+        with self._memory_errors():
+            await self.policy.hold_sampler(finishes_requests=finishes_requests)
+
+    async def release_sampler(self) -> None:
+        """Sample with the newest weights again."""
+        await self.policy.release_sampler()
+
+    def device_seconds(self) -> dict[str, float]:
+        """Return the seconds that the device thread has spent so far: `sampling`, `training`, `other` and `idle`."""
+        return self.policy.device_seconds()
 
     async def is_healthy(self) -> bool:
         """Return True if all parameters are finite and a token can be sampled; otherwise show a warning with the cause.
@@ -165,9 +205,13 @@ class LocalTrainerAdapter(TrainerAdapter):
         longest = self.policy.engine.max_context_tokens
         with self._memory_errors():
             await self.policy.warm_up()
+            if self.max_staleness:
+                await self.policy.hold_sampler()
             await self.policy.update(
-                lambda params: (self.learner.warm_up(params, longest), None), has_changed=lambda result: False
+                lambda params: (self.learner.warm_up(params, longest, self.policy.pause), None),
+                has_changed=lambda result: False,
             )
+            await self.policy.release_sampler()
 
     def validate_trajectories(self, trajectories: TrajectoryCollection) -> dict[str, float]:
         """Return the metrics that a job on these trajectories would begin with, without queueing it.
@@ -177,7 +221,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             TrajectoryError: a row is greedy or malformed.
         """
         data, _ = self._lay_out(trajectories)
-        return data.metrics | data.sampled.stale_fractions(self.policy.version)
+        return data.metrics | data.staleness(self.policy.version, self.max_staleness)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Queue a job on these trajectories, and return at once.
@@ -268,12 +312,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         params: Any,
     ) -> tuple[Any, dict[str, float]]:
         """Run a job on the device thread: return the parameters and its metrics."""
-        stale = data.sampled.stale_fractions(self.policy.version)
+        stale = data.staleness(self.policy.version, self.max_staleness)
         metrics = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
         if job.is_cancelled:
             job.canceled_after = "canceled before it began"
             return params, metrics
-        if stale.get("stale_trajectory_fraction", 0.0) > self.adapter_config.max_stale_fraction:
+        if too_stale(stale) > self.adapter_config.max_stale_fraction:
             return params, metrics
 
         def goes_on(done: int, total: int) -> bool:
@@ -285,7 +329,14 @@ class LocalTrainerAdapter(TrainerAdapter):
         job.report(status=TrainingStatusEnum.RUNNING)
         self.policy.keep_snapshots(params)
         params, learned = self.learner.learn(
-            data.rows, rewards, params, goes_on, bad_updates.append, kept_tokens.indices, kept_tokens.keep
+            data.rows,
+            rewards,
+            params,
+            goes_on,
+            bad_updates.append,
+            kept_tokens.indices,
+            kept_tokens.keep,
+            self.policy.pause,
         )
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**metrics, **learned, "policy_version": version}
@@ -344,6 +395,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             training = self.learner.memory(params, self.policy.engine.max_context_tokens)
             sizes = self.policy.sampling_bytes(params)
             sizes |= {"sampling temporaries": self.policy.sampling_temporary_bytes(params)}
+            sizes |= {"held sampling weights": self.policy.held_bytes(params)} if self.max_staleness else {}
+            if self.policy.has_own_sampler:
+                sizes = {f"{SAMPLER}{purpose}": size for purpose, size in sizes.items()}
             return training | {purpose: size / 2**20 for purpose, size in sizes.items()}
 
         with self._memory_errors():
@@ -378,6 +432,8 @@ class LocalTrainerAdapter(TrainerAdapter):
                 holds_base = not self.policy.has_own_base(params)
                 values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
             arrays, snapshots = self.learner.arrays(params, with_base=holds_base), self.policy.snapshots
+            if self.policy.held is not None and self.max_staleness == 1:  # of others nothing is repeated
+                values["held"], arrays["held"] = self.policy.held_state(), self.policy.held_arrays()
             if snapshots:
                 values["snapshots"] = {name: snapshot.state() for name, snapshot in snapshots.items()}
                 arrays["snapshots"] = {name: snapshot.arrays() for name, snapshot in snapshots.items()}
@@ -411,6 +467,8 @@ class LocalTrainerAdapter(TrainerAdapter):
                     "base it was made with"
                 )
             like = self.learner.arrays(params, with_base=holds_base)
+            if "held" in values:
+                like["held"] = self.policy.held_like(values["held"], params)
             if states:
                 like["snapshots"] = {
                     name: None if state is None else snapshots[name].arrays_like(state, params)
@@ -419,7 +477,13 @@ class LocalTrainerAdapter(TrainerAdapter):
             arrays = read(like)
             for name, state in states.items():
                 snapshots[name].restore(state, arrays["snapshots"][name])
-            return self.learner.restore(values, arrays, params)
+            restored = self.learner.restore(values, arrays, params)
+            if "held" in values and not self.policy.restore_held(values["held"], arrays["held"], restored):
+                self._warn(
+                    "warning: the sampler's weights in the checkpoint are for another mesh or compute_dtype: the next "
+                    "episodes are sampled with the newest ones"
+                )
+            return restored
 
         self._has_warned = values["has_warned"]
         with self._memory_errors():
@@ -437,13 +501,19 @@ def _listed(snapshots: Iterable[str]) -> str:
 
 
 def make_learner(
-    config: LocalTrainerAdapterConfig, model: Model, *, seed: int = 0, ref_params: Params | None = None
+    config: LocalTrainerAdapterConfig,
+    model: Model,
+    *,
+    seed: int = 0,
+    ref_params: Params | None = None,
+    max_staleness: int = 0,
 ) -> Learner:
     """Make the learner of an adapter; arguments and errors are those of `Learner`."""
     return Learner(
         model,
         config.loss,
         config.optimizer,
+        max_staleness=max_staleness,
         microbatch_tokens=config.microbatch_tokens,
         num_minibatches=config.num_minibatches,
         num_iterations=config.num_iterations,
@@ -455,12 +525,17 @@ def make_learner(
     )
 
 
+def too_stale(metrics: dict[str, float]) -> float:
+    """Return the fraction of trajectories of versions that are not allowed, from the metrics of a job."""
+    return metrics.get("too_stale_fraction", metrics.get("stale_trajectory_fraction", 0.0))
+
+
 STAY = "parameters and optimiser state stay as they were"
 
 
 def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
     """Return why a job, or some of its updates, was refused although no error was raised; None if it was not."""
-    stale = metrics.get("stale_trajectory_fraction", 0.0)
+    stale = too_stale(metrics)
     if stale > config.max_stale_fraction:
         return f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {STAY}"
     if metrics.get("refused_updates"):
@@ -559,7 +634,7 @@ def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | Non
         return f"{microbatch}, or {llm}.{engine.sizes}"
     if purpose == "update":
         return f"{microbatch}, or set {llm}.remat to full"
-    if purpose.startswith("sampling"):
+    if purpose.removeprefix(SAMPLER).startswith("sampling"):
         return f"lower {llm}.{engine.sizes}"
     return (
         f"train adapters ({llm}.lora), divide the model over more devices ({llm}.mesh, fsdp or tensor), or keep its "

@@ -1,6 +1,7 @@
 """`_type: local_policy`: a model that samples and is trained in this process, or a snapshot of one."""
 
 import hashlib
+import math
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
-from jaxft.models.load import Lora, init_model, load_model, lora_spec
+from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
@@ -38,7 +39,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
     shape = shape_of(config)
     check_vocabulary(tokenizer, shape)  # before weights are read
-    mesh = None if config.mesh is None else mesh_of(config.mesh)
+    mesh, sampler_mesh = meshes_of(config)
     dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -52,6 +53,9 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
     else:
         model, params = init_model(shape, key, **options)
+    sampler = None
+    if sampler_mesh is not None and config.sampler_mesh is not None:
+        sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype, strict=config.sampler_mesh.strict)
     policy = Policy(
         model,
         params,
@@ -62,6 +66,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         max_context_tokens=config.max_context_tokens,
         cache_tokens=config.cache_tokens,
         base=None if config.path is None else base_name(config.path),
+        sampler=sampler,
     )
     policy.compiles.show = builder.console.compiling
     builder.add_devices(policy.devices())
@@ -155,7 +160,8 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
     """
     if config.snapshot_of is not None:
         return {"snapshot_of": config.snapshot_of, "every": str(config.snapshot_every)}
-    platform = platform_of(None if config.mesh is None else Sharding(mesh_of(config.mesh)))
+    mesh, _ = meshes_of(config)
+    platform = platform_of(None if mesh is None else Sharding(mesh))
     dtype, compute_dtype = dtypes_of(config, platform)
     remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"
     return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
@@ -181,6 +187,42 @@ def mesh_of(config: MeshConfig) -> Mesh:
     return make_mesh(config.data, config.fsdp, config.tensor)
 
 
+def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
+    """Make the mesh of the parameters and that of the sampler; None for a single device, or no sampler of its own.
+
+    Raises:
+        ValueError: their sizes do not add up to the number of devices, or both are to take all that are left.
+    """
+    if config.sampler_mesh is None:
+        return None if config.mesh is None else mesh_of(config.mesh), None
+    devices, trains, samples = jax.devices(), config.mesh or MeshConfig(data=1), config.sampler_mesh
+    count = num_devices(trains)
+    if count is None:
+        own = num_devices(samples)
+        if own is None:
+            raise ValueError(
+                "mesh and sampler_mesh both take all devices that are left; give one of them all its sizes"
+            )
+        count = len(devices) - own
+    if not 0 < count < len(devices):
+        raise ValueError(
+            f"mesh has {max(count, 0)} of {len(devices)} devices; wanted at least one for it, and one for sampler_mesh"
+        )
+    split = (trains, devices[:count]), (samples, devices[count:])
+    mesh, sampler_mesh = (make_mesh(each.data, each.fsdp, each.tensor, own) for each, own in split)
+    return None if config.mesh is None else mesh, sampler_mesh
+
+
+def num_devices(config: MeshConfig) -> int | None:
+    """Return the number of devices of a mesh; None if it takes all that are left.
+
+    >>> num_devices(MeshConfig(data=2, tensor=4)), num_devices(MeshConfig())
+    (8, None)
+    """
+    sizes = config.data, config.fsdp, config.tensor
+    return None if -1 in sizes else math.prod(sizes)
+
+
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
     """Return the config of the model, without reading weights."""
     if config.path is not None:
@@ -202,7 +244,8 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
         return None
     shape = shape_of(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = mesh_of(config.mesh) if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    mesh = meshes_of(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    assert mesh is not None
     dtype = jnp.dtype(dtypes_of(config, platform_of(Sharding(mesh)))[0])
     sharding = sharding_for(shape, mesh, strict=config.mesh.strict)
     params = parameter_shapes(shape, lora_spec(lora_of(config.lora)))

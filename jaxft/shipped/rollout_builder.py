@@ -137,6 +137,7 @@ class RolloutBuilder(TrajectoryBuilder):
             "timings": {
                 "seconds_rollout": time.perf_counter() - started.seconds,
                 "seconds_reward": sum(outcome.seconds["reward"] for outcome in outcomes),
+                "seconds_episode_max": max((outcome.seconds["rollout"] for outcome in outcomes), default=0.0),
             },
             "failures": [failure_report(outcome) for outcome in failed],
         }
@@ -206,6 +207,31 @@ def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
         "group_reward_q25": low,
         "group_reward_q75": high,
     }
+
+
+def join_metrics(collections: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Merge the metrics of several collections into those of one.
+
+    Means and quartiles, and those of named rewards, are averaged, weighted by the successful episodes; counts are
+    summed, and minima and maxima are taken over all collections.
+
+    >>> join_metrics([{"episodes": 1, "reward_mean": 0.0, "reward_max": 0.0}, {"episodes": 3, "reward_mean": 1.0}])
+    {'episodes': 4, 'reward_mean': 0.75, 'reward_max': 0.0}
+    """
+    joined: dict[str, float] = {}
+    for name in {name: None for metrics in collections for name in metrics}:
+        having = [metrics for metrics in collections if name in metrics]
+        values = [metrics[name] for metrics in having]
+        if name.endswith(("_mean", "_q25", "_q75")) or name.startswith("reward/"):
+            unfinished = [metrics.get("failed_episodes", 0) + metrics.get("dropped_episodes", 0) for metrics in having]
+            finished = [max(1, m.get("episodes", 1) - lost) for m, lost in zip(having, unfinished, strict=True)]
+            # Divided first: a single collection has the weight 1, which changes no bit of its mean.
+            joined[name] = sum(value * (count / sum(finished)) for value, count in zip(values, finished, strict=True))
+        elif name.endswith("_min"):
+            joined[name] = min(values)
+        else:
+            joined[name] = max(values) if name.endswith("_max") else sum(values)
+    return joined
 
 
 def _check_targets(calls: Sequence[Call], targeted: int, config: FinetuneConfig) -> None:

@@ -21,6 +21,9 @@ from jaxft.shipped.configs import LoggedTrainerConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.run_log import RunLog
 
+OFF_POLICY = 0.5
+"""Effective sample size, as a fraction of the tokens, below which an epoch counts as off-policy."""
+
 
 class LoggedTrainer(Trainer):
     """A trainer without its loop.
@@ -46,6 +49,7 @@ class LoggedTrainer(Trainer):
         self._validated_epoch: int | None = None
         self._seconds_checkpoint = 0.0
         self._is_warm = False
+        self._is_off_policy = False
         self._has_said_retokenized = False
         self._why_nothing_was_learned, self._lacks_signal = "", False
         self._not_submitted: TrainingJobStatus | None = None
@@ -90,7 +94,7 @@ class LoggedTrainer(Trainer):
                 strict_compile.
         """
         assert self.trainer_adapter is not None
-        started, status = time.perf_counter(), None
+        started, status, device = time.perf_counter(), None, self.trainer_adapter.device_seconds()
         run_id = f"epoch_{self.epoch:05d}"
         ref = await self.run_epoch(self.epoch, run_id)
         metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
@@ -108,22 +112,28 @@ class LoggedTrainer(Trainer):
                     run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0
                 )
             self._check_compiled(run_id, metadata.get("compiled", []))
+            self._note_off_policy(run_id, metrics)
             self.trainer_adapter.log_progress(ref, metrics)
+        spent = self.trainer_adapter.device_seconds()
+        timings |= {f"seconds_device_{name}": spent[name] - device.get(name, 0.0) for name in spent}
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
         logged = await self.get_metrics(run_id)
         self.log_progress(self.epoch, logged)
         return logged if self._count_epoch(status, logged) else None
 
     async def collect(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        """Return one collection of the builder, and show how many of its episodes failed or were dropped.
+        """Return one collection of the builder; give it to `check_collection` before it is used."""
+        assert self.trajectory_builder is not None
+        await self.trajectory_builder.start_run(run_id, meta)
+        return await self.trajectory_builder.finalize(run_id, meta)
+
+    def check_collection(self, collection: TrajectoryCollection) -> None:
+        """Show how many episodes of a collection failed or were dropped.
 
         Raises:
             TooManyFailures: more than `max_failed_fraction` of the episodes failed.
         """
-        assert self.trajectory_builder is not None
-        await self.trajectory_builder.start_run(run_id, meta)
-        collection = await self.trajectory_builder.finalize(run_id, meta)
-        failures, message = collection.failures, self.log.console.message
+        run_id, failures, message = collection.run_id, collection.failures, self.log.console.message
         episodes = collection.metrics.get("episodes", len(failures) + sum(map(len, collection.trajectories)))
         if len(failures) > self.trainer_config.max_failed_fraction * episodes:
             raise TooManyFailures(f"{len(failures)} of {episodes:.0f} episodes failed; the last: {failures[-1]}")
@@ -138,7 +148,6 @@ class LoggedTrainer(Trainer):
                 f"{run_id}: {retokenized:.0f} calls start a new training row because the chat template or the agent "
                 "changed an earlier turn, as a template does that drops reasoning or moves tools (retokenized_calls)"
             )
-        return collection
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submit a job. If the adapter raises, the job has failed: `train_epoch` ends the run with its status.
@@ -162,6 +171,19 @@ class LoggedTrainer(Trainer):
                 metadata={"traceback": failure.traceback},
             )
             return ref
+
+    def _note_off_policy(self, run_id: str, metrics: Mapping[str, Any]) -> None:
+        """Say when importance weights begin to leave little of the sample, and when they no longer do."""
+        fraction = metrics.get("effective_sample_fraction", 1.0)
+        is_off_policy, before = fraction < OFF_POLICY, self._is_off_policy
+        self._is_off_policy = is_off_policy
+        if is_off_policy and not before:
+            self.log.console.message(
+                f"{run_id}: off-policy: the importance weights leave {fraction:.0%} of the sample (on average "
+                f"{metrics.get('staleness_mean', 0):.2g} versions behind): lower max_staleness or the learning rate"
+            )
+        elif before and not is_off_policy:
+            self.log.console.message(f"{run_id}: the importance weights leave {fraction:.0%} of the sample again")
 
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
         """Raise if `strict_compile` is on and a job other than the first of this process compiled something.
@@ -251,6 +273,7 @@ class LoggedTrainer(Trainer):
             "log": self.log.state(),
             "why_nothing_was_learned": self._why_nothing_was_learned,
             "lacks_signal": self._lacks_signal,
+            "is_off_policy": self._is_off_policy,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -261,4 +284,6 @@ class LoggedTrainer(Trainer):
         self.statuses = [TrainingJobStatus(**status) for status in counters["statuses"]]
         self.log.restore(state["log"])
         self._why_nothing_was_learned = state["why_nothing_was_learned"]
-        self._lacks_signal = state.get("lacks_signal", True)  # checkpoints of earlier versions do not have it
+        # Checkpoints of earlier versions do not have these.
+        self._lacks_signal = state.get("lacks_signal", True)
+        self._is_off_policy = state.get("is_off_policy", False)

@@ -9,7 +9,7 @@ from jaxft.harness.config_types import ConfigModel, PathOrName, config_error
 
 AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "reinforce_pp", "gae"]
 CorrectionName = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
 ]
 
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
@@ -43,7 +43,8 @@ class CorrectionConfig(ConfigModel):
         description="Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. "
         "sequence_*: one per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. "
         "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 "
-        "elsewhere."
+        "elsewhere. ratio: the ratio that the loss clips divides by the sampler's probability, and nothing is weighted "
+        "besides. none: weight 1 everywhere, also for tokens that earlier weights sampled, whose loss is then biased."
     )
     low: float = Field(default=0.5, gt=0.0, le=1.0, description="Smallest ratio that a mask keeps.")
     high: float = Field(
@@ -118,7 +119,8 @@ class LossConfig(ConfigModel):
     reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
     correction: CorrectionConfig | None = Field(
         default=None,
-        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none.",
+        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
+        "with max_staleness above 0 ratio, or token_truncate for reinforce.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     gamma: float = Field(
@@ -192,6 +194,22 @@ class LossConfig(ConfigModel):
             return "tokens"
         return "trajectories" if self.weigh == "trajectory" else "sequences"
 
+    def for_staleness(self, max_staleness: int) -> "LossConfig":
+        """Return the loss with the correction that it has on episodes of up to `max_staleness` versions before.
+
+        >>> loss = LossConfig(name="dapo")
+        >>> loss.for_staleness(0).correction, loss.for_staleness(1).correction.name
+        (None, 'ratio')
+        """
+        correction = self.correction
+        if not self.is_policy_loss or (max_staleness and correction is not None):
+            return self
+        if max_staleness:  # reinforce has no ratio
+            correction = CorrectionConfig(name="token_truncate" if self.name == "reinforce" else "ratio")
+        elif correction is not None and correction.name == "none":
+            correction = None
+        return self.model_copy(update={"correction": correction})
+
     @model_validator(mode="after")
     def _has_what_it_reads(self) -> "LossConfig":
         own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
@@ -208,6 +226,8 @@ class LossConfig(ConfigModel):
             raise config_error(f"{self.name} has no {', '.join(strange)}: take them out{hint}")
         if self.name == "dpo" and self.beta == 0:
             raise config_error("dpo needs a beta above 0")
+        if self.name == "reinforce" and self.correction is not None and self.correction.name == "ratio":
+            raise config_error("reinforce has no ratio: take correction token_truncate")
         return self
 
     @model_validator(mode="after")

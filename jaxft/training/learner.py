@@ -1,5 +1,6 @@
 """The learner: runs training jobs (scores, advantages, updates), and owns the state that passes from job to job."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -94,9 +95,16 @@ the loss, `tokens` for all other metrics."""
 GoesOn = Callable[[int, int], bool]
 
 
+Pause = Callable[[Any], object]
+
+
 def always(done: int, total: int) -> bool:
     """Return True: the default `goes_on` of `Learner.learn`, which runs every update."""
     return True
+
+
+def no_pause(ready: Any) -> None:
+    """Do nothing: the default `pause` of `Learner.learn`, which leaves no work of others in between."""
 
 
 class Learner:
@@ -117,6 +125,7 @@ class Learner:
         loss: LossConfig,
         optimizer: OptimizerConfig,
         *,
+        max_staleness: int = 0,
         microbatch_tokens: int = 8192,
         num_minibatches: int = 1,
         num_iterations: int = 1,
@@ -132,14 +141,18 @@ class Learner:
             model: the model of the policy.
             loss: settings of the loss.
             optimizer: settings of the optimizer.
+            max_staleness: number of versions that episodes may be behind, which decides the correction of the loss
+                (`LossConfig.for_staleness`). Above 0 no update is refused because log-probabilities differ.
             seed: seed that shuffles minibatches.
             ref_params: reference policy from another checkpoint; None uses the parameters before the first job.
 
         Raises:
             ValueError: settings of the loss exclude each other.
         """
-        self._loss_config = loss
-        limits = (max_sampler_diff, max_disagreeing_fraction) if loss.is_policy_loss else None
+        self._loss_config = loss = loss.for_staleness(max_staleness)
+        # Log-probabilities of earlier weights may differ; the correction weighs them, and versions tell foreign ones.
+        largest_fraction = math.inf if max_staleness else max_disagreeing_fraction
+        limits = (max_sampler_diff, largest_fraction) if loss.is_policy_loss else None
         unweighted = loss.model_copy(update={"reward_weights": None})  # not the update's, and no dict can be hashed
         self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits)
         self._use(model)
@@ -192,6 +205,7 @@ class Learner:
         keep_bad: Callable[[BadUpdate], object] = lambda update: None,
         kept_rows: Sequence[int] = (),
         keep_scores: Callable[[int, TokenScores], object] = lambda row, scores: None,
+        pause: Pause = no_pause,
     ) -> tuple[Params, dict[str, float]]:
         """Run the updates of a job, and return the new parameters and the job's metrics.
 
@@ -204,15 +218,16 @@ class Learner:
             kept_rows: indices of rows, ascending, whose tokens' advantages and entropies are wanted; none without
                 `credit`.
             keep_scores: called with each of these indices and its scores, before the first update.
+            pause: called after each microbatch is queued, with an array that is ready when it has been computed.
         """
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
         laid_out = make_batch(rows, planner)
-        job = with_scores(laid_out, self._loss_config, *self._scorers(params))
+        job = with_scores(laid_out, self._loss_config, *self._scorers(params, pause))
         if credit is not None:
             job, metrics = compute_advantages(job, credit, self._loss_config)
             if kept_rows:
-                self._score_kept(laid_out, job, kept_rows, params, keep_scores)
+                self._score_kept(laid_out, job, kept_rows, params, keep_scores, pause)
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
@@ -223,11 +238,11 @@ class Learner:
         for done, minibatch in enumerate(minibatches):
             if not goes_on(done, len(minibatches)):
                 break
-            state, of_update = self._update(state, minibatch.microbatches())
+            state, of_update = self._update(state, minibatch.microbatches(), pause)
             history.append(of_update | {"batch_rows": minibatch.packing.height})
         params = self._keep(state)
         self.jobs += 1
-        history = jax.device_get(history)
+        history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
         counts = [minibatch.counts() for minibatch in minibatches[: len(history)]]
         of_loss = dict.fromkeys(("loss", "policy_loss"), self._loss_config.averaged_over)
         metrics |= merge_metrics(history, counts, AVERAGED_OVER | of_loss) if history else {"applied_updates": 0.0}
@@ -248,11 +263,12 @@ class Learner:
         kept_rows: Sequence[int],
         params: Params,
         keep_scores: Callable[[int, TokenScores], object],
+        pause: Pause,
     ) -> None:
         """Call `keep_scores` with each kept row; `laid_out` is the job before its scores and advantages."""
         chosen = select_sequences(laid_out, np.array(kept_rows), self._planner())
         # The value head changes no entropy, but shares the program that scores a job for ppo.
-        scored = score_tokens(chosen, partial(self._scored, params, value_head=self.value_head))
+        scored = score_tokens(chosen, pausing(partial(self._scored, params, value_head=self.value_head), pause))
         entropies, advantages = unpack(chosen.packing, scored.entropy), unpack(job.packing, job.batch.advantages)
         for row, of_row in zip(kept_rows, entropies, strict=True):
             keep_scores(row, TokenScores(advantages[row], of_row))
@@ -335,10 +351,10 @@ class Learner:
             trained = {"policy": trained, "value_head": head}
         return jax.eval_shape(lambda p: init_train_state(p, self._optimizer, self._model), trained)
 
-    def warm_up(self, params: Params, longest: int) -> Params:
+    def warm_up(self, params: Params, longest: int, pause: Pause = no_pause) -> Params:
         """Compile all scores and updates, by running them on empty microbatches for rows of up to `longest` tokens.
 
-        The given parameters are donated; the returned ones hold the same bits.
+        The given parameters are donated; the returned ones hold the same bits. `pause` is that of `learn`.
         """
         self._prepare(params)
         state = self._train_state(params)
@@ -353,7 +369,7 @@ class Learner:
             if self._loss_config.needs_reference:
                 self._scored(policy, recorded, value_head=None)
             for parts in (batch, [batch, batch]):  # alone, and as one of several
-                state, _ = self._update(state, parts)
+                state, _ = self._update(state, parts, pause)
         if self.ref_params is not None and self._loss_config.reference.update_every is not None:
             moving = trainable(self._model, self.ref_params)
             mix(moving, moving, self._loss_config.reference.mixing)
@@ -394,14 +410,16 @@ class Learner:
         self.value_head = state.params["value_head"]
         return state.params["policy"]
 
-    def _scorers(self, params: Params) -> tuple[Scorer | None, Scorer | None]:
+    def _scorers(self, params: Params, pause: Pause = no_pause) -> tuple[Scorer | None, Scorer | None]:
         """Return functions that score a microbatch with policy and reference; None if the loss reads no such scores."""
-        policy = partial(self._scored, params, value_head=self.value_head) if self._needs_old else None
+        policy = None
+        if self._needs_old:
+            policy = pausing(partial(self._scored, params, value_head=self.value_head), pause)
         if not self._loss_config.needs_reference:
             return policy, None
         assert self.ref_params is not None
         reference = combine(self.ref_params, partition(self._model, params)[1])
-        return policy, partial(self._scored, reference, value_head=None)
+        return policy, pausing(partial(self._scored, reference, value_head=None), pause)
 
     def _follow(self, params: Params) -> None:
         """Move the reference towards the policy after every `update_every`-th job that made an update."""
@@ -409,6 +427,33 @@ class Learner:
         if self.ref_params is not None and every is not None and self._applied_jobs % every == 0:
             moving = (trainable(self._model, each) for each in (params, self.ref_params))
             self.ref_params = combine(mix(*moving, mixing), self.ref_params)
+
+
+def pausing(score: Scorer, pause: Pause) -> Scorer:
+    """Return `score` with a pause after each microbatch."""
+
+    def scored(microbatch: Any) -> Any:
+        scores = score(microbatch)
+        pause(scores.logprobs)
+        return scores
+
+    return scored
+
+
+def with_sample_size(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Replace the means of the correction's ratio and of its square by `effective_sample_fraction`, if there are any.
+
+    That is the effective sample size of the importance weights as a fraction of the trained tokens (Kong 1992): 1 if
+    the sampler is the policy.
+
+    >>> with_sample_size({"loss": 1.0, "sampler_ratio_mean": 1.0, "sampler_ratio_square_mean": 2.0})
+    {'loss': 1.0, 'effective_sample_fraction': 0.5}
+    """
+    left = dict(metrics)
+    mean, square = left.pop("sampler_ratio_mean", None), left.pop("sampler_ratio_square_mean", None)
+    if mean is None or square is None:
+        return left
+    return left | {"effective_sample_fraction": float(mean) ** 2 / float(square) if square else 0.0}
 
 
 @jax.jit

@@ -14,6 +14,9 @@ PHASES = {
 }
 """Purposes whose memory only one phase of a run has; that of all other purposes is held throughout."""
 
+SAMPLER = "sampler's "
+"""Beginning of the purposes of devices that sample alone, which are a phase of their own."""
+
 
 def peak(memory: Mapping[str, float]) -> float:
     """Return the largest memory of a phase: what is held throughout, and what the phase has beside it.
@@ -30,14 +33,16 @@ def phases(memory: Mapping[str, float]) -> dict[str, dict[str, float]]:
     >>> phases({"parameters": 4.0, "update": 1.0, "sampling weights": 2.0})["rollout"]
     {'parameters': 4.0, 'sampling weights': 2.0}
     """
-    return {
+    own = {purpose: size for purpose, size in memory.items() if purpose.startswith(SAMPLER)}
+    found = {
         phase: {
             purpose: size
             for purpose, size in memory.items()
-            if not any(purpose in only for other, only in PHASES.items() if other != phase)
+            if purpose not in own and not any(purpose in only for other, only in PHASES.items() if other != phase)
         }
         for phase in PHASES
     }
+    return found | ({"sampler": own} if own else {})
 
 
 def device_mebibytes(sharding: Sharding | None) -> float | None:

@@ -34,17 +34,6 @@ class Sampled(NamedTuple):
     versions: np.ndarray
     trajectories: np.ndarray
 
-    def stale_fractions(self, policy_version: int) -> dict[str, float]:
-        """Return the fractions of tokens and of trajectories that another version sampled; empty without tokens."""
-        if not self.versions.size:
-            return {}
-        is_stale = self.versions != policy_version
-        owners, stale_owners = np.unique(self.trajectories), np.unique(self.trajectories[is_stale])
-        return {
-            "stale_token_fraction": float(is_stale.mean()),
-            "stale_trajectory_fraction": stale_owners.size / owners.size,
-        }
-
 
 NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
 
@@ -63,6 +52,42 @@ class Gathered(NamedTuple):
     groups: list[list[Trajectory]]
     metrics: dict[str, float]
     sampled: Sampled
+
+    def staleness(self, policy_version: int, max_staleness: int = 0) -> dict[str, float]:
+        """Return metrics of the versions that sampled the trained tokens; empty for dpo and sft.
+
+        With a `max_staleness` above 0 these are also the mean and the largest number of versions behind, the fraction
+        of tokens that are so many behind (`staleness/1`), the fraction of trajectories that are further behind than
+        `max_staleness` or of no version of this policy, and the number of groups of several versions.
+
+        Args:
+            policy_version: version of the policy before the job.
+            max_staleness: largest number of versions that tokens may be behind.
+        """
+        _, versions, owners = self.sampled
+        if not versions.size:
+            return {}
+        age = policy_version - versions
+
+        def owned(chosen: np.ndarray) -> float:
+            return np.unique(owners[chosen]).size / np.unique(owners).size
+
+        metrics = {"stale_token_fraction": float((age != 0).mean()), "stale_trajectory_fraction": owned(age != 0)}
+        if not max_staleness:
+            return metrics
+        groups = np.repeat(np.arange(len(self.groups)), [len(group) for group in self.groups])[owners]
+        pairs = np.unique(np.stack([groups, versions]), axis=1)
+        ages = {f"staleness/{each}": float((age == each).mean()) for each in range(max_staleness + 1)}
+        return (
+            metrics
+            | ages
+            | {
+                "staleness_mean": float(age.mean()),
+                "staleness_max": int(age.max()),
+                "too_stale_fraction": owned((age < 0) | (age > max_staleness)),
+                "groups_of_several_versions": int((np.unique(pairs[0], return_counts=True)[1] > 1).sum()),
+            }
+        )
 
 
 def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: bool) -> Gathered:

@@ -4,6 +4,7 @@ With an opponent, that one is asked the same, and its points are taken off.
 """
 
 import asyncio
+import random
 from typing import Any
 
 import jaxft
@@ -13,6 +14,7 @@ class KilledAgentConfig(jaxft.WorkflowConfig, name="killed_agent"):
     llm: jaxft.LLMRef
     opponent: jaxft.LLMRef | None = None
     candidates: int = 1
+    tool_seconds: float = 0.0
 
 
 @jaxft.register_workflow(config_type=KilledAgentConfig)
@@ -31,6 +33,7 @@ async def killed_agent(config: KilledAgentConfig, builder: Any) -> Any:
             if count > 1:
                 episode.record_candidates(replies, scores)
             messages.append({"role": "assistant", "content": replies[0].content})
+            await asyncio.sleep(config.tool_seconds * random.random())  # at the mercy of the clock, as tools are
             points.append(scores[0])
             if opponent is not None:
                 said = await opponent.chat([{"role": "user", "content": question}], max_tokens=6)

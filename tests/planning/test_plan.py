@@ -100,6 +100,13 @@ def test_a_plan_without_compilers_is_estimated(planned, capsys):
     assert "(estimated)" in shown and "(auto)" in shown
 
 
+def test_a_sampler_that_holds_its_weights_needs_them_once_more(planned, capsys):
+    assert plan("v5e-8", "trainers.loop.max_staleness=1") == 0
+    shown = capsys.readouterr().out
+    # 596,049,920 parameters of bfloat16, 1.110 GiB, gathered along fsdp: whole on each chip.
+    assert "   1.110 GiB  held sampling weights\n" in shown
+
+
 def test_adapters_have_a_base_of_bfloat16(planned, capsys):
     assert plan("h200x1", "llms.policy.mesh=null", "llms.policy.lora.rank=16") == 0
     shown = capsys.readouterr().out
@@ -121,6 +128,7 @@ def test_a_snapshot_is_a_copy_in_the_dtype_of_products_with_its_own_cache(planne
         ("h200x8", ["llms.policy.mesh.data=0"], 2, ["mesh is data 0 x fsdp -1"]),
         ("h200x8", ["llms.policy.mesh.tensor=3"], 2, ["mesh is data 1 x fsdp -1 x tensor 3", "8 devices"]),
         ("h200x1", ["llms.policy.path=absent/model"], 2, ["llms.policy", "absent/model"]),
+        ("h200x8", ["llms.policy.sampler_mesh.data=1"], 2, ["llms.policy.sampler_mesh", "can be planned"]),
         ("v5e-1", ["llms.policy.mesh=null"], 1, ["does not fit", "microbatch_tokens to 65536", "lora"]),
     ],
 )

@@ -226,6 +226,25 @@ def test_without_scores_tokens_are_shaded_by_their_logprobs(tmp_path):
     assert "disabled" in radios["shade-a"] and "checked" in radios["shade-l"] and "disabled" in radios["shade-e"]
 
 
+def test_the_overlap_of_rollouts_and_updates_is_shown(tmp_path):
+    run = make_run(tmp_path / "run", epochs=4)
+    for file, added in (
+        ("training_metrics.jsonl", {"staleness/0": 0.25, "staleness/1": 0.75}),
+        ("timings.jsonl", {"seconds_device_sampling": 1.5, "seconds_device_idle": 0.5, "seconds_episode_max": 3.0}),
+    ):
+        rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
+        changing = {"effective_sample_fraction": 0.9} if file.startswith("training") else {}
+        for row in rows:
+            row |= added | {name: value - row["epoch"] / 100 for name, value in changing.items()}
+        write_lines(run / file, rows)
+    page = page_of(run)
+    assert page.faults == []
+    for caption in ("Tokens by the number of versions behind", "Effective sample size of the importance weights"):
+        assert caption in page.sections["curves"]
+    assert "Seconds of the device" in page.sections["timings"]
+    assert "Seconds of the longest episode" in page.sections["timings"]
+
+
 def test_pairs_of_dpo_are_shown(tmp_path):
     page = page_of(make_dpo_run(tmp_path / "x"))
     assert page.faults == [] and "5 preference pairs" in page.sections["episodes"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -55,6 +56,61 @@ def test_a_job_may_raise_anything(device, error):
     with pytest.raises(DeviceThreadError, match=type(error).__name__):
         within_time(device.run(raising(error)))
     assert within_time(device.run(lambda: 1)) == 1  # the thread is still there
+
+
+def test_a_paused_job_lets_sampling_in_and_nothing_else(device):
+    order = []
+
+    def job():
+        sampled = [device.submit(partial(order.append, f"sampled {i}"), "sampling") for i in range(3)]
+        device.submit(lambda: order.append("other"))
+        device.pause(0.0)  # no share at all, and yet one piece
+        order.append("half")
+        device.pause(0.999999)
+        order.append("done")
+        return all(each.done() for each in sampled)
+
+    assert within_time(device.run(job, "training"))
+    within_time(device.run(lambda: None))
+    assert order == ["sampled 0", "half", "sampled 1", "sampled 2", "done", "other"]
+
+
+def test_an_error_of_sampling_in_a_pause_belongs_to_its_waiter(device):
+    def job():
+        sampled = device.submit(raising(ValueError("broken")), "sampling")
+        device.pause(0.5)
+        return sampled
+
+    with pytest.raises(ValueError, match="broken"):
+        within_time(device.run(job)).result()
+
+
+def test_sampling_goes_on_until_other_devices_are_ready(device):
+    begun, sampled = threading.Event(), []
+
+    def job():
+        begun.set()
+        device.pause_until(lambda: len(sampled) == 2)
+
+    running = device.submit(job, "training")
+    begun.wait(SOON)
+    for i in range(2):
+        device.submit(partial(sampled.append, i), "sampling")
+    running.result(SOON)
+    assert sampled == [0, 1]
+
+
+def test_seconds_are_counted_by_kind(device):
+    def job():
+        device.submit(lambda: time.sleep(0.05), "sampling")
+        device.pause(0.5)
+
+    before = device.seconds()
+    within_time(device.run(job, "training"))
+    time.sleep(0.05)
+    spent = {kind: seconds - before[kind] for kind, seconds in device.seconds().items()}
+    assert spent["sampling"] >= 0.05 and spent["idle"] >= 0.05 and spent["other"] == 0.0
+    assert 0.0 < spent["training"] < spent["sampling"]
 
 
 def end_after_a_job(device):

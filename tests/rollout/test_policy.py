@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxft.core.partition import trainable
+from jaxft.core.partition import combine, partition, trainable
 from jaxft.errors import PolicyLostError
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model, load_model
@@ -12,6 +12,7 @@ from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.requests import Request
 
 LORA = LoraSpec(2, 4.0, ("q_proj", "mlp/*"), False)
 
@@ -214,3 +215,98 @@ def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, co
     asyncio.run(other.restore(restore, 1))
     assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(restored.arrays())} == {"float32"}
     jax.tree.map(lambda a, b: bool((a == b).all()) or pytest.fail("another value"), restored.arrays(), kept)
+
+
+def ask(client, **options):
+    return asyncio.run(client.chat([{"role": "user", "content": "x?"}], max_tokens=8, seed=1, **options))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_held_sampler_answers_as_before_whatever_is_trained(make_policy, lora):
+    model, params = init_model("qwen3-50k", jax.random.key(1), lora=lora)
+    policy = make_policy(model=model, params=params)
+    snapshot = add_snapshot(policy, every=1)  # it would follow every job
+    client, earlier = ChatClient(policy, "policy"), ChatClient(snapshot, "earlier")
+
+    def job(params):
+        moved, frozen = partition(model, params)
+        grown = combine(jax.tree.map(lambda leaf: 1.5 * leaf + 0.1, moved), frozen)
+        jax.tree.map(lambda leaf: leaf.delete(), moved)  # as an update donates them
+        return grown, None
+
+    before, before_earlier = ask(client), ask(earlier)
+    asyncio.run(policy.hold_sampler())
+    with counting_compiles() as compiles:
+        for _ in range(2):
+            asyncio.run(policy.update(job))
+        held, held_earlier = ask(client), ask(earlier)
+    assert (held.token_ids, held.logprobs, held.policy_version) == (before.token_ids, before.logprobs, 0)
+    assert (held_earlier.logprobs, held_earlier.policy_version) == (before_earlier.logprobs, 0)
+    assert not [name for name in compiles.names() if "advance" in name or "prefill" in name]
+    assert (policy.version, snapshot.version, policy.sampled_version) == (2, 0, 0)
+
+    held_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.held.params))
+    shared_bytes = 0 if lora is None else params["base"]["embed"].nbytes + params["base"]["final_norm"]["scale"].nbytes
+    assert asyncio.run(policy.read(policy.held_bytes)) == pytest.approx(held_bytes - shared_bytes, rel=0.02)
+    state, arrays = policy.held_state(), jax.tree.map(jnp.copy, policy.held_arrays())
+    asyncio.run(policy.release_sampler())
+    newest = ask(client)
+    assert newest.policy_version == 2 and newest.logprobs != before.logprobs
+    assert ask(earlier).policy_version == snapshot.version == 2
+
+    # A checkpoint holds them again; those of another mesh or dtype are not held.
+    def restore(params):
+        like = policy.held_like(state, params)
+        jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail("other arrays"), like, arrays)
+        assert policy.restore_held(state, arrays, params)
+        assert lora is not None or not policy.restore_held({**state, "tensor_shards": 2}, arrays, params)
+        return params
+
+    asyncio.run(policy.restore(restore, 2))
+    again = ask(client)
+    assert (again.token_ids, again.logprobs, again.policy_version) == (before.token_ids, before.logprobs, 0)
+
+
+def test_requests_are_answered_while_a_job_pauses(make_policy):
+    policy = make_policy()
+    client = ChatClient(policy, "policy")
+    asyncio.run(policy.hold_sampler())
+    before, during = ask(client), []
+
+    async def main():
+        def job(params):
+            while not asking.done():  # it would never end without a pause
+                policy.pause(params["embed"])
+            return jax.tree.map(lambda leaf: 2 * leaf, params), None
+
+        asking = asyncio.ensure_future(client.chat([{"role": "user", "content": "x?"}], max_tokens=8, seed=1))
+        await asyncio.wait_for(policy.update(job), 60)
+        during.append(await asking)
+        return policy.device_seconds()
+
+    spent = asyncio.run(main())
+    assert during[0].logprobs == before.logprobs and during[0].policy_version == 0
+    assert spent["training"] > 0 and spent["sampling"] > 0
+
+
+def test_requests_go_on_with_new_weights_and_tell_the_version_of_each_token(make_policy):
+    policy, versions = make_policy(stop_ids=()), []
+
+    async def main():
+        await policy.hold_sampler()
+        asking = asyncio.ensure_future(
+            policy.engine.submit(
+                Request(prompt_ids=(1, 2, 3), key_ids=(0,) * 6, max_tokens=64),
+                lambda *_: versions.append(policy.version),
+            )
+        )
+        while not versions:
+            await asyncio.sleep(0)
+        await policy.update(double)
+        await policy.hold_sampler(finishes_requests=False)
+        return await asking
+
+    completion = asyncio.run(main())
+    assert completion.policy_version == 0 and sorted(set(completion.policy_versions)) == [0, 1]
+    assert completion.policy_versions == sorted(completion.policy_versions)
+    assert len(completion.policy_versions) == len(completion.token_ids) == 64

@@ -15,3 +15,10 @@ def test_update_and_rollout_take_turns(update, temporaries, wanted):
     assert peak(memory) == wanted
     both = [size for sizes in phases(memory).values() for size in sizes.values()]
     assert sum(both) == sum(memory.values()) + sum(HELD.values())
+
+
+def test_devices_that_sample_alone_are_a_phase_of_their_own():
+    memory = HELD | {"update": 9.0, "sampler's sampling": 30.0, "sampler's sampling weights": 2.0}
+    assert peak(memory) == 32.0
+    assert set(phases(memory)) == {"update", "rollout", "sampler"}
+    assert phases(memory)["update"] == HELD | {"update": 9.0}
