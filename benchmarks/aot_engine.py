@@ -32,7 +32,7 @@ from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.programs import Programs, Run
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.model_runner import DISPATCH_TOKENS
-from jaxft.rollout.policy import Relayout
+from jaxft.rollout.relayout import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.training.memory import peak
 from records import Check, check_text

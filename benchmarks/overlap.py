@@ -3,7 +3,7 @@
     python benchmarks/overlap.py --out benchmarks/results/overlap.json      # about ten minutes on two cores
 
 An agent has eight turns. After each a tool takes a log-normal time, 0.2 s in the median and 3 s at the 99th percentile;
-or none at all. A job makes two passes over the episodes, with a KL to the first policy.
+or none at all. A job makes three passes over the episodes, with a KL to the first policy.
 Both sides run in turn, each in a fresh process, on the same episodes: `max_staleness: 0`, in which a collection and its
 job take turns, and 1, in which the next collection is sampled beside the job. Epochs that compile are left out. Printed
 are medians over all epochs of all rounds, with the lowest and the highest round, their ratio, and what the device did.
@@ -51,7 +51,7 @@ def config_of(arguments: argparse.Namespace, median_seconds: float, staleness: i
                 "loss": {"name": "dapo", "beta": 0.05},
                 "optimizer": {"learning_rate": 1e-4},
                 "microbatch_tokens": arguments.microbatch_tokens,
-                "num_iterations": 2,
+                "num_iterations": arguments.num_iterations,
                 "sampling_share": arguments.sampling_share,
             }
         },
@@ -123,9 +123,10 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", default=("waiting", "never waiting"), help="waiting, 'never waiting'")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=8, help="timed epochs of a run (default %(default)s)")
-    parser.add_argument("--examples", type=int, default=5, help="groups of 8 episodes (default %(default)s)")
+    parser.add_argument("--examples", type=int, default=4, help="groups of 8 episodes (default %(default)s)")
     parser.add_argument("--preset", default="qwen3-1m", help="shape of the model (default %(default)s)")
     parser.add_argument("--microbatch_tokens", type=int, default=1024, help="(default %(default)s)")
+    parser.add_argument("--num_iterations", type=int, default=3, help="passes of a job (default %(default)s)")
     parser.add_argument("--sampling_share", type=float, default=0.75, help="(default %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args()

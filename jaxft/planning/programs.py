@@ -23,7 +23,7 @@ from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
 from jaxft.planning.targets import Target
 from jaxft.rollout.model_runner import ModelRunner
-from jaxft.rollout.policy import Relayout
+from jaxft.rollout.relayout import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
 from jaxft.shipped.local_adapter import make_learner
 from jaxft.shipped.local_policy import dtypes_of, lora_of

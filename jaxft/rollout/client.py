@@ -13,10 +13,11 @@ from jaxft.rollout.chat import Prompt
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall, canonical_messages
-from jaxft.rollout.policy import Policy, Snapshot
+from jaxft.rollout.policy import Policy
 from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
+from jaxft.rollout.snapshot import Snapshot
 from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop, find_stop
 
 INTERACTIVE, SEEDED = 2, 4

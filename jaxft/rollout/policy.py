@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.core.cache import compute_dtype
-from jaxft.core.partition import BASE, combine, partition, trainable
-from jaxft.core.sharding import constrain, device_bytes, devices_of, platform_of
+from jaxft.core.partition import BASE, combine, partition
+from jaxft.core.sharding import devices_of, platform_of
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.models.config import DecoderConfig, LoraSpec
@@ -25,7 +25,9 @@ from jaxft.models.peft import base_fingerprint, save_adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
 from jaxft.rollout.engine import Engine
+from jaxft.rollout.relayout import Relayout, SentRelayout, copy_trained
 from jaxft.rollout.requests import Request
+from jaxft.rollout.snapshot import Snapshot
 
 HEALTH = 3
 """Stream of random numbers for the health check."""
@@ -57,6 +59,7 @@ class Policy:
         model: the model that the parameters belong to.
         tokenizer: a transformers tokenizer.
         template: turns conversations into token ids.
+        relayout: makes the weights to decode with.
         engine: samples for any number of requests at once.
         snapshots: earlier versions that can be sampled from, by name.
         compiles: counts the compilations of XLA.
@@ -118,7 +121,7 @@ class Policy:
         self._queued: Any = None  # computed by the microbatch before the latest
         self._lost: str | None = None
         self._sampler = model if sampler is None else sampler
-        self._relayout = Relayout(model) if sampler is None else SentRelayout(model, sampler)
+        self.relayout = Relayout(model) if sampler is None else SentRelayout(model, sampler)
         self._device = DeviceThread()
         self._make_engine = partial(
             Engine,
@@ -127,7 +130,7 @@ class Policy:
             shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
         )
         self.engine = self._make_engine(
-            self._sampling_params,
+            self.sampling_params,
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
@@ -144,7 +147,7 @@ class Policy:
         slots: int = 64,
         max_context_tokens: int = 512,
         cache_tokens: int | None = None,
-    ) -> "Snapshot":
+    ) -> Snapshot:
         """Add a snapshot, which is the policy itself until the first training job.
 
         Args:
@@ -245,7 +248,7 @@ class Policy:
     def _hold(self) -> None:
         self.held, self.is_sampler_held = None, False
         self._follow()
-        held = self._relayout(self._params, is_shared=False)
+        held = self.relayout(self._params, is_shared=False)
         adapters = None
         if self.model.lora is not None:
             adapters = copy_trained(self.model, str(compute_dtype(held)), self._params)
@@ -391,18 +394,18 @@ class Policy:
         The purposes are `sampling weights`, `sampling` (keys and values) and, if there are any, `snapshots`: the
         parameters that they keep, while their weights and caches are counted with the policy's.
         """
-        dtype, snapshots = self._relayout.dtype(params), self.snapshots.values()
+        dtype, snapshots = self.relayout.dtype(params), self.snapshots.values()
         caches = [engine.cache_bytes(dtype) for engine in (self.engine, *(each.engine for each in snapshots))]
-        sizes = {"sampling": sum(caches), "sampling weights": self._relayout.extra_bytes(params)}
+        sizes = {"sampling": sum(caches), "sampling weights": self.relayout.extra_bytes(params)}
         if snapshots:
-            kept, weights = self._relayout.snapshot_bytes(params)
+            kept, weights = self.relayout.snapshot_bytes(params)
             sizes["snapshots"] = len(snapshots) * kept
             sizes["sampling weights"] += len(snapshots) * weights
         return sizes
 
     def held_bytes(self, params: Params) -> int:
         """Return the bytes on each device of weights that the sampler holds."""
-        return self._relayout.extra_bytes(params, is_shared=False)
+        return self.relayout.extra_bytes(params, is_shared=False)
 
     def held_state(self) -> dict[str, Any]:
         """Return version, dtype and layout of the weights that the sampler holds, for JSON."""
@@ -422,7 +425,7 @@ class Policy:
         """Return new arrays of the shapes, dtypes and shardings that the `held_arrays` of a `held_state` have."""
         if self.model.lora is not None:
             return copy_trained(self.model, state["dtype"], params)
-        laid_out = self._relayout(params, is_shared=False)
+        laid_out = self.relayout(params, is_shared=False)
         return jax.tree.map(lambda leaf: leaf.astype(state["dtype"]), laid_out)
 
     def restore_held(self, state: dict[str, Any], arrays: Params, params: Params) -> bool:
@@ -434,8 +437,8 @@ class Policy:
         adapters = None
         if self.model.lora is not None:
             adapters = arrays
-            arrays = self._relayout(combine(adapters, partition(self.model, params)[1]), is_shared=False)
-        elif (state["dtype"], state["tensor_shards"]) != (str(self._relayout.dtype(params)), self._tensor_shards):
+            arrays = self.relayout(combine(adapters, partition(self.model, params)[1]), is_shared=False)
+        elif (state["dtype"], state["tensor_shards"]) != (str(self.relayout.dtype(params)), self._tensor_shards):
             return False
         self.held, self.is_sampler_held = Held(arrays, state["version"], adapters), True
         return True
@@ -447,7 +450,7 @@ class Policy:
     def sampling_temporary_bytes(self, params: Params) -> int:
         """Return the bytes per device of temporaries of the largest programs of sampling, which are compiled."""
         engines = [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
-        distinct, shapes = {engine.sizes: engine for engine in engines}, self._relayout.shapes(params)
+        distinct, shapes = {engine.sizes: engine for engine in engines}, self.relayout.shapes(params)
         programs = [lower for engine in distinct.values() for lower in engine.programs(shapes).values()]
         return max(lower().compile().memory_analysis().temp_size_in_bytes for lower in programs)
 
@@ -456,12 +459,26 @@ class Policy:
         self._device.close()
         self.compiles.close()
 
-    def _sampling_params(self) -> tuple[Params, int]:
+    def trained_params(self) -> Params:
+        """Return the parameters, on the device thread.
+
+        Raises:
+            PolicyLostError: an earlier update failed.
+        """
+        self._check()
+        return self._params
+
+    def sampling_params(self) -> tuple[Params, int]:
+        """Return the weights that requests are answered with, and their version, on the device thread.
+
+        Raises:
+            PolicyLostError: an earlier update failed.
+        """
         self._check()
         if self.is_sampler_held and self.held is not None:
             return self.held.params, self.held.version
         if self._decode_params is None:
-            self._decode_params = self._relayout(self._params)
+            self._decode_params = self.relayout(self._params)
         return self._decode_params, self.version
 
     def _check(self) -> None:
@@ -494,216 +511,3 @@ def check_context(model: Model, max_context_tokens: int) -> None:
             f"max_context_tokens is {max_context_tokens}, but the model was loaded for contexts of another length, on "
             "which its rotary positions depend; load it with context_tokens, the same for all that use it"
         )
-
-
-class Kept(NamedTuple):
-    """The trained parameters of an earlier version, with None in place of a frozen base."""
-
-    params: Params
-    version: int
-
-
-class Snapshot:
-    """An earlier version of a policy, sampled from beside it on the same device thread; it is never trained.
-
-    It is the version that training began with, and from then on the policy's latest one that is a multiple of `every`.
-    Nothing is copied while the policy itself has that version. A training job, which donates the parameters, copies
-    them first: in the dtype of products, or of adapters as they are, and without a frozen base, which is shared.
-
-    All methods but `read` and `warm_up` are called on the device thread.
-
-    Attributes:
-        every: number of versions of the policy after which the snapshot is replaced.
-        template: that of the policy.
-        engine: samples for any number of requests at once.
-    """
-
-    def __init__(self, policy: Policy, every: int, make_engine: Callable[..., Engine]) -> None:
-        """Make the engine.
-
-        Args:
-            policy: the policy that the snapshot is of.
-            every: number of versions after which the snapshot is replaced.
-            make_engine: returns an engine for a function that returns weights to decode with, and their version.
-        """
-        self.every, self.template = every, policy.template
-        self._policy = policy
-        self._dtype = policy._relayout.dtype(policy._params)
-        self._kept: Kept | None = None  # None: the parameters are the policy's own
-        self._decode_params: Params | None = None
-        self.engine = make_engine(self._sampling_params)
-
-    @property
-    def version(self) -> int:
-        """Version of the policy that the parameters are."""
-        return self._policy.sampled_version if self._kept is None else self._kept.version
-
-    async def read(self, job: Callable[[Params], T]) -> T:
-        """Return `job(params)`; the job must not donate the parameters."""
-        return await self._policy.read(lambda params: job(self._whole(self._kept, params)))
-
-    async def warm_up(self) -> None:
-        """Compile every program that requests can need, and those that copy the parameters and lay them out."""
-
-        def copy(params: Params) -> None:
-            kept = Kept(self._copy(params), self._policy.version)
-            jax.block_until_ready(self._policy._relayout(self._whole(kept, params)))
-
-        await self._policy.read(copy)
-        await self.engine.warm_up()
-
-    def keep(self, params: Params) -> None:
-        """Copy the policy's parameters if they are the snapshot's, and the next version would not replace them."""
-        if self._kept is None and (self._policy.version + 1) % self.every:
-            self._kept = Kept(self._copy(params), self._policy.version)
-
-    def follow(self, version: int) -> None:
-        """Become the policy, which has a new version, if that is a multiple of `every`."""
-        if version % self.every == 0:
-            self._kept = None
-
-    def drop_decode_params(self) -> None:
-        """Drop the weights to decode with, which may share arrays with the policy's."""
-        self._decode_params = None
-
-    def state(self) -> dict[str, Any] | None:
-        """Return version and dtype of the kept parameters, for JSON; None while the snapshot is the policy."""
-        if self._kept is None:
-            return None
-        return {"version": self._kept.version, "dtype": str(jax.tree.leaves(self._kept.params)[0].dtype)}
-
-    def arrays(self) -> Params | None:
-        """Return the kept parameters; None while the snapshot is the policy."""
-        return None if self._kept is None else self._kept.params
-
-    def arrays_like(self, state: dict[str, Any], params: Params) -> Params:
-        """Return new arrays of the shapes, dtypes and shardings that the arrays of a `state` have."""
-        return copy_trained(self._policy.model, state["dtype"], params)
-
-    def restore(self, state: dict[str, Any] | None, arrays: Params | None) -> None:
-        """Restore a `state` and its `arrays`; where products have another dtype now, the arrays are cast to it."""
-        self._kept = None
-        if state is not None and arrays is not None:
-            is_same = state["dtype"] == str(self._dtype)
-            self._kept = Kept(arrays if is_same else self._copy(arrays), state["version"])
-
-    def _copy(self, params: Params) -> Params:
-        return copy_trained(self._policy.model, str(self._dtype), params)
-
-    def _whole(self, kept: Kept | None, params: Params) -> Params:
-        """Return all parameters of the snapshot, with the frozen base of `params`, the policy's."""
-        return params if kept is None else combine(kept.params, partition(self._policy.model, params)[1])
-
-    def _sampling_params(self) -> tuple[Params, int]:
-        if self._kept is None or self._kept.version == self._policy.sampled_version:
-            return self._policy._sampling_params()
-        self._policy._check()
-        if self._decode_params is None:
-            self._decode_params = self._policy._relayout(self._whole(self._kept, self._policy._params))
-        return self._decode_params, self._kept.version
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def copy_trained(model: Model, dtype: str, params: Params) -> Params:
-    """Return copies of the trained parameters in a dtype, or adapters in their own, and None for a frozen base."""
-
-    def copy(leaf: Any) -> Any:
-        is_cast = model.lora is None and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.copy(leaf).astype(dtype if is_cast else leaf.dtype)
-
-    return constrain(model.sharding, jax.tree.map(copy, trainable(model, params)))
-
-
-class Relayout:
-    """`Model.decode_layout`, jitted; arrays that it leaves as they are, mostly embeddings, are shared, not copied."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._new_leaves = jax.jit(self._make_new_leaves, static_argnums=1)
-
-    def __call__(self, params: Params, *, is_shared: bool = True) -> Params:
-        """Return the weights to decode with.
-
-        Args:
-            params: the trained parameters.
-            is_shared: True to share arrays with `params`, which then must not be donated meanwhile; False to share only
-                those of a frozen base, which never are.
-        """
-        shared, structure = self._shared(params, is_shared)
-        given, new = jax.tree.leaves(params), self._new_leaves(params, is_shared)
-        leaves = [new[index] if source is None else given[source] for index, source in enumerate(shared)]
-        return jax.tree.unflatten(structure, leaves)
-
-    def extra_bytes(self, params: Params, *, is_shared: bool = True) -> int:
-        """Return the bytes per device of the decoding weights that are not shared with the trained ones."""
-        shared, structure = self._shared(params, is_shared)
-        shapes = jax.tree.leaves(jax.eval_shape(self._model.decode_layout, params))
-        new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
-        sharding = None if self._model.sharding is None else self._model.sharding.gathered()
-        return device_bytes(sharding, jax.tree.unflatten(structure, new))
-
-    def snapshot_bytes(self, params: Params) -> tuple[int, int]:
-        """Return the bytes per device that a snapshot keeps, and of its decoding weights that are not shared."""
-        kept = jax.eval_shape(partial(copy_trained, self._model, str(self.dtype(params))), params)
-        whole = combine(kept, partition(self._model, params)[1])
-        return device_bytes(self._model.sharding, kept), self.extra_bytes(whole)
-
-    def shapes(self, params: Params) -> Params:
-        """Return the shapes, with shardings, of the weights to decode with."""
-        shapes = jax.eval_shape(self._model.decode_layout, params)
-        return shapes if self._model.sharding is None else self._model.sharding.gathered().place(shapes)
-
-    def dtype(self, params: Params) -> Any:
-        """The dtype of activations, keys and values."""
-        return compute_dtype(jax.eval_shape(self._model.decode_layout, params))
-
-    def _make_new_leaves(self, params: Params, is_shared: bool) -> list[Any]:
-        """Make the leaves of the decoding weights, with None for shared ones."""
-        shared, _ = self._shared(params, is_shared)
-        leaves = jax.tree.leaves(self._model.decode_layout(params))
-        # An output that is an input would be the same array; a copy is not.
-        same = self._shared(params)[0]
-        leaves = [leaf if source is None else jnp.copy(leaf) for leaf, source in zip(leaves, same, strict=True)]
-        return [leaf if source is None else None for leaf, source in zip(leaves, shared, strict=True)]
-
-    def _shared(self, params: Params, is_shared: bool = True) -> tuple[list[int | None], Any]:
-        """Return, for each decoding leaf, the index of the same leaf in `params` or None; and the tree structure."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        traced, decoded = jax.make_jaxpr(self._model.decode_layout, return_shape=True)(shapes)
-        trained = jax.tree.leaves(trainable(self._model, params), is_leaf=lambda leaf: leaf is None)
-        sources = {
-            id(variable): index
-            for index, (variable, leaf) in enumerate(zip(traced.jaxpr.invars, trained, strict=True))
-            if is_shared or leaf is None
-        }
-        return [sources.get(id(variable)) for variable in traced.jaxpr.outvars], jax.tree.structure(decoded)
-
-
-class SentRelayout(Relayout):
-    """The same for a sampler on other devices: the trained parameters are sent there, and laid out where they arrive.
-
-    They are sent in the dtype of products. The frozen base of adapters is sent once.
-    """
-
-    def __init__(self, model: Model, sampler: Model) -> None:
-        super().__init__(sampler)
-        self._trained = model
-        self._base: Params | None = None
-        self._base_leaves: list[Any] = []
-
-    def __call__(self, params: Params, *, is_shared: bool = True) -> Params:
-        """Return the weights to decode with, which share no array with `params`."""
-        sent = self._send(copy_trained(self._trained, str(self.dtype(params)), params))
-        frozen = partition(self._trained, params)[1]
-        leaves = jax.tree.leaves(frozen)
-        if self._base is None or [*map(id, leaves)] != [*map(id, self._base_leaves)]:
-            self._base, self._base_leaves = self._send(frozen), leaves
-        return super().__call__(combine(sent, self._base))
-
-    def extra_bytes(self, params: Params, *, is_shared: bool = True) -> int:
-        """Return the bytes per device of the sampler of the weights to decode with."""
-        return super().extra_bytes(params, is_shared=False)
-
-    def _send(self, params: Params) -> Params:
-        assert self._model.sharding is not None
-        return self._model.sharding.place(params)

@@ -2,7 +2,7 @@
 
 In an epoch `GRPOTrainer.run_epoch` lets `GRPOTrajectoryBuilder` collect a group of episodes per example, applies the
 curriculum, and submits what remains to the trainer adapter. With `max_staleness` the episodes of later epochs are
-sampled beside the job (`jaxft.shipped.ahead`).
+sampled beside the job (`jaxft.shipped.schedule`).
 """
 
 import random
@@ -22,9 +22,9 @@ from jaxft.harness.evaluation import EpisodeOutcome, verdict_of
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.shipped.ahead import GroupStream, NextCollection
 from jaxft.shipped.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajectoryBuilderConfig
 from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics, to_messages
+from jaxft.shipped.schedule import GroupStream, NextCollection, Schedule
 from jaxft.shipped.trainer import LoggedTrainer
 from jaxft.training.rows import check_rewards, why_no_calls
 
@@ -117,9 +117,8 @@ class GRPOTrainer(LoggedTrainer):
         super().__init__(trainer_config, directory=directory, console=console)
         self._early_stop = EarlyStop(trainer_config.early_stop)
         self._stop_reason: str | None = None
-        self._num_epochs = 0
-        self._ahead: NextCollection | GroupStream | None = None
-        self._restored_stream: dict[str, Any] | None = None
+        self._schedule: Schedule | None = None
+        self._restored_groups: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         """Store the builder and the adapter, and tell the adapter about `max_staleness`.
@@ -143,33 +142,30 @@ class GRPOTrainer(LoggedTrainer):
         """
         assert self.trajectory_builder is not None and self.trainer_adapter is not None
         self.start(num_epochs)
-        self._num_epochs = num_epochs
-        self._ahead = self._make_ahead()
+        self._schedule = self._make_schedule(num_epochs)
         try:
+            await self._schedule.start()
             return await self._run_epochs(num_epochs, is_validated=self.trajectory_builder.validation is not None)
         finally:
-            if self._ahead is not None:
-                await self._ahead.close()
+            await self._schedule.close()
 
-    def _make_ahead(self) -> NextCollection | GroupStream | None:
-        """Return what samples ahead of the jobs; None with `max_staleness: 0`."""
+    def _make_schedule(self, num_epochs: int) -> Schedule:
         staleness = self.trainer_config.max_staleness
-        if not staleness:
-            return None
+        if staleness == 0:
+            return Schedule(self._collect_epoch, self)
         if staleness == 1:
-            return NextCollection(self._collect_epoch, super().collection_state)
+            get_state = super().collection_state
+            return NextCollection(self._collect_epoch, self, num_epochs=num_epochs, get_state=get_state)
         self.log.console.message(
             f"max_staleness is {staleness}: which groups a job trains depends on the clock, so that equal runs differ"
         )
         size = self._examples_per_update
-        stream = GroupStream(self._collect_group, size=size, total=size * self._num_epochs, max_staleness=staleness)
-        stream.restore(self._restored_stream or {"next": size * self.epoch, "open": []})
-        return stream
+        state = self._restored_groups or {"next": size * self.epoch, "open": []}
+        total = size * num_epochs
+        return GroupStream(self._collect_group, self, size=size, total=total, max_staleness=staleness, state=state)
 
     async def _run_epochs(self, num_epochs: int, *, is_validated: bool) -> list[TrainingJobStatus]:
-        assert self.trainer_adapter is not None
-        if self._ahead is None:
-            await self.trainer_adapter.release_sampler()  # a checkpoint of a run with staleness may hold it
+        assert self.trainer_adapter is not None and self._schedule is not None
         while True:
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
@@ -186,9 +182,8 @@ class GRPOTrainer(LoggedTrainer):
                 self._stop_reason = self._early_stop.reason(metrics.get("reward_mean"))
         if self.is_stopping:
             return self.statuses
-        if self._ahead is not None:
-            await self._ahead.close()  # an early stop leaves episodes that nobody trains
-            await self.trainer_adapter.release_sampler()
+        await self._schedule.close()  # an early stop leaves episodes that nobody trains
+        await self.trainer_adapter.release_sampler()
         if self._stop_reason is not None:
             self.log.console.message(f"stopped early after {self.epoch} epochs: {self._stop_reason}")
         self.needs_no_training = self._early_stop.is_target_reached
@@ -198,9 +193,9 @@ class GRPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
-        assert self.trajectory_builder is not None
+        assert self.trajectory_builder is not None and self._schedule is not None
         message = self.log.console.message
-        collection = await self._take(epoch, run_id)
+        collection = await self._schedule.take(epoch, run_id)
         self.check_collection(collection)
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
@@ -227,7 +222,7 @@ class GRPOTrainer(LoggedTrainer):
         self.trajectory_builder.log_progress(run_id, metrics)
         self.log.rewards(epoch, metrics)
 
-        await self._sample_ahead(epoch)
+        await self._schedule.begin(epoch)
         if not chosen_rewards:
             lacks_signal = any(rewards)
             why = (
@@ -252,41 +247,22 @@ class GRPOTrainer(LoggedTrainer):
         Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
         with the newest.
         """
-        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        assert self.trajectory_builder is not None and self._schedule is not None
         validation = self.trajectory_builder.validation
         is_due = validation is not None and validation.is_due(self.epoch, num_epochs)
         if is_due and not self.is_stopping and self._validated_epoch != self.epoch:
-            if isinstance(self._ahead, NextCollection):
-                await self._ahead.wait()
-                await self.trainer_adapter.release_sampler()
-            elif self._ahead is not None:
-                await self._hold_sampler()
+            await self._schedule.prepare_validation()
         return await super().validate(num_epochs)
 
-    async def _take(self, epoch: int, run_id: str) -> TrajectoryCollection:
-        """Return the episodes of an epoch, which may have been sampled ahead."""
-        if isinstance(self._ahead, NextCollection):
-            return await self._ahead.take(epoch)
-        if isinstance(self._ahead, GroupStream):
-            if not self._ahead.has_begun:
-                await self._hold_sampler()
-                self._ahead.begin(epoch)
-            return (await self._ahead.take(epoch, run_id))[1]
-        return await self._collect_epoch(epoch)
-
-    async def _sample_ahead(self, epoch: int) -> None:
-        """Begin the episodes that are sampled beside the job of this epoch, with the weights before it."""
-        if self._ahead is None:
-            return
-        await self._hold_sampler()  # also before the last job: a run that is prolonged goes on with these weights
-        if isinstance(self._ahead, GroupStream):
-            self._ahead.begin(epoch)
-        elif epoch + 1 < self._num_epochs:
-            self._ahead.begin(epoch + 1)
-
-    async def _hold_sampler(self) -> None:
+    async def hold(self) -> None:
+        """Let the adapter sample with the present weights until the next call, whatever is trained."""
         assert self.trainer_adapter is not None
         await self.trainer_adapter.hold_sampler(finishes_requests=self.trainer_config.in_flight == "finish")
+
+    async def release(self) -> None:
+        """Let the adapter sample with the newest weights."""
+        assert self.trainer_adapter is not None
+        await self.trainer_adapter.release_sampler()
 
     async def _collect_epoch(self, epoch: int) -> TrajectoryCollection:
         run_id = f"epoch_{epoch:05d}"
@@ -345,19 +321,19 @@ class GRPOTrainer(LoggedTrainer):
 
     def collection_state(self) -> dict[str, Any]:
         """Return the state before the collection that is sampled ahead, which a resumed run repeats."""
-        ahead = self._ahead.before if isinstance(self._ahead, NextCollection) else None
-        return super().collection_state() if ahead is None else ahead
+        before = None if self._schedule is None else self._schedule.before
+        return super().collection_state() if before is None else before
 
     def state(self) -> dict[str, Any]:
         """Return counters, histories, the rewards that early stopping compares, and open groups, for JSON."""
-        stream = {"groups": self._ahead.state()} if isinstance(self._ahead, GroupStream) else {}
-        return {**super().state(), "early_stop": self._early_stop.state(), **stream}
+        schedule = {} if self._schedule is None else self._schedule.state()
+        return {**super().state(), "early_stop": self._early_stop.state(), **schedule}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the state between two epochs; the configuration of early stopping may have changed."""
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
-        self._restored_stream = state.get("groups")  # that of a run with max_staleness of 2 or more
+        self._restored_groups = state.get("groups")  # those of a run with max_staleness of 2 or more
         self._stop_reason = self._early_stop.verdict()
 
 

@@ -4,9 +4,8 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,15 +29,15 @@ from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.device import first_line, is_out_of_memory
-from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.job_outcome import outcome, too_stale, why_refused
+from jaxft.shipped.memory_advice import memory_advice, memory_errors
 from jaxft.shipped.run_card import run_card
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
 from jaxft.training.learner import Learner
-from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes, phases
+from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
@@ -525,42 +524,6 @@ def make_learner(
     )
 
 
-def too_stale(metrics: dict[str, float]) -> float:
-    """Return the fraction of trajectories of versions that are not allowed, from the metrics of a job."""
-    return metrics.get("too_stale_fraction", metrics.get("stale_trajectory_fraction", 0.0))
-
-
-STAY = "parameters and optimiser state stay as they were"
-
-
-def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
-    """Return why a job, or some of its updates, was refused although no error was raised; None if it was not."""
-    stale = too_stale(metrics)
-    if stale > config.max_stale_fraction:
-        return f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {STAY}"
-    if metrics.get("refused_updates"):
-        disagreeing = metrics.get("sampler_disagreement_fraction", 0.0)
-        return (
-            f"refused: the log-probabilities recorded with {disagreeing:.0%} of the sequences are more than "
-            f"{config.max_logprob_diff:g} nats (on average) from the policy's own: another policy sampled them, or "
-            f"they were recorded wrongly; {metrics['refused_updates']:.0f} updates were not made"
-        )
-    return None
-
-
-def outcome(metrics: dict[str, float]) -> str:
-    """Describe, in words, the effect of a job on the parameters."""
-    if metrics["nonfinite_updates"]:
-        count, applied = metrics["nonfinite_updates"], metrics["applied_updates"]
-        effect = STAY if not applied else f"these {count:.0f} updates were not made, {applied:.0f} others were"
-        return f"loss, gradient or new parameters were not finite; {effect}"
-    if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
-        is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
-        why = ", as the rewards of every group are equal" if is_without_signal else ""
-        return f"nothing to learn: the gradient is exactly zero{why}; {STAY}"
-    return "updated"
-
-
 def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
     """Load the parameters of the reference policy of the KL from its checkpoint.
 
@@ -585,61 +548,6 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
     if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
         raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
     return params
-
-
-def memory_advice(config: LocalTrainerAdapterConfig, policy: Policy, memory: dict[str, float]) -> str | None:
-    """Return the settings to change if a device has less than the peak of `memory`; None if it fits or is unknown.
-
-    Args:
-        config: settings of the adapter.
-        policy: the policy.
-        memory: MiB per device by purpose, as returned by `LocalTrainerAdapter.memory`.
-    """
-    has, needs = device_mebibytes(policy.model.sharding), peak(memory)
-    if has is None or needs <= has:
-        return None
-    sizes = phases(memory)
-    worst = max(sizes, key=lambda phase: sum(sizes[phase].values()))
-    largest = max(sizes[worst], key=lambda purpose: sizes[worst][purpose])
-    return (
-        f"this does not fit: a device has {has:.0f} MiB and {needs:.0f} MiB are needed, most of it for {largest}: "
-        f"{remedy(config, policy.engine, largest)}"
-    )
-
-
-@contextlib.contextmanager
-def memory_errors(config: LocalTrainerAdapterConfig, engine: Engine) -> Iterator[None]:
-    """Turn an out-of-memory error of the device into a `DeviceMemoryError` that names the settings to lower."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DeviceMemoryError(
-            f"the device has too little memory for the job: {remedy(config, engine)}; it said: {first_line(error)}"
-        ) from error
-
-
-def remedy(config: LocalTrainerAdapterConfig, engine: Engine, purpose: str | None = None) -> str:
-    """Return the settings to lower, with their current values.
-
-    Args:
-        config: settings of the adapter.
-        engine: engine of the policy.
-        purpose: the key of `LocalTrainerAdapter.memory` with most of the memory; None if unknown.
-    """
-    microbatch = f"lower trainer_adapters.<name>.microbatch_tokens (now {config.microbatch_tokens})"
-    llm = f"llms.{config.llm}"
-    if purpose is None:
-        return f"{microbatch}, or {llm}.{engine.sizes}"
-    if purpose == "update":
-        return f"{microbatch}, or set {llm}.remat to full"
-    if purpose.removeprefix(SAMPLER).startswith("sampling"):
-        return f"lower {llm}.{engine.sizes}"
-    return (
-        f"train adapters ({llm}.lora), divide the model over more devices ({llm}.mesh, fsdp or tensor), or keep its "
-        "parameters in bfloat16 (dtype)"
-    )
 
 
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:

@@ -15,12 +15,18 @@ import jaxft
 from jaxft.cli import main
 from jaxft.errors import ConfigError
 from jaxft.harness.contracts import TrainerAdapter
-from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
+from jaxft.harness.data_models import (
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.shipped.ahead import GroupStream
 from jaxft.shipped.configs import LocalPolicyConfig
 from jaxft.shipped.local_policy import meshes_of
+from jaxft.shipped.schedule import GroupStream
 from tests.faults.compare import differences
 
 ROOT = Path(__file__).parents[2]
@@ -257,30 +263,39 @@ def test_slow_groups_are_carried_over_whole_and_none_is_lost(finetune, tmp_path,
     assert sorted(trained) == sorted([str(i) for i in range(EXAMPLES)] * 8)
 
 
+class NoWeights:
+    async def hold(self):
+        pass
+
+    release = hold
+
+
 def test_a_stream_starts_its_open_groups_again():
     async def collect(number):
         await asyncio.sleep(0.3 if number == 0 else 0.0)
-        return TrajectoryCollection(trajectories=[], run_id=str(number), metrics={"episodes": 1})
+        group = [Trajectory(episode=[], reward=0.0, example_id=str(number))]
+        return TrajectoryCollection(trajectories=[group], run_id=str(number), metrics={"episodes": 1})
 
     async def run():
-        stream = GroupStream(collect, size=4, total=12, max_staleness=2)
-        stream.begin(0)
-        first, collection = await stream.take(0, "epoch 0")
-        stream.begin(0)
+        sizes = {"size": 4, "total": 12, "max_staleness": 2}
+        stream = GroupStream(collect, NoWeights(), **sizes)
+        await stream.begin(0)
+        first = await stream.take(0, "epoch 0")
+        await stream.begin(0)
         state = stream.state()
         await stream.close()
-        other = GroupStream(collect, size=4, total=12, max_staleness=2)
-        other.restore(state)
+        other = GroupStream(collect, NoWeights(), **sizes, state=state["groups"])
         rest = []
         for epoch in (1, 2):
-            other.begin(epoch)
+            await other.begin(epoch)
             rest.append(await other.take(epoch, "rest"))
-        return first, collection, state, [number for numbers, _ in rest for number in numbers]
+        return first, state, rest
 
-    first, collection, state, rest = asyncio.run(run())
-    assert first == [1, 2, 3, 4] and collection.metrics == {"episodes": 4}
-    assert state == {"next": 9, "open": [0, 5, 6, 7, 8]}
-    assert sorted(first + rest) == list(range(12))
+    first, state, rest = asyncio.run(run())
+    trained = [[int(group[0].example_id) for group in collection.trajectories] for collection in (first, *rest)]
+    assert trained[0] == [1, 2, 3, 4] and first.metrics == {"episodes": 4}
+    assert state == {"groups": {"next": 9, "open": [0, 5, 6, 7, 8]}}
+    assert sorted(number for numbers in trained for number in numbers) == list(range(12))
 
 
 @pytest.mark.slow
