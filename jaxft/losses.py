@@ -1,6 +1,8 @@
 """Losses of a batch: objectives for `make_update`, the loss terms that they consist of, and log-probabilities."""
 
 from jaxft.core.correction import sampler_correction as sampler_correction
+from jaxft.core.divergence import Teacher as Teacher
+from jaxft.core.divergence import divergence as divergence
 from jaxft.core.losses import PRESETS as PRESETS
 from jaxft.core.losses import clipped_surrogate as clipped_surrogate
 from jaxft.core.losses import k1_penalty as k1_penalty

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
+from jaxft.core.divergence import MIN_LOGPROB, Teacher, divergence
 from jaxft.core.sharding import ROW_AXES
 from jaxft.core.types import Model, Params, Scored, same_params
 
@@ -21,9 +22,6 @@ CHUNK_LOGITS = 2**27
 
 SUM_BLOCK = 512
 """Block size of sums over the vocabulary on CPUs, which add one by one: 150,000 terms would lose three digits."""
-
-MIN_LOGPROB = -1e30
-"""Replacement for a log-probability of -inf: its product with probability 0 is 0, not NaN."""
 
 SAVED_NAMES = "statistics of the softmax"
 """Checkpoint name of the arrays that the backward pass does not recompute."""
@@ -135,6 +133,8 @@ def token_logprobs(
     value_head: Params | None = None,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
+    teacher: Teacher | None = None,
+    teacher_params: Params | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -150,6 +150,9 @@ def token_logprobs(
         value_head: `{"kernel": [D], "bias": []}` (`init_value_head`), to compute values as well; None for no values.
         entropy_gradient: True to let gradients flow into the entropy, as an entropy bonus needs.
         chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits.
+        teacher: model and kind of a divergence from it, which is computed in the same chunks; None for none. Its
+            distribution is taken at the same temperature, and gets no gradient.
+        teacher_params: parameters of `teacher`.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -177,8 +180,14 @@ def token_logprobs(
     hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
     if not isinstance(tokens, jax.core.Tracer):
         check_token_ids("tokens", tokens, vocabulary_size(model, params))
-    scored = hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]
-    logprobs, entropy = _score(model, params, *scored, entropy_gradient, chunk_tokens)
+    scored = [hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]]
+    if teacher is not None:
+        teacher_params = jax.lax.stop_gradient(teacher_params)
+        its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
+        scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
+    logprobs, entropy, *distances = _score(
+        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *scored
+    )
     next_values = None
     if value_head is not None:
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
@@ -193,7 +202,7 @@ def token_logprobs(
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
     values = None if next_values is None else shifted(next_values[:, :-1])
-    return Scored(shifted(logprobs), shifted(entropy), values, next_values)
+    return Scored(shifted(logprobs), shifted(entropy), values, next_values, *map(shifted, distances))
 
 
 def init_value_head(hidden_size: int) -> Params:
@@ -255,17 +264,20 @@ _exchange_together.defvjp(
 )
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6), inline=True)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _score(
     model: Model,
+    teacher: Teacher | None,
+    entropy_gradient: bool,
+    chunk_tokens: int | None,
     params: Params,
+    teacher_params: Params | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
-    entropy_gradient: bool,
-    chunk_tokens: int | None,
-) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
-    """Return log-probabilities and entropies of the tokens.
+    *teacher_hidden: Float[Array, "B S E"],
+) -> tuple[Float[Array, "B S"], ...]:
+    """Return log-probabilities and entropies of the tokens and, with a teacher, divergences from it.
 
     On a mesh, each device scores tokens of its own, with the head gathered once for all chunks; its gradient crosses
     devices once, too. The function is jitted because outside of `jit` the gradient accumulators would be allocated, as
@@ -281,34 +293,49 @@ def _score(
     head = params
     if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
         head, hidden = _exchange_together(model.head(params), hidden)
+    heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
+    given = hidden, tokens, temperature, *teacher_hidden
     if sharding is None:
-        return _score_in_chunks(model, entropy_gradient, chunk_tokens, head, hidden, tokens, temperature)
+        return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
-    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in (hidden, tokens, temperature)]
-    compute = partial(_score_in_chunks, model, entropy_gradient, -(-chunk_tokens // sharding.devices))
-    scores = sharding.map_shards(compute, head, rows, ROW_AXES, "tensor")
+    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in given]
+    compute = partial(_score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // sharding.devices))
+    scores = sharding.map_shards(compute, heads, rows, ROW_AXES, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
 
 
 def _score_in_chunks(
     model: Model,
+    teacher: Teacher | None,
     entropy_gradient: bool,
     chunk_tokens: int,
-    params: Params,
+    heads: tuple[Params, Params | None],
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
-) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
-    """Return log-probabilities and entropies of the tokens, chunk by chunk, on one device."""
+    *teacher_hidden: Float[Array, "B S E"],
+) -> tuple[Float[Array, "B S"], ...]:
+    """Return the same scores of the tokens, chunk by chunk, on one device."""
+    params, teacher_head = heads
     sums = jax.tree.map(_gradient_sum, params)
 
     def score(
-        sums: Params, hidden: Float[Array, "C D"], tokens: Int[Array, "C"], temperature: Float[Array, "C"]
-    ) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
+        sums: Params,
+        hidden: Float[Array, "C D"],
+        tokens: Int[Array, "C"],
+        temperature: Float[Array, "C"],
+        *teacher_hidden: Float[Array, "C E"],
+    ) -> tuple[Float[Array, "C"], ...]:
         head = jax.tree.map(_add_gradient_to, sums, params)
-        logprobs, entropy = logits_logprobs(model.unembed(head, hidden), tokens, temperature)
-        return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+        logits = model.unembed(head, hidden)
+        logprobs, entropy = logits_logprobs(logits, tokens, temperature)
+        scores = logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+        if teacher is None:
+            return scores
+        assert teacher_head is not None
+        its_logits = teacher.model.unembed(teacher_head, *teacher_hidden)
+        return *scores, divergence(logits, its_logits, scaling_temperature(temperature), teacher.kind, teacher.mixing)
 
     rematerialized = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
     total = tokens.size
@@ -323,9 +350,9 @@ def _score_in_chunks(
     def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
         return x.reshape(-1)[:total].reshape(tokens.shape)
 
-    inputs = split(hidden), split(tokens), split(temperature)
+    inputs = tuple(map(split, (hidden, tokens, temperature, *teacher_hidden)))
     if chunks == 1:
-        logprobs, entropy = rematerialized(sums, *(x[0] for x in inputs))
+        scores = rematerialized(sums, *(x[0] for x in inputs))
     else:
-        logprobs, entropy = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
-    return join(logprobs), join(entropy)
+        scores = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
+    return tuple(map(join, scores))

@@ -15,8 +15,10 @@ from jaxtyping import Array, Float
 
 from jaxft.core.checks import as_batch
 from jaxft.core.correction import Correction, ratio_moments, sampler_agreement
+from jaxft.core.divergence import Teacher
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, preference_loss, value_loss
+from jaxft.core.partition import POLICY, TEACHER
 from jaxft.core.reductions import count_tokens, row_sums, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
 
@@ -39,12 +41,15 @@ def grpo_loss(
     entropy_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
+    teacher: Teacher | None = None,
+    teacher_coef: float = 1.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the policy loss of a batch under `params`, and its metrics, with entropy and sampler agreement among them.
 
     Args:
         model: the model.
-        params: parameters of the policy; gradients flow into these.
+        params: parameters of the policy; gradients flow into these. With a teacher `{"policy": ..., "teacher": ...}`,
+            of which an update leaves the second as it is.
         batch: a batch with `advantages`.
         denominators: counts of the whole batch, when `batch` is a microbatch of it.
         loss: `policy_loss` with its options bound, such as `partial(policy_loss, loss="dapo", clip_high=0.3)`.
@@ -53,6 +58,9 @@ def grpo_loss(
             needs `batch.behavior_logprobs`. None: every weight is 1.
         max_sampler_diff: limit above which a sequence counts as sampled by another policy (`sampler_agreement`); needs
             `batch.sampler_logprobs`. None: no count.
+        teacher: the policy learns the distributions of this model on the tokens' contexts: on-policy distillation over
+            the whole vocabulary (arXiv 2306.13649). With advantages of 0 nothing else is learned. None: no teacher.
+        teacher_coef: weight of the divergence from the teacher, a mean over all trained tokens.
 
     Raises:
         ValueError: the batch lacks a field that the loss reads, a field has another shape than the tokens, or `loss` or
@@ -68,9 +76,17 @@ def grpo_loss(
     -2.0 0.6931
     """
     batch = as_batch(batch)
-    scored = score_batch(model, params, batch, entropy_gradient=entropy_coef != 0)
+    policy, teacher_params = (params, None) if teacher is None else (params[POLICY], params[TEACHER])
+    entropy_gradient = entropy_coef != 0
+    scored = score_batch(
+        model, policy, batch, entropy_gradient=entropy_gradient, teacher=teacher, teacher_params=teacher_params
+    )
     counted = _count(batch) if denominators is None else denominators
-    return _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
+    value, metrics = _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
+    if scored.divergence is not None:
+        distance = token_mean(scored.divergence, batch.completion_mask, counted)
+        value, metrics["teacher_divergence"] = value + teacher_coef * distance, jax.lax.stop_gradient(distance)
+    return value, metrics
 
 
 def ppo_loss(
@@ -310,6 +326,8 @@ def score_batch(
     *,
     value_head: Params | None = None,
     entropy_gradient: bool = False,
+    teacher: Teacher | None = None,
+    teacher_params: Params | None = None,
 ) -> Scored:
     """Return log-probabilities and entropies of a batch's tokens, at the temperatures they were sampled with.
 
@@ -333,4 +351,6 @@ def score_batch(
         segment_ids=batch.segment_ids,
         value_head=value_head,
         entropy_gradient=entropy_gradient,
+        teacher=teacher,
+        teacher_params=teacher_params,
     )

@@ -69,12 +69,14 @@ class Scored(NamedTuple):
 
     With a value head, `values[b, t]` is the value of `tokens[b, :t]`, before token t was chosen, and
     `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
+    `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     """
 
     logprobs: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     values: Float[Array, "B T"] | None = None
     next_values: Float[Array, "B T"] | None = None
+    divergence: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):

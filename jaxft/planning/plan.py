@@ -92,6 +92,10 @@ def run_of(config: Config) -> Run:
     policy = config.llms[adapter.llm]
     if not isinstance(policy, LocalPolicyConfig):
         raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+    if adapter.loss.distillation is not None:
+        raise ConfigError(
+            ["loss.distillation: a run with a teacher cannot be planned: the teacher's memory is unknown"]
+        )
     if policy.sampler_mesh is not None:
         raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
     trainer = config.trainers.get(config.finetuning.trainer or "")

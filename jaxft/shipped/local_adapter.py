@@ -34,9 +34,10 @@ from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.job_outcome import outcome, too_stale, why_refused
 from jaxft.shipped.memory_advice import memory_advice, memory_errors
 from jaxft.shipped.run_card import run_card
+from jaxft.shipped.teacher import load_teacher
 from jaxft.training.bad_batches import BadBatches, BadUpdate
 from jaxft.training.batch import CollectedRewards
-from jaxft.training.learner import Learner
+from jaxft.training.learner import Learner, TeacherModel
 from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes
 from jaxft.training.rows import (
     Gathered,
@@ -88,6 +89,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         chooses_remat: bool = False,
         note_remat: Callable[[str], object] = lambda remat: None,
         model_card: Callable[[int], ModelCard] | None = None,
+        teacher: TeacherModel | None = None,
     ) -> None:
         """Make the learner, and load the reference if it is another checkpoint.
 
@@ -101,6 +103,7 @@ class LocalTrainerAdapter(TrainerAdapter):
                 model's own.
             note_remat: called with the checkpoint policy that was chosen.
             model_card: returns the card of an exported model from the policy's version; None: exports have none.
+            teacher: the teacher of a loss with `distillation`; None without one.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -110,7 +113,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.policy = policy
         ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None
         self.max_staleness = 0
-        self._make_learner = partial(make_learner, adapter_config, policy.model, seed=seed, ref_params=ref_params)
+        self._make_learner = partial(
+            make_learner, adapter_config, policy.model, seed=seed, ref_params=ref_params, teacher=teacher
+        )
         self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
@@ -506,6 +511,7 @@ def make_learner(
     seed: int = 0,
     ref_params: Params | None = None,
     max_staleness: int = 0,
+    teacher: TeacherModel | None = None,
 ) -> Learner:
     """Make the learner of an adapter; arguments and errors are those of `Learner`."""
     return Learner(
@@ -521,6 +527,7 @@ def make_learner(
         max_disagreeing_fraction=config.max_disagreeing_fraction,
         seed=seed,
         ref_params=ref_params,
+        teacher=teacher,
     )
 
 
@@ -562,6 +569,8 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
             await builder.get_llm(name)
     log = builder.console.message
     bad_batches = BadBatches(builder.directory, log, llm.policy.tokenizer.decode)
+    distillation = config.loss.distillation
+    teacher = None if distillation is None else await load_teacher(distillation.teacher, llm.policy, builder)
     yield LocalTrainerAdapter(
         config,
         llm.policy,
@@ -571,4 +580,5 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
         chooses_remat=builder.config.llms[config.llm].remat == "auto",
         note_remat=lambda remat: builder.add_choices(f"llms.{config.llm}", {"remat": remat}),
         model_card=partial(run_card, builder.config, builder.directory, config),
+        teacher=teacher,
     )

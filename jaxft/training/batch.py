@@ -26,7 +26,7 @@ from jaxft.core.advantages import (
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
 from jaxft.core.types import Batch, Scored
 from jaxft.rollout.sequences import TokenSequence
-from jaxft.training.config import LossConfig
+from jaxft.training.config import DistillationConfig, LossConfig
 
 RECORDED = {
     "tokens": np.int32,
@@ -84,6 +84,8 @@ class TrainingBatch(NamedTuple):
         is_cut: `[N]` True where a length limit ended the episode at the end of the sequence.
         bootstrap_values: `[N]` value after the last token of each sequence, 0 where the episode ended by itself; None
             unless the loss is ppo.
+        teacher_logprobs: `[B T]` log-probabilities of the tokens under the teacher of a distillation by sampled tokens;
+            None without one.
     """
 
     batch: Batch
@@ -95,6 +97,7 @@ class TrainingBatch(NamedTuple):
     turns: np.ndarray
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
+    teacher_logprobs: Any = None
 
     def microbatches(self) -> list[Batch]:
         """Return the microbatches: consecutive rows of the tables, each cut to the width of its longest row."""
@@ -228,14 +231,23 @@ def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
     )
 
 
-def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, reference: Scorer | None) -> TrainingBatch:
+def with_scores(
+    job: TrainingBatch,
+    loss: LossConfig,
+    policy: Scorer | None,
+    reference: Scorer | None,
+    teacher: Scorer | None = None,
+) -> TrainingBatch:
     """Add `old_logprobs`, `old_values` and `ref_logprobs` to a job's batch, as far as the loss reads them.
+
+    With a teacher its log-probabilities stand beside the batch.
 
     Args:
         job: result of `make_batch`.
         loss: its `bootstrap` sets the value after an episode that a length limit cut.
         policy: scores with the policy before the first update; None to skip.
         reference: scores with the reference policy of the KL; None to skip.
+        teacher: scores with the teacher of a distillation by sampled tokens; None to skip.
     """
     batch, behind = job.batch, None
     if policy is not None:
@@ -247,7 +259,8 @@ def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, ref
             behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
     if reference is not None:
         batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
-    return job._replace(batch=batch, bootstrap_values=behind)
+    by_teacher = None if teacher is None else score_tokens(job, teacher).logprobs
+    return job._replace(batch=batch, bootstrap_values=behind, teacher_logprobs=by_teacher)
 
 
 def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
@@ -271,7 +284,7 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
 def compute_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """Add `advantages` to a job's batch, and return it with the metrics of the KL in the reward.
+    """Add `advantages` to a job's batch, and return it with the metrics of the KL in the reward, and of the teacher.
 
     Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
     sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
@@ -298,6 +311,9 @@ def compute_advantages(
         computed["advantages"] = _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
     else:
         computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
+    if loss.distillation is not None:
+        computed["advantages"], of_teacher = _distilled(job, computed["advantages"], mask, loss.distillation)
+        metrics |= of_teacher
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
     tables: dict[str, Any] = {}
@@ -305,6 +321,23 @@ def compute_advantages(
         tables[name] = np.zeros(job.turns.shape, np.float32)
         tables[name][job.tokens] = values
     return job._replace(batch=job.batch._replace(**tables)), metrics
+
+
+def _distilled(
+    job: TrainingBatch, advantages: np.ndarray, mask: np.ndarray, distillation: DistillationConfig
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Weigh the advantages of all tokens, and add what the teacher thinks of them; return metrics of that.
+
+    The expectation of `log q - log p` times the gradient of `log p`, over tokens that `p` draws, is the negative
+    gradient of `KL(p || q)` of the next token: the policy gradient of a distillation (arXiv 2306.13649, section 3).
+    """
+    coef = distillation.reward_coef
+    weighed = coef * advantages if coef else np.zeros(len(mask))  # also where an advantage is NaN
+    if job.teacher_logprobs is None:
+        return weighed, {}
+    gap = (np.asarray(table, np.float64)[job.tokens] for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
+    gain = np.where(mask, np.subtract(*gap), 0.0)
+    return weighed + distillation.coef * gain, {"teacher_divergence": float(-gain[mask].mean())}
 
 
 def _advantages_per_step(

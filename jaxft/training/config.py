@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.harness.config_types import ConfigModel, PathOrName, config_error
+from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
 
 AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "reinforce_pp", "gae"]
 CorrectionName = Literal[
@@ -50,6 +50,35 @@ class CorrectionConfig(ConfigModel):
     high: float = Field(
         default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or the cap of a truncated ratio."
     )
+
+
+class DistillationConfig(ConfigModel):
+    """On-policy distillation: the policy learns a teacher's probabilities on its own samples."""
+
+    teacher: LLMRef = Field(
+        description="Teacher: an entry of llms of type local_policy, with the tokenizer and the mesh of the policy."
+    )
+    form: Literal["sampled_token", "reverse", "forward", "jensen_shannon"] = Field(
+        default="sampled_token",
+        description="sampled_token: log teacher - log student of each sampled token is added to its advantage. "
+        "Others are a term of the loss over the whole vocabulary: reverse, KL(student || teacher); forward, "
+        "KL(teacher || student); jensen_shannon, both to their mixture (arXiv 2306.13649).",
+    )
+    coef: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Weight of what the teacher teaches.")
+    reward_coef: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Weight of the advantages that come from rewards; 0: rewards are logged, and train nothing.",
+    )
+    mixing: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="Share of the teacher in the mixture of jensen_shannon."
+    )
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if only the probabilities of sampled tokens are compared."""
+        return self.form == "sampled_token"
 
 
 class PreferenceConfig(ConfigModel):
@@ -123,6 +152,9 @@ class LossConfig(ConfigModel):
         "with max_staleness above 0 ratio, or token_truncate for reinforce.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
+    distillation: DistillationConfig | None = Field(
+        default=None, description="Teacher that the policy learns from, instead of the reward or beside it; null: none."
+    )
     gamma: float = Field(
         default=1.0,
         gt=0.0,
@@ -215,6 +247,8 @@ class LossConfig(ConfigModel):
         own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
         if self.is_policy_loss and self.name != "ppo":
             own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
+        if self.name == "ppo":
+            own -= {"distillation"}
         if not self.needs_reference:
             own -= {"reference"}
         if self.averaged_over == "tokens":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.packing import unpack
-from jaxft.core.partition import combine, partition, trainable
+from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
 from jaxft.core.sharding import device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
@@ -98,6 +98,13 @@ GoesOn = Callable[[int, int], bool]
 Pause = Callable[[Any], object]
 
 
+class TeacherModel(NamedTuple):
+    """The teacher of a distillation, which is never trained; its parameters may be shapes."""
+
+    model: Model
+    params: Params
+
+
 def always(done: int, total: int) -> bool:
     """Return True: the default `goes_on` of `Learner.learn`, which runs every update."""
     return True
@@ -134,6 +141,7 @@ class Learner:
         max_disagreeing_fraction: float = 1.0,
         seed: int = 0,
         ref_params: Params | None = None,
+        teacher: TeacherModel | None = None,
     ) -> None:
         """Make the update; options not listed here are described in `LocalTrainerAdapterConfig`.
 
@@ -145,6 +153,7 @@ class Learner:
                 (`LossConfig.for_staleness`). Above 0 no update is refused because log-probabilities differ.
             seed: seed that shuffles minibatches.
             ref_params: reference policy from another checkpoint; None uses the parameters before the first job.
+            teacher: the teacher of a loss with `distillation`, on the mesh of the policy; None without one.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -154,7 +163,11 @@ class Learner:
         largest_fraction = math.inf if max_staleness else max_disagreeing_fraction
         limits = (max_sampler_diff, largest_fraction) if loss.is_policy_loss else None
         unweighted = loss.model_copy(update={"reward_weights": None})  # not the update's, and no dict can be hashed
-        self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits)
+        self._teacher = teacher
+        in_loss = teacher is not None and loss.distillation is not None and not loss.distillation.is_sampled
+        self._teacher_of_loss = teacher if in_loss else None
+        taught_by = None if self._teacher_of_loss is None else self._teacher_of_loss.model
+        self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
         self._use(model)
         self._schedule = make_schedule(optimizer)
         self._microbatch_tokens = microbatch_tokens
@@ -306,16 +319,19 @@ class Learner:
         return {purpose: size / 2**20 for purpose, size in sizes.items()}
 
     def held_bytes(self, params: Params) -> dict[str, int]:
-        """Return the bytes per device of parameters, optimizer state, reference, and sums of gradients."""
+        """Return the bytes per device of parameters, optimizer state, reference, sums of gradients, and a teacher."""
         state, size = self._state_shapes(params), partial(device_bytes, self._model.sharding)
         reference = trainable(self._model, params) if self.ref_params is None else self.ref_params
         moved = trainable(self._model, state.params)
-        return {
-            "parameters": size(state.params),
+        sizes = {
+            "parameters": size({name: leaf for name, leaf in state.params.items() if name != TEACHER}),
             "optimizer": size(state.opt_state),
             "reference": size(reference) if self._loss_config.needs_reference else 0,
             "gradients": size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved)),
         }
+        if self._teacher is not None:
+            sizes["teacher"] = device_bytes(self._teacher.model.sharding, self._teacher.params)
+        return sizes
 
     def programs(self, params: Params, longest: int) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs of a job on rows of `longest` tokens, by name; see `Update`.
@@ -346,9 +362,10 @@ class Learner:
     def _state_shapes(self, params: Params) -> TrainState:
         """Return the shapes of the state that an update replaces."""
         trained: Any = jax.eval_shape(lambda p: p, params)
+        head = None
         if self._loss_config.name == "ppo":
             head = jax.eval_shape(lambda p: init_value_head(hidden_state(self._model, p).shape[-1]), params)
-            trained = {"policy": trained, "value_head": head}
+        trained = self._beside(trained, head)
         return jax.eval_shape(lambda p: init_train_state(p, self._optimizer, self._model), trained)
 
     def warm_up(self, params: Params, longest: int, pause: Pause = no_pause) -> Params:
@@ -360,7 +377,7 @@ class Learner:
         state = self._train_state(params)
         for rows, width in self._planner().all_shapes(longest):
             batch = self._empty_batch(rows, width)
-            policy = state.params if self.value_head is None else state.params["policy"]
+            policy = state.params[POLICY] if self._is_nested else state.params
             head = None if self.value_head is None else state.params["value_head"]
             before_scoring = (*RECORDED, "positions", "segment_ids")
             recorded = Batch(**{name: table for name, table in batch._asdict().items() if name in before_scoring})
@@ -368,6 +385,8 @@ class Learner:
                 self._scored(policy, recorded, value_head=head)
             if self._loss_config.needs_reference:
                 self._scored(policy, recorded, value_head=None)
+            if (teacher := self._teacher_scorer()) is not None:
+                teacher(recorded)
             for parts in (batch, [batch, batch]):  # alone, and as one of several
                 state, _ = self._update(state, parts, pause)
         if self.ref_params is not None and self._loss_config.reference.update_every is not None:
@@ -398,28 +417,45 @@ class Learner:
             self.ref_params = jax.tree.map(jnp.copy, trainable(self._model, params))
 
     def _train_state(self, params: Params) -> TrainState:
-        """Return the state that an update replaces: parameters, with those of a value head, and optimizer state."""
-        trained = params if self.value_head is None else {"policy": params, "value_head": self.value_head}
-        return TrainState(trained, self.opt_state, self.step)
+        """Return the state that an update replaces: parameters, with value head or teacher, and optimizer state."""
+        return TrainState(self._beside(params, self.value_head), self.opt_state, self.step)
+
+    def _beside(self, params: Params, value_head: Params | None) -> Params:
+        """Return the parameters that the loss reads: the policy's alone, or beside a value head or a teacher."""
+        if value_head is not None:
+            return {POLICY: params, "value_head": value_head}
+        if self._teacher_of_loss is not None:
+            return {POLICY: params, TEACHER: self._teacher_of_loss.params}
+        return params
+
+    @property
+    def _is_nested(self) -> bool:
+        return self.value_head is not None or self._teacher_of_loss is not None
 
     def _keep(self, state: TrainState) -> Params:
         """Store the state after an update, and return the policy's parameters."""
         self.opt_state, self.step = state.opt_state, state.step
-        if self.value_head is None:
-            return state.params
-        self.value_head = state.params["value_head"]
-        return state.params["policy"]
+        if self.value_head is not None:
+            self.value_head = state.params["value_head"]
+        return state.params[POLICY] if self._is_nested else state.params
 
-    def _scorers(self, params: Params, pause: Pause = no_pause) -> tuple[Scorer | None, Scorer | None]:
-        """Return functions that score a microbatch with policy and reference; None if the loss reads no such scores."""
-        policy = None
+    def _scorers(self, params: Params, pause: Pause = no_pause) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
+        """Return scorers of a microbatch by policy, reference and teacher; None if the loss reads no such scores."""
+        policy, teacher = None, self._teacher_scorer()
+        teacher = None if teacher is None else pausing(teacher, pause)
         if self._needs_old:
             policy = pausing(partial(self._scored, params, value_head=self.value_head), pause)
         if not self._loss_config.needs_reference:
-            return policy, None
+            return policy, None, teacher
         assert self.ref_params is not None
         reference = combine(self.ref_params, partition(self._model, params)[1])
-        return policy, pausing(partial(self._scored, reference, value_head=None), pause)
+        return policy, pausing(partial(self._scored, reference, value_head=None), pause), teacher
+
+    def _teacher_scorer(self) -> Scorer | None:
+        """Return the scorer of a distillation by sampled tokens."""
+        if self._teacher is None or self._teacher_of_loss is not None:
+            return None
+        return partial(scored, self._teacher.model, self._teacher.params, value_head=None)
 
     def _follow(self, params: Params) -> None:
         """Move the reference towards the policy after every `update_every`-th job that made an update."""

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Bool
 
 from jaxft.core.correction import sampler_correction
+from jaxft.core.divergence import Teacher
 from jaxft.core.losses import Metrics, policy_loss
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
 from jaxft.core.types import Model
@@ -16,13 +17,14 @@ from jaxft.core.update import LossFn, Update, make_update
 from jaxft.training.config import LossConfig, OptimizerConfig
 
 
-def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> LossFn:
+def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher: Model | None = None) -> LossFn:
     """Return the loss function, for `make_update`, that a configuration describes.
 
     Args:
         config: name and options of the loss.
         max_sampler_diff: policy losses count the rows whose recorded log-probabilities differ from the trainer's by
             more than this many nats on average; None for no count.
+        teacher: model of the teacher of a distillation over the whole vocabulary; None for other losses.
 
     Raises:
         ValueError: options exclude each other, or one is missing.
@@ -63,6 +65,10 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None) -> Loss
         if config.aggregation not in (None, "token_mean") or config.importance_level == "sequence":
             raise ValueError("ppo is averaged over tokens, with a ratio per token")
         return partial(ppo_loss, value_coef=config.value_coef, value_clip=config.value_clip, **shared)
+    if teacher is not None and config.distillation is not None:
+        form, mixing = config.distillation.form, config.distillation.mixing
+        assert form != "sampled_token"  # which is part of the advantages
+        shared |= {"teacher": Teacher(teacher, form, mixing), "teacher_coef": config.distillation.coef}
     return partial(grpo_loss, **shared)
 
 
@@ -101,7 +107,11 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 @cache
 def update_of(
-    model: Model, loss: LossConfig, optimizer: OptimizerConfig, limits: tuple[float, float] | None
+    model: Model,
+    loss: LossConfig,
+    optimizer: OptimizerConfig,
+    limits: tuple[float, float] | None,
+    teacher: Model | None = None,
 ) -> tuple[optax.GradientTransformation, Update]:
     """Return optimizer and update: the same objects for equal settings, so that a second learner compiles nothing.
 
@@ -110,9 +120,10 @@ def update_of(
         loss: settings of the loss without `reward_weights`, which no update reads and which cannot be hashed.
         optimizer: settings of the optimizer.
         limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter for policy losses, else None.
+        teacher: model of the teacher of a distillation over the whole vocabulary; None for other losses.
     """
     made = make_optimizer(optimizer)
-    loss_fn = make_loss(loss, None if limits is None else limits[0])
+    loss_fn = make_loss(loss, None if limits is None else limits[0], teacher)
     accept = None if limits is None else partial(_is_own, max_fraction=limits[1])
     return made, make_update(model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, accept=accept)
 

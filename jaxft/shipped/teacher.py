@@ -1,0 +1,48 @@
+"""The teacher of a distillation: another `local_policy` of `llms`, which must fit the policy that learns from it."""
+
+from typing import Any
+
+from jaxft.errors import ComponentError
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.policy import Policy
+from jaxft.training.learner import TeacherModel
+
+
+async def load_teacher(name: str, policy: Policy, builder: Any) -> TeacherModel:
+    """Return the teacher of this name, with its parameters.
+
+    Raises:
+        ComponentError: it is no policy of its own in this process, it has another tokenizer, another mesh or shorter
+            contexts than the policy.
+    """
+    llm = await builder.get_llm(name)
+    if not isinstance(llm, ChatClient):
+        raise _unfit(name, f"a {type(llm).__name__} gives no probabilities of given tokens: name a local_policy")
+    teacher = llm.policy
+    if teacher is policy:
+        raise _unfit(name, "it is the policy that is trained, which cannot teach itself")
+    if not isinstance(teacher, Policy):
+        raise _unfit(name, "a snapshot changes while it teaches: name a local_policy of its own")
+    own, other = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if own != other:
+        differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        raise _unfit(
+            name,
+            f"its tokenizer is another than the policy's: {len(differing)} tokens have other ids or are only in one of "
+            f"both, such as {differing[0]!r}; the token ids that the policy samples would mean something else to it",
+        )
+    if mesh_of(teacher) != mesh_of(policy):
+        raise _unfit(name, "its mesh is another than the policy's: give both the same llms.<name>.mesh")
+    has, needs = teacher.engine.max_context_tokens, policy.engine.max_context_tokens
+    if has < needs:
+        raise _unfit(name, f"its max_context_tokens is {has}, and the policy's {needs}: give it as many")
+    return TeacherModel(teacher.model, await teacher.read(lambda params: params))
+
+
+def mesh_of(policy: Policy) -> Any:
+    """Return the mesh of a policy's parameters; None on a single device."""
+    return None if policy.model.sharding is None else policy.model.sharding.mesh
+
+
+def _unfit(name: str, why: str) -> ComponentError:
+    return ComponentError(f"loss.distillation.teacher: llms.{name} cannot teach: {why}")
