@@ -3,8 +3,8 @@
     python benchmarks/scaling.py                             # meshes of eight CPU devices: a minute or two
     python benchmarks/scaling.py --mesh 2x2x2 --out agreement.json
 
-For every mesh (data x fsdp x tensor) the script compares with one device: the loss, each gradient (of adapters, too),
-the parameters after a step of SGD, the log-probabilities of the same tokens, and the samples of `generate` and the
+For every mesh (data x fsdp x tensor) the script compares with one device: the loss, each gradient (of adapters, and of
+a distillation, too), the parameters after a step of SGD, the log-probabilities of the same tokens, and the samples of `generate` and the
 engine. It also restores training states, with adapters and without, on another mesh than they were saved on, and reads
 model files onto the mesh that wrote them. Without an accelerator the CPU is divided into eight devices. Exit code 1
 when something differs by more than it may.
@@ -31,6 +31,7 @@ import numpy as np
 import optax
 
 import jaxft
+from jaxft.core.divergence import Teacher
 from jaxft.core.update import TrainState, loss_and_gradients
 from jaxft.harness.runtime import order_cpu_devices
 from jaxft.rollout.requests import Request
@@ -53,6 +54,7 @@ ALLOWED = {
     "log-probabilities of generate": 1e-5,
     "log-probabilities of the engine": 1e-5,
     "gradients of adapters": 1e-5,
+    "gradients of a distillation": 1e-5,
     "parameters read and moved": 1e-5,
     "bits of files, written and read": 0.0,
     "restored on another mesh": 0.0,
@@ -143,7 +145,11 @@ def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, 
     by_hand = -np.mean([each.mean() for each in np.split(np.asarray(batch.advantages), np.cumsum(TRAJECTORIES[:-1]))])
     score = jax.jit(lambda params, tokens: jaxft.token_logprobs(model, params, tokens).logprobs)
     logprobs = np.asarray(score(params, batch.tokens))
+    taught = partial(jaxft.grpo_loss, teacher=Teacher(model, "jensen_shannon"))
+    both = {"policy": params, "teacher": jax.tree.map(lambda leaf: leaf * 1.5, params)}
+    _, metrics, of_distillation = jax.jit(partial(loss_and_gradients, model, taught))(both, batch)
     return {
+        "gradients of a distillation": (jax.device_get(of_distillation), np.asarray(metrics["teacher_divergence"])),
         "loss": np.asarray(loss),
         "gradients": jax.device_get(found),
         "shares of trajectories": loss - by_hand,

@@ -24,7 +24,7 @@ def agreement(out, *options):
 
 
 CLOSE = {
-    "gradients": ("loss", "gradients", "log-probabilities"),
+    "gradients": ("loss", "gradients", "gradients of a distillation", "log-probabilities"),
     "sampling": ("log-probabilities of generate", "log-probabilities of the engine"),
     "updates": ("parameters after a step", "gradients of adapters"),
     "files": ("parameters read and moved",),
