@@ -4,10 +4,10 @@
     python benchmarks/scaling.py --mesh 2x2x2 --out agreement.json
 
 For every mesh (data x fsdp x tensor) the script compares with one device: the loss, each gradient (of adapters, and of
-a distillation, too), the parameters after a step of SGD, the log-probabilities of the same tokens, and the samples of `generate` and the
-engine. It also restores training states, with adapters and without, on another mesh than they were saved on, and reads
-model files onto the mesh that wrote them. Without an accelerator the CPU is divided into eight devices. Exit code 1
-when something differs by more than it may.
+a distillation, too), the parameters after a step of SGD, the log-probabilities of the same tokens, and the samples of
+`generate` and the engine. It also restores training states, with adapters and without, on another mesh than they were
+saved on, and reads model files onto the mesh that wrote them. Without an accelerator the CPU is divided into eight
+devices. Exit code 1 when something differs by more than it may.
 """
 
 import argparse

@@ -149,7 +149,7 @@ def token_logprobs(
         segment_ids: packed sequence that a token belongs to; tokens attend to their own sequence only.
         value_head: `{"kernel": [D], "bias": []}` (`init_value_head`), to compute values as well; None for no values.
         entropy_gradient: True to let gradients flow into the entropy, as an entropy bonus needs.
-        chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits.
+        chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits, the teacher's included.
         teacher: model and kind of a divergence from it, which is computed in the same chunks; None for none. Its
             distribution is taken at the same temperature, and gets no gradient.
         teacher_params: parameters of `teacher`.
@@ -287,7 +287,9 @@ def _score(
     if sharding is not None and sharding.devices == 1:
         sharding = None  # which changes no bit
     if chunk_tokens is None:
-        chunk_tokens = max(16, CHUNK_LOGITS // vocabulary_size(model, params)) * (sharding.devices if sharding else 1)
+        tables = 1 if teacher is None else 2  # the teacher's logits are in memory beside the policy's
+        fitting = max(16, CHUNK_LOGITS // (tables * vocabulary_size(model, params)))
+        chunk_tokens = fitting * (sharding.devices if sharding else 1)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     head = params

@@ -310,10 +310,19 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def is_on_one_cpu(array: jax.Array) -> bool:
+    """True if an array is in the memory of the host in one piece."""
+    return len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu"
+
+
 def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
     parts = []
     for path in tensor.paths:
-        # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives.
-        values = np.asarray(flat[path][layer] if tensor.is_per_layer else flat[path])
+        # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives; but
+        # on a CPU there is no copy, and slicing would compile a program per shape.
+        whole = flat[path]
+        if isinstance(whole, jax.Array) and is_on_one_cpu(whole):
+            whole = np.asarray(whole)
+        values = np.asarray(whole[layer] if tensor.is_per_layer else whole)
         parts.append(values.T if tensor.is_transposed else values)
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

@@ -112,9 +112,8 @@ def compile_program(
         CompilerError: the program needs too much memory, or the compiler failed.
     """
     request = {
-        "policy": plain(run.policy),
-        "adapter": plain(run.adapter),
-        "model": TypeAdapter(DecoderConfig).dump_python(run.model, mode="json"),
+        **_described(run),
+        "teacher": None if run.teacher is None else _described(run.teacher),
         "target": target.name,
         "remat": remat,
         "program": program,
@@ -135,6 +134,21 @@ def compile_program(
     if "error" in answer:
         raise CompilerError(answer["error"], is_out_of_memory=answer["is_out_of_memory"])
     return TypeAdapter(Compiled).validate_python(answer)
+
+
+def _described(run: Run) -> dict[str, Any]:
+    """Return what a program follows from, as JSON's types."""
+    model = TypeAdapter(DecoderConfig).dump_python(run.model, mode="json")
+    return {"policy": plain(run.policy), "adapter": plain(run.adapter), "model": model}
+
+
+def _described_run(request: Mapping[str, Any], teacher: Run | None = None) -> Run:
+    return Run(
+        LocalPolicyConfig.model_validate(request["policy"]),
+        LocalTrainerAdapterConfig.model_validate(request["adapter"]),
+        TypeAdapter(DecoderConfig).validate_python(request["model"]),
+        teacher=teacher,
+    )
 
 
 def plain(config: ComponentConfig) -> dict[str, Any]:
@@ -218,11 +232,8 @@ def cudnn_limits_of(target: Target) -> Iterator[None]:
 
 def lower(request: Mapping[str, Any]) -> Any:
     """Return the lowered program of a request of `compile_program`."""
-    run = Run(
-        LocalPolicyConfig.model_validate(request["policy"]),
-        LocalTrainerAdapterConfig.model_validate(request["adapter"]),
-        TypeAdapter(DecoderConfig).validate_python(request["model"]),
-    )
+    taught_by = request["teacher"]
+    run = _described_run(request, None if taught_by is None else _described_run(taught_by))
     target = find_target(request["target"])
     mesh = mesh_of_devices(run, topology_devices(target))
     programs = Programs(run, mesh, target, request["remat"])

@@ -92,10 +92,6 @@ def run_of(config: Config) -> Run:
     policy = config.llms[adapter.llm]
     if not isinstance(policy, LocalPolicyConfig):
         raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
-    if adapter.loss.distillation is not None:
-        raise ConfigError(
-            ["loss.distillation: a run with a teacher cannot be planned: the teacher's memory is unknown"]
-        )
     if policy.sampler_mesh is not None:
         raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
     trainer = config.trainers.get(config.finetuning.trainer or "")
@@ -105,8 +101,13 @@ def run_of(config: Config) -> Run:
         for llm in config.llms.values()
         if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
     )
+    distillation = adapter.loss.distillation
+    named = None if distillation is None else config.llms[distillation.teacher]
+    if named is not None and not isinstance(named, LocalPolicyConfig):
+        raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
     try:
-        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness)
+        teacher = None if named is None else Run(named, adapter, shape_of(named))
+        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness, teacher)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 

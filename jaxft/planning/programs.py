@@ -27,13 +27,14 @@ from jaxft.rollout.relayout import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
 from jaxft.shipped.local_adapter import make_learner
 from jaxft.shipped.local_policy import dtypes_of, lora_of
-from jaxft.training.learner import Learner, loses_kernel
+from jaxft.training.learner import Learner, TeacherModel, loses_kernel
 
 
 class Run(NamedTuple):
     """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model.
 
-    `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program.
+    `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program. `teacher` has
+    policy and shape of the teacher of a distillation.
     """
 
     policy: LocalPolicyConfig
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     model: DecoderConfig
     snapshots: tuple[LocalPolicyConfig, ...] = ()
     max_staleness: int = 0
+    teacher: "Run | None" = None
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -91,19 +93,15 @@ class Programs:
         dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
         self.run, self.target, self.remat = run, target, remat
         self.compute_dtype = jnp.dtype(compute_dtype or dtype)
-        is_strict = run.policy.mesh is not None and run.policy.mesh.strict
-        self.sharding: Sharding = sharding_for(run.model, mesh, strict=is_strict)
-        self.model: Model = decoder(
-            run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=self.sharding
-        )
-        self.params: Params = self.sharding.place(_shapes(run, jnp.dtype(dtype)))
+        self.sharding, self.model, self.params = _model(run, mesh, target, remat)
         adapter = run.adapter
         if adapter.packing is None:
             packing = not loses_kernel(run.model, self.compute_dtype, [target.device])
             adapter = adapter.model_copy(update={"packing": packing})
         ref_params = self.params if adapter.has_own_reference else None
+        teacher = None if run.teacher is None else TeacherModel(*_model(run.teacher, mesh, target, remat)[1:])
         self.learner: Learner = make_learner(
-            adapter, self.model, ref_params=ref_params, max_staleness=run.max_staleness
+            adapter, self.model, ref_params=ref_params, max_staleness=run.max_staleness, teacher=teacher
         )
 
     @cached_property
@@ -182,6 +180,15 @@ class Programs:
     def parameters(self) -> int:
         """Return the number of all parameters."""
         return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
+
+
+def _model(run: Run, mesh: Mesh | AbstractMesh, target: Target, remat: Remat) -> tuple[Sharding, Model, Params]:
+    """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
+    dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
+    is_strict = run.policy.mesh is not None and run.policy.mesh.strict
+    sharding = sharding_for(run.model, mesh, strict=is_strict)
+    model = decoder(run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
+    return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
 
 
 def _shapes(run: Run, dtype: Any) -> Params:

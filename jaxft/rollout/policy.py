@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import BASE, combine, partition
@@ -339,10 +340,7 @@ class Policy:
             PolicyLostError: an earlier update failed.
         """
 
-        def are_finite(params: Params) -> bool:
-            return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
-
-        if not await self.read(are_finite):
+        if not await self.read(lambda params: bool(are_finite(params))):
             return False
         prompt = self.template.prompt([{"role": "user", "content": "?"}])
         key_ids = (HEALTH, 0, 0, 0, 0, 0)  # as many as those of a call, so that nothing is compiled
@@ -487,6 +485,12 @@ class Policy:
                 f"the policy's parameters were lost when an update failed ({self._lost}); "
                 "restore them from a checkpoint"
             )
+
+
+@jax.jit
+def are_finite(params: Params) -> Bool[Array, ""]:
+    """True if all parameters are finite."""
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
 
 
 def check_sizes(slots: int, max_context_tokens: int) -> None:

@@ -152,13 +152,15 @@ class BatchPlanner:
     pairs: bool = False
     row_shards: int = 1
 
-    def plan(self, lengths: Sequence[int]) -> tuple[Packing, Shapes]:
+    def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
 
-        Without packing, rows are sorted by descending length, so that microbatches of short sequences are narrow.
+        Packed rows of a part of a job are as wide as the job, `job_width`, so that it shares the programs. Without
+        packing, rows are sorted by descending length, so that microbatches of short sequences are narrow.
         """
         width = padded_width(max(lengths))
         if self.packed:
+            width = max(width, job_width)
             packing = plan_packing(lengths, width)
             row_lengths = [width] * packing.height
         else:
@@ -174,9 +176,9 @@ class BatchPlanner:
         """Return the microbatch shapes for rows of these descending lengths; the last may include empty rows.
 
         >>> [BatchPlanner(256).shapes([16] * n) for n in (3, 9, 17)]
-        [((4, 16),), ((8, 16), (2, 16)), ((16, 16), (2, 16))]
+        [((4, 16),), ((4, 16), (4, 16), (4, 16)), ((16, 16), (4, 16))]
         >>> BatchPlanner(256).shapes([64] + [16] * 20)
-        ((4, 64), (16, 16), (2, 16))
+        ((4, 64), (16, 16), (4, 16))
         """
         shapes: list[tuple[int, int]] = []
         done = 0
@@ -190,15 +192,17 @@ class BatchPlanner:
         return tuple(shapes)
 
     def heights(self, width: int) -> list[int]:
-        """Return the allowed numbers of rows at this width: the maximum, a half, a quarter and an eighth of it.
+        """Return the allowed numbers of rows at this width: the maximum, and a quarter of it for what is left.
+
+        Each is a program per width, which takes longer to compile than a few empty rows to compute.
 
         >>> [BatchPlanner(1000).heights(width) for width in (16, 96, 4096)]
-        [[32, 16, 8, 4], [8, 4, 2, 1], [1]]
+        [[32, 8], [8, 2], [1]]
         """
         unit = math.lcm(2 if self.pairs else 1, self.row_shards)
         allowed = max(1, self.microbatch_tokens // width // unit)
         largest = 1 << (allowed.bit_length() - 1)  # a power of two, so that it can be halved
-        return [unit * rows for rows in sorted({max(1, largest // part) for part in (1, 2, 4, 8)}, reverse=True)]
+        return [unit * rows for rows in sorted({max(1, largest // part) for part in (1, 4)}, reverse=True)]
 
     def all_shapes(self, longest: int) -> Shapes:
         """Return every microbatch shape that sequences of up to `longest` tokens can lead to."""
@@ -430,7 +434,7 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
     """
     if len(chosen) == len(job.trajectories):
         return job
-    packing, shapes = planner.plan(job.packing.lengths[chosen].tolist())
+    packing, shapes = planner.plan(job.packing.lengths[chosen].tolist(), job.packing.width)
     index, is_chosen = token_index(packing), np.isin(job.places[0], chosen)
     source = tuple(each[is_chosen] for each in job.tokens)
 

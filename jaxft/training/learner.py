@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
-from jaxft.core.sharding import device_bytes, devices_of
+from jaxft.core.sharding import constrain, device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import Scores
@@ -40,7 +40,7 @@ from jaxft.training.batch import (
 )
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.token_scores import TokenScores
-from jaxft.training.update import make_schedule, scored, update_of
+from jaxft.training.update import rate_at, scored, update_of
 
 
 def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
@@ -169,7 +169,7 @@ class Learner:
         taught_by = None if self._teacher_of_loss is None else self._teacher_of_loss.model
         self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
         self._use(model)
-        self._schedule = make_schedule(optimizer)
+        self._rate_at = partial(rate_at, optimizer)
         self._microbatch_tokens = microbatch_tokens
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
         self._packing, self._seed = packing, seed
@@ -246,7 +246,7 @@ class Learner:
         seed = f"minibatches {self._seed} {self.jobs}"
         minibatches = divide(job, planner, self._num_minibatches, self._num_iterations, seed)
 
-        state, rate = self._train_state(params), float(self._schedule(int(self.step)))
+        state, rate = self._train_state(params), float(self._rate_at(self.step))
         history: list[dict[str, Any]] = []
         for done, minibatch in enumerate(minibatches):
             if not goes_on(done, len(minibatches)):
@@ -414,7 +414,7 @@ class Learner:
         self._keep(init_train_state(self._train_state(params).params, self._optimizer, self._model))
         if self._loss_config.needs_reference and self.ref_params is None:
             # Copied, as the originals are about to be donated; a frozen base is shared.
-            self.ref_params = jax.tree.map(jnp.copy, trainable(self._model, params))
+            self.ref_params = copied(self._model, trainable(self._model, params))
 
     def _train_state(self, params: Params) -> TrainState:
         """Return the state that an update replaces: parameters, with value head or teacher, and optimizer state."""
@@ -490,6 +490,12 @@ def with_sample_size(metrics: dict[str, Any]) -> dict[str, Any]:
     if mean is None or square is None:
         return left
     return left | {"effective_sample_fraction": float(mean) ** 2 / float(square) if square else 0.0}
+
+
+@partial(jax.jit, static_argnums=0)
+def copied(model: Model, params: Params) -> Params:
+    """Return a copy of each array, where it is."""
+    return constrain(model.sharding, jax.tree.map(jnp.copy, params))
 
 
 @jax.jit

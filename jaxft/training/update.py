@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.correction import sampler_correction
 from jaxft.core.divergence import Teacher
 from jaxft.core.losses import Metrics, policy_loss
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
+from jaxft.core.sharding import constrain
 from jaxft.core.types import Model
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.training.config import LossConfig, OptimizerConfig
@@ -105,6 +106,12 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), after], [warmup])
 
 
+@partial(jax.jit, static_argnums=0)
+def rate_at(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
+    """Return the learning rate of an update."""
+    return jnp.asarray(make_schedule(config)(step), jnp.float32)
+
+
 @cache
 def update_of(
     model: Model,
@@ -122,7 +129,9 @@ def update_of(
         limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter for policy losses, else None.
         teacher: model of the teacher of a distillation over the whole vocabulary; None for other losses.
     """
-    made = make_optimizer(optimizer)
+    plain = make_optimizer(optimizer)
+    # One program instead of one per array.
+    made = plain._replace(init=jax.jit(lambda params: constrain(model.sharding, plain.init(params))))
     loss_fn = make_loss(loss, None if limits is None else limits[0], teacher)
     accept = None if limits is None else partial(_is_own, max_fraction=limits[1])
     return made, make_update(model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, accept=accept)

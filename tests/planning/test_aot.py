@@ -56,6 +56,7 @@ class Case(NamedTuple):
     packing: bool | None = None
     compute_dtype: str = "auto"
     program: str = "gradient"
+    teacher: str | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -72,15 +73,22 @@ class Case(NamedTuple):
             "mesh": None if math.prod(self.mesh) == 1 else dict(zip(AXES, self.mesh, strict=True)),
             "lora": {"rank": 16} if self.lora else None,
         }
-        adapter = {
+        adapter: Any = {
             "llm": "policy",
             "loss": {"name": self.loss},
             "microbatch_tokens": self.rows * shards * self.width,
             "packing": self.packing,
         }
-        return Run(
-            LocalPolicyConfig.model_validate(policy), LocalTrainerAdapterConfig.model_validate(adapter), self.config
-        )
+        if self.teacher is not None:
+            adapter["loss"]["distillation"] = {"teacher": "teacher", "form": "reverse"}
+        adapter = LocalTrainerAdapterConfig.model_validate(adapter)
+        teacher = None
+        if self.teacher is not None:
+            config = self._replace(model=self.teacher).config
+            teacher = Run(
+                LocalPolicyConfig.model_validate(policy | {"path": self.teacher, "lora": None}), adapter, config
+            )
+        return Run(LocalPolicyConfig.model_validate(policy), adapter, self.config, teacher=teacher)
 
     @property
     def programs(self) -> Programs:
@@ -114,6 +122,17 @@ def shards(tree: Any) -> Counter[tuple[int, ...]]:
     """Count the shapes that leaves have on each device."""
     leaves = jax.tree.leaves(tree)
     return Counter(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("case", [ONE_GPU, GPU], ids=["gpu", "gpu fsdp"])
+def test_a_teacher_adds_its_forward_pass_and_a_chunk_of_logits(case):
+    """Distillation over the whole vocabulary: half a chunk each, no table of all logits, and one gathered head."""
+    alone, taught = compiled(case)[0], compiled(case._replace(teacher="qwen3-1.7b"))[0]
+    assert taught.kernels["mha_forward"] == 2 * alone.kernels["mha_forward"]
+    assert taught.kernels["mha_backward"] == alone.kernels["mha_backward"]
+    assert taught.temporaries - alone.temporaries < 2**30
+    of_teacher = [(kind, times) for kind, arrays, _, times, _ in taught.collectives if "[151936,2048]" in arrays]
+    assert of_teacher == ([] if case is ONE_GPU else [("all-gather", 1)])
 
 
 @SHARDED

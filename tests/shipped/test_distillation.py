@@ -134,7 +134,10 @@ def test_without_a_teacher_equal_rewards_teach_nothing(finetune):
         ({"loss__distillation__teacher": "policy"}, "cannot teach itself"),
         ({"teacher__max_context_tokens": 16}, "its max_context_tokens is 16, and the policy's 32"),
         ({"teacher": "{_type: local_policy, snapshot_of: policy}"}, "a snapshot changes while it teaches"),
-        ({"teacher": "{_type: openai, model: x, api_key: x, base_url: 'http://localhost:1'}"}, "gives no probabilities"),
+        (
+            {"teacher": "{_type: openai, model: x, api_key: x, base_url: 'http://localhost:1'}"},
+            "gives no probabilities",
+        ),
         ({"loss__name": "ppo"}, "ppo has no distillation"),
         ({"loss__distillation__teacher": "techer"}, "techer"),
     ],

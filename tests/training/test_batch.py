@@ -34,10 +34,10 @@ def test_rows_are_padded_and_filled_up(make_sequence):
     ("rows", "microbatch_tokens", "expected"),
     [
         (3, 1, (1, 1, 1)),  # at least a row
-        (3, 10_000, (64,)),  # at least an eighth
+        (3, 10_000, (128,)),  # at least a quarter
         (4, 32, (2, 2)),
-        (5, 48, (2, 2, 1)),  # three rows would fit, but two can be halved
-        (37, 256, (16, 16, 4, 2)),
+        (5, 48, (2, 2, 1)),  # three rows would fit, but powers of two have quarters
+        (37, 256, (16, 16, 4, 4)),
     ],
 )
 def test_microbatches_are_of_a_few_sizes(make_sequence, rows, microbatch_tokens, expected):
@@ -75,9 +75,9 @@ def test_batches_of_any_size_share_a_few_shapes(make_sequence):
 
     for packed in (False, True):
         found = set.union(*(shapes(count, packed=packed) for count in range(1, 100)))
-        assert found == {(16, 16), (8, 16), (4, 16), (2, 16)} == set(BatchPlanner(256).all_shapes(16))
+        assert found == {(16, 16), (4, 16)} == set(BatchPlanner(256).all_shapes(16))
     found = set.union(*(shapes(count, pairs=True) for count in range(2, 100, 2)))
-    assert found == {(16, 16), (8, 16), (4, 16), (2, 16)}
+    assert found == {(16, 16), (4, 16)}
 
 
 def longer(sequence, times):
@@ -89,7 +89,7 @@ def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
     times = [1, 1, 7, 1, 1, 1, 2, 3]
     rows = [Row(longer(make_sequence(n), k), n) for n, k in enumerate(times)]
     placed = make_batch(rows, BatchPlanner(96, pairs=pairs))
-    assert placed.microbatch_shapes == (((2, 48), (2, 32), (4, 16)) if pairs else ((2, 48), (4, 16), (2, 16)))
+    assert placed.microbatch_shapes == (((2, 48), (2, 32), (4, 16)) if pairs else ((2, 48), (4, 16), (1, 16), (1, 16)))
     parts = placed.microbatches()
     assert [part.tokens.shape for part in parts] == list(placed.microbatch_shapes)
     assert sum(int(part.completion_mask.sum()) for part in parts) == 4 * sum(times)
@@ -102,7 +102,7 @@ def test_microbatches_of_short_rows_are_narrow(make_sequence, pairs):
 
 def test_pairs_stay_together(make_sequence):
     rows = [Row(make_sequence(n), n // 2) for n in range(6)]
-    for tokens, expected in ((1, (2, 2, 2)), (5 * 16, (4, 2)), (128, (4, 2))):
+    for tokens, expected in ((1, (2, 2, 2)), (5 * 16, (4, 2)), (128, (2, 2, 2))):
         shapes = make_batch(rows, BatchPlanner(tokens, pairs=True)).microbatch_shapes
         assert tuple(count for count, _ in shapes) == expected
 
@@ -117,10 +117,12 @@ def test_selected_sequences_are_laid_out_as_if_they_were_alone(make_sequence, op
     times, planner = [1, 1, 7, 1, 1, 1, 2, 3], BatchPlanner(96, **options)
     turns = [-1, -1, 0, 0, 1, 1]
     rows = [Row(longer(make_sequence(n, turns=turns, episode_truncated=n == 3), k), n) for n, k in enumerate(times)]
-    job, chosen = make_batch(rows, planner), np.array([0, 1, 3, 6] if "pairs" not in options else [2, 3, 6, 7])
+    job, chosen = make_batch(rows, planner), np.array([0, 2, 3, 6] if "pairs" not in options else [2, 3, 6, 7])
     got, expected = select_sequences(job, chosen, planner), make_batch([rows[i] for i in chosen], planner)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert select_sequences(job, np.arange(8), planner) is job
+    short = select_sequences(job, np.array([0, 1]), planner).packing.width
+    assert short == (48 if planner.packed else 16)  # packed parts of a job share its programs
 
 
 def test_minibatches_take_every_trajectory_once_in_an_iteration(make_sequence):
