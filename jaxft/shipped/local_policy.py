@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, Sharding, make_mesh, platform_of
+from jaxft.core.sharding import AXES, Sharding, devices_of, make_mesh, platform_of
 from jaxft.errors import ComponentError
 from jaxft.harness.registry import LLMConfig
 from jaxft.models.config import DecoderConfig, model_preset
@@ -53,6 +53,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
     else:
         model, params = init_model(shape, key, **options)
+        if mesh is None:  # bound to their device, as a checkpoint's are: what is computed with both compiles once
+            params = jax.device_put(params, devices_of(None)[0])
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
         sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype, strict=config.sampler_mesh.strict)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxft.errors import PolicyLostError
+from jaxft.harness import evaluation
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
-from jaxft.rollout.recorder import TRAINING, episode
+from jaxft.rollout.recorder import TRAINING, Episode, episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
 
@@ -351,3 +352,15 @@ def test_a_cancellation_from_within_fails_one_episode_and_not_the_run():
     outcomes = run(evaluation_of(careless))
     assert [outcome.item.output_obj for outcome in outcomes] == ["done", None, "done", "done", "done"]
     assert "cancellation" in outcomes[1].error
+
+
+def test_the_oldest_running_episode_is_named_once_it_is_old(monkeypatch):
+    running = [Episode(0, 0, 0, "young", 0), Episode(0, 0, 0, "7", 2), Episode(0, 0, 0, "not begun", 0)]
+    running[0].began_at, running[1].began_at = 104.0, 100.0
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 109.0)
+    assert evaluation._straggler(running) == ""
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 131.0)
+    assert evaluation._straggler(running) == "; oldest 7/2: 31 s, no call yet"
+    running[1].called_at = 103.0
+    assert evaluation._straggler(running) == "; oldest 7/2: 31 s, last call 28 s ago"
+    assert evaluation._straggler([]) == ""

@@ -68,7 +68,7 @@ def teacher(tmp_path_factory, tokenizer):
 def finetune(tmp_path, teacher, capsys):
     """Runs `jaxft finetune` with a loss; returns status, output and the rows of the metrics."""
 
-    def run(name: str, loss: dict, **changes: Any) -> tuple[int, str, list[dict]]:
+    def run(name: str, loss: dict, *options: str, **changes: Any) -> tuple[int, str, list[dict]]:
         config = {
             "imports": [str(Path(__file__))],
             "llms": {
@@ -97,13 +97,14 @@ def finetune(tmp_path, teacher, capsys):
                 "trajectory_builder": "rollouts",
                 "trainer_adapter": "local",
                 "reward_function": {"name": "nothing"},
-                "num_epochs": 12,
+                "num_epochs": 10,
                 "output_dir": str(tmp_path / name),
             },
         }
         (tmp_path / "run.yml").write_text(dump_yaml(config))
         sets = [word for path, value in changes.items() for word in ("--set", f"{path.replace('__', '.')}={value}")]
-        status = main(["finetune", "--config_file", str(tmp_path / "run.yml"), "--overwrite", *sets])
+        options = options or ("--overwrite",)
+        status = main(["finetune", "--config_file", str(tmp_path / "run.yml"), *options, *sets])
         file = tmp_path / name / "training_metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         said = capsys.readouterr()
@@ -115,11 +116,20 @@ def finetune(tmp_path, teacher, capsys):
 @pytest.mark.parametrize("form", ["sampled_token", "forward"])
 def test_a_student_learns_from_its_teacher_alone(finetune, form):
     """The rewards are all equal; whatever is learned is the teacher's."""
-    status, _, rows = finetune("run", {"distillation": {"teacher": "teacher", "form": form}})
-    assert status == 0
+    status, said, rows = finetune("run", {"distillation": {"teacher": "teacher", "form": form}})
+    assert status == 0, said
     distances = [row["teacher_divergence"] for row in rows]
     assert all(row["applied_updates"] == 1 and row["no_signal_groups"] == EXAMPLES for row in rows)
     assert np.mean(distances[-3:]) < 0.9 * distances[0]
+
+
+def test_a_resumed_run_goes_on_with_its_teacher(finetune):
+    loss = {"distillation": {"teacher": "teacher", "form": "reverse"}}
+    status, said, whole = finetune("whole", loss, "--strict-compile", finetuning__num_epochs=3)
+    assert status == 0, said  # nothing is compiled after the start
+    finetune("parts", loss, finetuning__num_epochs=2)
+    status, _, rows = finetune("parts", loss, "--resume", finetuning__num_epochs=3)
+    assert status == 0 and rows == whole
 
 
 def test_without_a_teacher_equal_rewards_teach_nothing(finetune):
