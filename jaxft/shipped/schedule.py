@@ -129,7 +129,7 @@ class GroupStream(Schedule):
     ...     stream, trained = GroupStream(collect, NoWeights(), size=1, total=4, max_staleness=2), []
     ...     for epoch in range(4):
     ...         await stream.begin(epoch)
-    ...         trained.append((await stream.take(epoch, f"epoch {epoch}")).metrics["number"])
+    ...         trained.append(int((await stream.take(epoch, f"epoch {epoch}")).metrics["number"]))
     ...     return trained
     >>> asyncio.run(jobs())  # it is carried over twice
     [1, 2, 0, 3]

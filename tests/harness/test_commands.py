@@ -207,7 +207,7 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
 
     with monkeypatch.context() as small:
-        small.setattr("jaxft.shipped.local_adapter.device_mebibytes", lambda sharding: 1.0)
+        small.setattr("jaxft.shipped.memory_advice.device_mebibytes", lambda sharding: 1.0)
         assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 1
     said = capsys.readouterr().err
     assert "this does not fit: a device has 1 MiB and" in said and "microbatch_tokens (now 384)" in said
