@@ -42,8 +42,8 @@ def divergence(
 
     With the student's distribution `p` and the teacher's `q`, both at `temperature`: `reverse` is `KL(p || q)`, which
     seeks a mode; `forward` is `KL(q || p)`, which covers all; `jensen_shannon` is `b KL(q || m) + (1 - b) KL(p || m)`
-    with the mixture `m = b q + (1 - b) p` and `b = mixing` (arXiv 2306.13649, eq. 1). Of vocabularies of two sizes, as
-    padding makes them, the tokens that both have are compared.
+    with the mixture `m = b q + (1 - b) p` and `b = mixing` (arXiv 2306.13649, section 2). Vocabularies may differ in
+    size, as padding makes them; the tokens that both have are compared.
 
     Raises:
         ValueError: `kind` is unknown, or `mixing` is not between 0 and 1.

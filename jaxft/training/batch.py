@@ -333,7 +333,7 @@ def _distilled(
     """Weigh the advantages of all tokens, and add what the teacher thinks of them; return metrics of that.
 
     The expectation of `log q - log p` times the gradient of `log p`, over tokens that `p` draws, is the negative
-    gradient of `KL(p || q)` of the next token: the policy gradient of a distillation (arXiv 2306.13649, section 3).
+    gradient of `KL(p || q)` of the next token (the single-step part of the gradient in arXiv 2306.08543).
     """
     coef = distillation.reward_coef
     weighed = coef * advantages if coef else np.zeros(len(mask))  # also where an advantage is NaN
