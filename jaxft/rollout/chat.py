@@ -35,6 +35,9 @@ CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 MIN_BYTE_LIMIT = 2**20
 """Bytes of text that are tokenised for any context size; this blocks the event loop for less than a second."""
 
+MARKED_TEXTS, MARKED_CHARACTERS = 8192, 1024
+"""Number of texts that are remembered with their control tokens marked, and characters of the longest."""
+
 RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """Arguments of `apply_chat_template` that no `chat_template_kwargs` may replace."""
 
@@ -143,6 +146,8 @@ class ChatTemplate:
         self.responses = ResponseFormat(tokenizer, self.tokens, self.stop_ids)
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
+        # A conversation is rendered for each of its answers, with the same keys, roles and earlier messages.
+        self._marked_before = functools.lru_cache(MARKED_TEXTS)(lambda text: mark_control_tokens(text, self._controls))
 
     @functools.cached_property
     def end_of_turn(self) -> str:
@@ -154,6 +159,19 @@ class ChatTemplate:
             text = ""
         found = self._controls.match(text.rpartition(PLACEHOLDER)[2])
         return str(self.tokenizer.eos_token) if found is None else found[0]
+
+    @functools.cached_property
+    def _writes_answers_as_they_are(self) -> bool:
+        """Whether the template writes an answer and its end token right behind the prompt that asked for it."""
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            prompt = self._render(asked, (), {}, add_generation_prompt=True)
+            text = self._render(
+                [*asked, {"role": "assistant", "content": PLACEHOLDER}], (), {}, add_generation_prompt=False
+            )
+        except RequestError:  # a template of other conversations
+            return False
+        return text.startswith(prompt + PLACEHOLDER + self.end_of_turn)
 
     def prompt(
         self,
@@ -334,13 +352,15 @@ class ChatTemplate:
                 )
             content, end = self._mark(message["content"]), self.end_of_turn
             answer = content + end
-            text = self._render(given[: turn + 1], tools, {}, add_generation_prompt=False)
-            if "tool_calls" in message or "reasoning_content" in message:
-                answer = self._rendered_answer(text, asked, turn)
-            elif text.startswith(asked) and not text.startswith(asked + answer):
-                # Some templates strip the answer, or write a space before it.
-                said, found, _ = text[len(asked) :].partition(end)
-                answer = said + end if found and said.strip() == content.strip() else answer
+            is_rewritten = "tool_calls" in message or "reasoning_content" in message
+            if is_rewritten or content != content.strip() or not self._writes_answers_as_they_are:
+                text = self._render(given[: turn + 1], tools, {}, add_generation_prompt=False)
+                if is_rewritten:
+                    answer = self._rendered_answer(text, asked, turn)
+                elif text.startswith(asked) and not text.startswith(asked + answer):
+                    # Some templates strip the answer, or write a space before it.
+                    said, found, _ = text[len(asked) :].partition(end)
+                    answer = said + end if found and said.strip() == content.strip() else answer
             context_ids = self._encode_after(ids, asked[len(rendered) :])
             ids += context_ids
             answer_ids = self._encode_after(ids, answer)
@@ -400,14 +420,16 @@ class ChatTemplate:
 
     def _marked(self, value: Any) -> Any:
         """Return JSON with control tokens marked in all its texts, keys included."""
+        if isinstance(value, str):
+            return self._mark(value)
         if isinstance(value, Mapping):
             return {self._mark(key): self._marked(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(each) for each in value]
-        return self._mark(value) if isinstance(value, str) else value
+        return [self._marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _mark(self, text: str) -> str:
-        return mark_control_tokens(text, self._controls)
+        if len(text) > MARKED_CHARACTERS:
+            return mark_control_tokens(text, self._controls)
+        return self._marked_before(text)
 
     def _encode_after(self, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Return the ids of text that follows tokens; some tokenizers write a space before text that stands alone."""
