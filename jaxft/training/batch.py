@@ -130,8 +130,13 @@ def padded_width(tokens: int) -> int:
     >>> [padded_width(n) for n in (5, 80, 97, 300, 513)]
     [16, 96, 128, 384, 768]
     """
-    power = max(16, 1 << (tokens - 1).bit_length())
+    power = power_of_two(tokens)
     return power * 3 // 4 if power >= 64 and tokens <= power * 3 // 4 else power
+
+
+def power_of_two(tokens: int) -> int:
+    """Return the least power of two, from 16 on, that is not below `tokens`."""
+    return max(16, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -155,20 +160,21 @@ class BatchPlanner:
     def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
 
-        Packed rows of a part of a job are as wide as the job, `job_width`, so that it shares the programs. Without
-        packing, rows are sorted by descending length, so that microbatches of short sequences are narrow.
+        Packed rows have the one of `widths` whose table has fewest tokens. Those of a part of a job are as wide as the
+        job, `job_width`, so that it shares the programs. Without packing, rows are sorted by descending length, so that
+        microbatches of short sequences are narrow.
         """
-        width = padded_width(max(lengths))
+        longest = max(lengths)
         if self.packed:
-            width = max(width, job_width)
-            packing = plan_packing(lengths, width)
-            row_lengths = [width] * packing.height
+            widths = [max(padded_width(longest), job_width)] if job_width else self.widths(longest)
+            packing = min((plan_packing(lengths, each) for each in widths), key=lambda plan: plan.height * plan.width)
+            row_lengths = [packing.width] * packing.height
         else:
             unit = 2 if self.pairs else 1
-            longest = np.repeat(np.reshape(lengths, (-1, unit)).max(axis=1), unit)
-            order = np.argsort(-longest, kind="stable")
-            packing = plan_padding(lengths, width)._replace(rows=np.argsort(order))
-            row_lengths = longest[order].tolist()
+            of_units = np.repeat(np.reshape(lengths, (-1, unit)).max(axis=1), unit)
+            order = np.argsort(-of_units, kind="stable")
+            packing = plan_padding(lengths, padded_width(longest))._replace(rows=np.argsort(order))
+            row_lengths = of_units[order].tolist()
         shapes = self.shapes(row_lengths)
         return packing._replace(height=sum(rows for rows, _ in shapes)), shapes
 
@@ -191,6 +197,17 @@ class BatchPlanner:
             done += rows
         return tuple(shapes)
 
+    def widths(self, longest: int) -> list[int]:
+        """Return the widths that a table whose longest sequence has so many tokens may have.
+
+        A packed one may be wider: in 96 tokens, sequences of 80 and of 48 lie alone, in 128 together.
+
+        >>> BatchPlanner(1024, packed=True).widths(80), BatchPlanner(1024).widths(80)
+        ([96, 128], [96])
+        """
+        narrow, wide = padded_width(longest), power_of_two(longest)
+        return [narrow, wide] if self.packed and narrow < wide <= self.microbatch_tokens else [narrow]
+
     def heights(self, width: int) -> list[int]:
         """Return the allowed numbers of rows at this width: the maximum, and a quarter of it for what is left.
 
@@ -206,8 +223,8 @@ class BatchPlanner:
 
     def all_shapes(self, longest: int) -> Shapes:
         """Return every microbatch shape that sequences of up to `longest` tokens can lead to."""
-        widths = sorted({padded_width(tokens) for tokens in range(1, longest + 1)})
-        return tuple((rows, width) for width in widths for rows in self.heights(width))
+        widths = {width for tokens in range(1, longest + 1) for width in self.widths(tokens)}
+        return tuple((rows, width) for width in sorted(widths) for rows in self.heights(width))
 
 
 def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:

@@ -33,7 +33,6 @@ from jaxft.training.batch import (
     divide,
     empty_batch,
     make_batch,
-    padded_width,
     score_tokens,
     select_sequences,
     with_scores,
@@ -350,9 +349,10 @@ class Learner:
         return self._planner().packed
 
     def largest_microbatch(self, params: Params, longest: int) -> tuple[int, int]:
-        """Return rows, over the whole mesh, and width of the largest microbatch of rows of `longest` tokens."""
-        width = padded_width(longest)
-        return self.heights(params, width)[0], width
+        """Return rows, over the whole mesh, and width of the largest microbatch of sequences of `longest` tokens."""
+        self._packing = choose_packing(self._model, params, self._packing)
+        shapes = [(self._planner().heights(width)[0], width) for width in self._planner().widths(longest)]
+        return max(shapes, key=math.prod)
 
     def heights(self, params: Params, width: int) -> list[int]:
         """Return the numbers of rows, over the whole mesh, that microbatches of this width may have, largest first."""

@@ -107,6 +107,21 @@ def test_pairs_stay_together(make_sequence):
         assert tuple(count for count, _ in shapes) == expected
 
 
+def test_packed_rows_are_as_wide_as_wastes_least():
+    planner = BatchPlanner(1024, packed=True)
+    for lengths, expected in (
+        ([80, 48, 64, 64], (2, 128)),  # in 96 tokens each would lie alone
+        ([80] * 4, (4, 96)),
+        ([128, 100, 28], (2, 128)),
+        ([600, 300, 120], (1, 1024)),
+    ):
+        packing, shapes = planner.plan(lengths)
+        assert (int(packing.rows.max()) + 1, packing.width) == expected
+        assert set(shapes) <= set(planner.all_shapes(max(lengths)))
+    assert planner.plan([80, 48])[0].width == 128 and planner.plan([80, 48], job_width=96)[0].width == 96
+    assert BatchPlanner(100, packed=True).plan([80, 48])[0].width == 96  # no microbatch has 128 tokens
+
+
 def test_nothing_is_no_batch():
     with pytest.raises(ValueError, match="there are no rows"):
         make_batch([], BatchPlanner(64))
@@ -114,7 +129,7 @@ def test_nothing_is_no_batch():
 
 @pytest.mark.parametrize("options", [{}, {"packed": True}, {"pairs": True}])
 def test_selected_sequences_are_laid_out_as_if_they_were_alone(make_sequence, options):
-    times, planner = [1, 1, 7, 1, 1, 1, 2, 3], BatchPlanner(96, **options)
+    times, planner = [1, 1, 7, 1, 1, 1, 2, 2], BatchPlanner(96, **options)
     turns = [-1, -1, 0, 0, 1, 1]
     rows = [Row(longer(make_sequence(n, turns=turns, episode_truncated=n == 3), k), n) for n, k in enumerate(times)]
     job, chosen = make_batch(rows, planner), np.array([0, 2, 3, 6] if "pairs" not in options else [2, 3, 6, 7])
