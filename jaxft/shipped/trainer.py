@@ -18,11 +18,9 @@ from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, Trainin
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LoggedTrainerConfig
+from jaxft.shipped.health import Health
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.run_log import RunLog
-
-OFF_POLICY = 0.5
-"""Effective sample size, as a fraction of the tokens, below which an epoch counts as off-policy."""
 
 
 class LoggedTrainer(Trainer):
@@ -49,7 +47,7 @@ class LoggedTrainer(Trainer):
         self._validated_epoch: int | None = None
         self._seconds_checkpoint = 0.0
         self._is_warm = False
-        self._is_off_policy = False
+        self._health = Health()
         self._has_said_retokenized = False
         self._why_nothing_was_learned, self._lacks_signal = "", False
         self._not_submitted: TrainingJobStatus | None = None
@@ -112,12 +110,13 @@ class LoggedTrainer(Trainer):
                     run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0
                 )
             self._check_compiled(run_id, metadata.get("compiled", []))
-            self._note_off_policy(run_id, metrics)
             self.trainer_adapter.log_progress(ref, metrics)
         spent = self.trainer_adapter.device_seconds()
         timings |= {f"seconds_device_{name}": spent[name] - device.get(name, 0.0) for name in spent}
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
         logged = await self.get_metrics(run_id)
+        for line in self._health.lines(metrics):
+            self.log.console.message(f"{run_id}: {line}")
         self.log_progress(self.epoch, logged)
         return logged if self._count_epoch(status, logged) else None
 
@@ -171,19 +170,6 @@ class LoggedTrainer(Trainer):
                 metadata={"traceback": failure.traceback},
             )
             return ref
-
-    def _note_off_policy(self, run_id: str, metrics: Mapping[str, Any]) -> None:
-        """Say when importance weights begin to leave little of the sample, and when they no longer do."""
-        fraction = metrics.get("effective_sample_fraction", 1.0)
-        is_off_policy, before = fraction < OFF_POLICY, self._is_off_policy
-        self._is_off_policy = is_off_policy
-        if is_off_policy and not before:
-            self.log.console.message(
-                f"{run_id}: off-policy: the importance weights leave {fraction:.0%} of the sample (on average "
-                f"{metrics.get('staleness_mean', 0):.2g} versions behind): lower max_staleness or the learning rate"
-            )
-        elif before and not is_off_policy:
-            self.log.console.message(f"{run_id}: the importance weights leave {fraction:.0%} of the sample again")
 
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
         """Raise if `strict_compile` is on and a job other than the first of this process compiled something.
@@ -273,7 +259,7 @@ class LoggedTrainer(Trainer):
             "log": self.log.state(),
             "why_nothing_was_learned": self._why_nothing_was_learned,
             "lacks_signal": self._lacks_signal,
-            "is_off_policy": self._is_off_policy,
+            "health": self._health.state(),
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -286,4 +272,5 @@ class LoggedTrainer(Trainer):
         self._why_nothing_was_learned = state["why_nothing_was_learned"]
         # Checkpoints of earlier versions do not have these.
         self._lacks_signal = state.get("lacks_signal", True)
-        self._is_off_policy = state.get("is_off_policy", False)
+        if "health" in state:
+            self._health.restore(state["health"])

@@ -1,0 +1,84 @@
+"""Lines about trouble: each kind begins after `PATIENCE` epochs, names its numbers and what helps, and ends."""
+
+import json
+
+import pytest
+
+from jaxft.shipped.health import PATIENCE, TROUBLES, Health
+
+GOOD = {
+    "entropy": 2.0,
+    "reward_mean": 0.2,
+    "reward_max": 1.0,
+    "completion_tokens_mean": 20.0,
+    "episodes": 64,
+    "calls": 128,
+    "truncated_fraction": 0.0,
+    "groups": 8,
+    "no_signal_groups": 0,
+    "effective_sample_fraction": 1.0,
+    "sampler_logprob_diff_mean": 1e-7,
+    "reward/right": 0.2,
+}
+
+BAD = {
+    "entropy collapse": ({"entropy": 0.1, "reward_mean": 0.4}, ["0.1 nats", "5.0%", "0.4", "below 1"]),
+    "length growth": ({"completion_tokens_mean": 50.0, "truncated_fraction": 0.3}, ["25 tokens", "2.5 times", "30%"]),
+    "reward hacking": ({"reward_mean": 0.9, "reward/right": 0.1}, ["0.2 to 0.9", "'right'", "0.2 to 0.1"]),
+    "off-policy": ({"effective_sample_fraction": 0.4, "staleness_mean": 3.0}, ["40%", "3 versions"]),
+    "no signal": ({"no_signal_groups": 8, "reward_mean": 0.1}, ["8 of 8", "0.1"]),
+    "sampler mismatch": ({"sampler_logprob_diff_mean": 0.02}, ["0.02 nats"]),
+}
+
+
+def followed(health, *epochs):
+    return [line for metrics in epochs for line in health.lines(metrics)]
+
+
+def test_every_trouble_has_a_case():
+    assert set(BAD) == set(TROUBLES)
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_trouble_is_said_once_with_its_numbers_and_is_over_once(name):
+    changed, said = BAD[name]
+    health = Health()
+    assert followed(health, *[GOOD] * 3) == []
+    assert followed(health, *[GOOD | changed] * (PATIENCE - 1), GOOD) == []
+    (line,) = followed(health, *[GOOD | changed] * (PATIENCE + 4))
+    assert line.startswith(f"{name}: ") and line.endswith(TROUBLES[name].advice)
+    assert all(text in line for text in said), line
+    assert followed(health, GOOD, GOOD) == [f"{name}: over"]
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_resumed_run_says_what_the_whole_run_says(name):
+    epochs = [*[GOOD] * 4, *[GOOD | BAD[name][0]] * (PATIENCE + 1), GOOD]
+    whole = followed(Health(), *epochs)
+    for cut in range(len(epochs)):
+        first, second = Health(), Health()
+        said = followed(first, *epochs[:cut])
+        second.restore(json.loads(json.dumps(first.state())))
+        assert said + followed(second, *epochs[cut:]) == whole
+
+
+def test_a_solved_task_is_no_trouble():
+    solved = {"entropy": 0.01, "reward_mean": 0.99, "no_signal_groups": 8}
+    assert followed(Health(), *[GOOD] * 3, *[GOOD | solved] * 5) == []
+
+
+def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_trouble():
+    nan = dict.fromkeys(GOOD, float("nan"))
+    health = Health()
+    assert followed(health, *[{}] * 5, *[nan] * 5, *[{"reward_mean": None}] * 5) == []
+    assert "NaN" not in json.dumps(health.state())
+
+
+def test_longer_episodes_with_answers_of_the_same_length_are_no_trouble():
+    longer = GOOD | {"completion_tokens_mean": 60.0, "calls": 384}
+    assert followed(Health(), *[GOOD] * 3, *[longer] * 5) == []
+
+
+def test_earlier_weights_are_no_mismatch():
+    stale = GOOD | {"sampler_logprob_diff_mean": 0.1, "staleness_mean": 1.0}
+    assert followed(Health(), *[stale] * 6) == []
