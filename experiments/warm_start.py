@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import optax
 
@@ -44,16 +44,16 @@ async def warm_start(
     update = jaxft.make_update(model, jaxft.sft_loss, optimizer, max_grad_norm=1.0)
     draw = random.Random(session.config.finetuning.seed)
 
-    def begin(params: dict) -> tuple[optax.OptState, jnp.ndarray]:
+    def begin(params: dict) -> tuple[optax.OptState, jax.Array]:
         return jaxft.init_train_state(params["base"] if has_adapters else params, optimizer, model)[1:]
 
     opt_state, step = await policy.read(begin)
 
-    def train(params: dict, count: int) -> tuple[dict, tuple[optax.OptState, jnp.ndarray, float]]:
+    def train(params: dict, count: int) -> tuple[dict, tuple[optax.OptState, jax.Array, float]]:
         state = jaxft.TrainState(params["base"] if has_adapters else params, opt_state, step)
         for _ in range(count):
             chosen = draw.sample(range(len(rows)), batch_rows)
-            state, metrics = update(state, jaxft.Batch(jnp.asarray(tokens[chosen]), jnp.asarray(mask[chosen])))
+            state, metrics = update(state, jaxft.Batch(tokens[chosen], mask[chosen]))
         trained = {**params, "base": state.params} if has_adapters else state.params
         return trained, (state.opt_state, state.step, float(metrics["loss"]))
 

@@ -310,6 +310,24 @@ def constrain(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain(tree)
 
 
+def bound_like(params: Any, tree: Any) -> Any:
+    """Return a tree of new arrays, on the device that parameters are bound to; as it is if they are bound to none.
+
+    What a program returns is bound to the device of its bound arguments. Arrays that are not would be after the first
+    call of a program, and the second call would compile it again.
+
+    >>> device = jax.devices()[0]
+    >>> bound_like(jax.device_put(jnp.ones(2), device), jnp.zeros(3)).committed, bound_like(1.0, jnp.zeros(3)).committed
+    (True, False)
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    if not arrays or isinstance(arrays[0], jax.core.Tracer) or not arrays[0].committed:
+        return tree
+    if len(devices := arrays[0].devices()) > 1:
+        return tree
+    return jax.device_put(tree, devices.pop())
+
+
 def _placed(tree: Any, shardings: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree, shardings)

@@ -14,7 +14,7 @@ from jaxft.core.checks import as_batch
 from jaxft.core.losses import Metrics
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.reductions import count_tokens
-from jaxft.core.sharding import constrain
+from jaxft.core.sharding import bound_like, constrain
 from jaxft.core.types import Batch, Denominators, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
@@ -50,8 +50,16 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     0
     """
     moved = params if model is None else trainable(model, params)
-    state = TrainState(params, optimizer.init(moved), jnp.zeros((), jnp.int32))
-    return state if model is None or model.sharding is None else model.sharding.place(state)
+    step = jnp.zeros((), jnp.int32)
+    if model is None or model.sharding is None:
+        return TrainState(params, *bound_like(moved, (_init(optimizer, moved), step)))
+    return model.sharding.place(TrainState(params, optimizer.init(moved), step))
+
+
+@partial(jax.jit, static_argnums=0)
+def _init(optimizer: optax.GradientTransformation, params: Params) -> optax.OptState:
+    """Return the state of the optimizer, by one program instead of one for each shape of a parameter."""
+    return optimizer.init(params)
 
 
 def make_update(
