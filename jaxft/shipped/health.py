@@ -52,10 +52,10 @@ def collapsed_entropy(metrics: Metrics, start: Start) -> str | None:
 
 
 def growing_length(metrics: Metrics, start: Start) -> str | None:
-    """Answers have grown to twice their first length, or the length limit cuts a quarter more of them."""
+    """Answers have grown to twice their first length, and by eight tokens, or a limit cuts a quarter more of them."""
     tokens, first = metrics.get(ANSWER_TOKENS, 0.0), start.means.get(ANSWER_TOKENS, 0.0)
     cut, cut_first = metrics.get("truncated_fraction", 0.0), start.means.get("truncated_fraction", 0.0)
-    if not first or (tokens < 2 * first and cut < cut_first + 0.25):
+    if not first or (tokens < max(2 * first, first + 8) and cut < cut_first + 0.25):
         return None
     return f"{tokens:.3g} tokens an answer, {tokens / first:.2g} times the first epochs'; a limit cuts {cut:.0%}"
 
