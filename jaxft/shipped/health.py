@@ -1,7 +1,7 @@
 """Trouble of a run, recognised in the metrics of its epochs: collapse, growth, hacked rewards, stale or missing signal.
 
-Each trouble is a function from the metrics of an epoch, and those at the run's start, to a sentence. It is said once,
-when it has held for `PATIENCE` epochs, with the settings that help; and once more when it is over.
+Each trouble is a function from the metrics of an epoch, and those at the run's start, to a sentence. It is said when it
+has been seen in `PATIENCE` epochs in a row, with the settings that help, and called over when as many are without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 FIRST = 3
 """Epochs at the start whose means later ones are compared with."""
 PATIENCE = 3
-"""Epochs in a row that a trouble is seen in before it is said."""
+"""Epochs in a row that a trouble is seen in before it is said, and is not seen in before it is over."""
 ANSWER_TOKENS = "answer_tokens"
 """Trained tokens per answer, which is computed here: an episode has several answers, of which it may play more."""
 COMPARED = ("entropy", "reward_mean", "truncated_fraction", ANSWER_TOKENS)
@@ -137,7 +137,7 @@ class Health:
     def __init__(self) -> None:
         self._first: list[dict[str, float]] = []
         self._best_reward = float("-inf")
-        self._in_a_row = dict.fromkeys(TROUBLES, 0)
+        self._in_a_row = dict.fromkeys(TROUBLES, 0)  # epochs with a trouble up to now, or minus those without
         self._said: list[str] = []
 
     def lines(self, metrics: Mapping[str, Any]) -> list[str]:
@@ -153,8 +153,9 @@ class Health:
         lines = []
         for name, trouble in TROUBLES.items():
             seen = trouble.seen(finite, start)
-            self._in_a_row[name] = 0 if seen is None else self._in_a_row[name] + 1
-            if seen is None and name in self._said:
+            before = self._in_a_row[name]
+            self._in_a_row[name] = min(before, 0) - 1 if seen is None else max(before, 0) + 1
+            if seen is None and self._in_a_row[name] == -PATIENCE and name in self._said:
                 self._said.remove(name)
                 lines.append(f"{name}: over")
             elif seen is not None and self._in_a_row[name] == PATIENCE and name not in self._said:

@@ -371,3 +371,12 @@ def test_memory_is_known_before_anything_is_allocated(bigram):
     compiled = {name: lower().compile() for name, lower in update.programs(state, batch).items()}
     assert compiled["gradient"].memory_analysis().temp_size_in_bytes > 0
     assert set(compiled) == {"gradient", "step"}
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_the_state_is_bound_to_a_device_if_the_parameters_are(is_bound):
+    params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    if is_bound:
+        params = jax.device_put(params, jax.devices()[0])
+    state = init_train_state(params, optax.adamw(1e-3))
+    assert {leaf.committed for leaf in jax.tree.leaves(state)} == {is_bound}

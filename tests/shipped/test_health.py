@@ -48,12 +48,13 @@ def test_a_trouble_is_said_once_with_its_numbers_and_is_over_once(name):
     (line,) = followed(health, *[GOOD | changed] * (PATIENCE + 4))
     assert line.startswith(f"{name}: ") and line.endswith(TROUBLES[name].advice)
     assert all(text in line for text in said), line
-    assert followed(health, GOOD, GOOD) == [f"{name}: over"]
+    assert followed(health, *[GOOD, GOOD | changed] * 3) == []
+    assert followed(health, *[GOOD] * (PATIENCE + 2)) == [f"{name}: over"]
 
 
 @pytest.mark.parametrize("name", TROUBLES)
 def test_a_resumed_run_says_what_the_whole_run_says(name):
-    epochs = [*[GOOD] * 4, *[GOOD | BAD[name][0]] * (PATIENCE + 1), GOOD]
+    epochs = [*[GOOD] * 4, *[GOOD | BAD[name][0]] * (PATIENCE + 1), *[GOOD] * PATIENCE]
     whole = followed(Health(), *epochs)
     for cut in range(len(epochs)):
         first, second = Health(), Health()
