@@ -95,9 +95,9 @@ def missing_signal(metrics: Metrics, start: Start) -> str | None:
 
 
 def sampler_mismatch(metrics: Metrics, start: Start) -> str | None:
-    """Sampler and trainer disagree by more than a hundredth of a nat per token."""
+    """Sampler and trainer disagree by more than a thousandth of a nat per token."""
     difference = metrics.get("sampler_logprob_diff_mean", 0.0)
-    if difference <= 0.01 or metrics.get("staleness_mean", 0.0):  # earlier weights differ, and should
+    if difference <= 0.001 or metrics.get("staleness_mean", 0.0):  # earlier weights differ, and should
         return None
     return f"the sampler's log-probabilities are {difference:.2g} nats from the trainer's, on average per token"
 
