@@ -1,22 +1,25 @@
 """Six troubles of RL finetuning, each provoked by a small run, and the same run mended by one setting.
 
-    python experiments/trouble.py                      # all of them: about six minutes on two CPU cores
+    python experiments/trouble.py                      # all of them: about four minutes on two CPU cores
     python experiments/trouble.py entropy_collapse     # one
 
 A tiny model of random weights answers to eight prompts. Both runs of a trouble have the same reward, seed and epochs;
-their health lines and the metric that shows the trouble are printed side by side. docs/trouble.md explains them.
+their health lines and the metric that shows the trouble are printed side by side. At the end: entropy 0.001 nats and
+reward 0.5, mended 1.0; and so on, as in the table of docs/trouble.md.
 """
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxft
+from jaxft.shipped.health import TROUBLES
 
-HEALTH = re.compile(": (entropy collapse|length growth|reward hacking|off-policy|no signal|sampler mismatch): ")
+HEALTH = re.compile(f": ({'|'.join(TROUBLES)}): ")
 LOSS, RATE = "trainer_adapters.local.loss", "trainer_adapters.local.optimizer.learning_rate"
 PROMPTS = [f"number {i}?" for i in range(8)]
 
@@ -57,7 +60,7 @@ def seven(completion: str) -> float:
     return float(completion[:1] == "7")
 
 
-class Trouble(NamedTuple):
+class Scenario(NamedTuple):
     """A run that goes wrong.
 
     Attributes:
@@ -77,41 +80,41 @@ class Trouble(NamedTuple):
     before: tuple[Any, int] | None = None
 
 
-TROUBLES: Mapping[str, Trouble] = {
-    "entropy_collapse": Trouble(
+SCENARIOS: Mapping[str, Scenario] = {
+    "entropy_collapse": Scenario(
         trap,
         {"num_epochs": 120, "learning_rate": 6e-2, "max_completion_length": 1},
         "entropy",
         {RATE: 1e-2},
     ),
-    "length_growth": Trouble(
+    "length_growth": Scenario(
         digits,
         {"num_epochs": 60, "learning_rate": 1e-2, "max_completion_length": 32},
         "truncated_fraction",
         {f"{LOSS}.max_completion_tokens": 32, f"{LOSS}.overlong_buffer_tokens": 28},
         before=(brief, 60),
     ),
-    "reward_hacking": Trouble(
+    "reward_hacking": Scenario(
         [right, long_winded],
         {"num_epochs": 60, "learning_rate": 1e-2, "max_completion_length": 16},
         "reward/right",
         {f"{LOSS}.reward_weights": {"right": 1, "long_winded": 0}},
         before=(right_at_first, 25),
     ),
-    "stale_data": Trouble(
+    "stale_data": Scenario(
         digits,
         {"num_epochs": 40, "learning_rate": 1e-1, "max_completion_length": 32, "examples_per_update": 2},
         "effective_sample_fraction",
         {RATE: 2e-2},
         {"trainers.loop.max_staleness": 8},
     ),
-    "no_signal": Trouble(
+    "no_signal": Scenario(
         seven,
         {"num_epochs": 40, "learning_rate": 3e-3, "max_completion_length": 1, "num_generations": 2},
         "no_signal_groups",
         {"trajectory_builders.rollouts.num_generations": 64},
     ),
-    "bf16_mismatch": Trouble(
+    "bf16_mismatch": Scenario(
         digits,
         {"num_epochs": 60, "learning_rate": 5e-2, "max_completion_length": 32},
         "sampler_logprob_diff_mean",
@@ -121,17 +124,17 @@ TROUBLES: Mapping[str, Trouble] = {
 }
 
 
-def run(trouble: Trouble, fields: Mapping[str, Any], folder: Path) -> tuple[jaxft.TrainResult, list[str]]:
+def run(scenario: Scenario, fields: Mapping[str, Any], folder: Path) -> tuple[jaxft.TrainResult, list[str]]:
     """Train with these fields of the configuration; return the run and its health lines."""
     model: Any = "qwen3-50k"
-    if trouble.before is not None:
+    if scenario.before is not None:
         first = folder.parent / "before"
-        if not (first / "model").exists():
-            reward, epochs = trouble.before
-            jaxft.train(model, reward, PROMPTS, output_dir=first, **{**trouble.arguments, "num_epochs": epochs})
+        if not first.exists():
+            reward, epochs = scenario.before
+            jaxft.train(model, reward, PROMPTS, output_dir=first, **{**scenario.arguments, "num_epochs": epochs})
         model = first / "model"
     try:
-        jaxft.train(model, trouble.reward, PROMPTS, output_dir=folder, overrides=fields, **trouble.arguments)
+        jaxft.train(model, scenario.reward, PROMPTS, output_dir=folder, overrides=fields, **scenario.arguments)
     except jaxft.NoLearningSignal as error:
         print(error)
     lines = (folder / "run.log").read_text().splitlines()
@@ -141,17 +144,18 @@ def run(trouble: Trouble, fields: Mapping[str, Any], folder: Path) -> tuple[jaxf
 def main() -> int:
     """Provoke and mend the chosen troubles, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("troubles", nargs="*", metavar="NAME", help=f"some of {', '.join(TROUBLES)} (default: all)")
+    parser.add_argument("troubles", nargs="*", metavar="NAME", help=f"some of {', '.join(SCENARIOS)} (default: all)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/trouble"), help="default %(default)s")
     arguments = parser.parse_args()
     seen: list[str] = []
-    for name in arguments.troubles or TROUBLES:
-        trouble = TROUBLES[name]
-        for state, mended in (("provoked", {}), ("mended", trouble.mended)):
-            result, lines = run(trouble, {**trouble.provoked, **mended}, arguments.output_dir / name / state)
+    for name in arguments.troubles or SCENARIOS:
+        scenario = SCENARIOS[name]
+        shutil.rmtree(arguments.output_dir / name, ignore_errors=True)
+        for state, mended in (("provoked", {}), ("mended", scenario.mended)):
+            result, lines = run(scenario, {**scenario.provoked, **mended}, arguments.output_dir / name / state)
             last = result.history[-1]
             seen.append(
-                f"{name} {state}: {trouble.metric} {last[trouble.metric]:.3g}, reward {last['reward_mean']:.3f}"
+                f"{name} {state}: {scenario.metric} {last[scenario.metric]:.3g}, reward {last['reward_mean']:.3f}"
             )
             seen += [f"    epoch {line}" for line in lines]
     print("\n".join(["", *seen]))

@@ -92,6 +92,7 @@ RUN = f"{SHORT} --set llms.policy.max_context_tokens=104 --set trajectory_builde
 TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
 TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
 GAMES = f"{TINY} --eval_games 4"
+SUMS = f"{TINY} --overwrite --set trainers.loop.examples_per_update=4"
 PAIRS = f"{SHORT} --warm_start_steps 20 --eval_games 4 --set eval.general.dataset.count=8"
 PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.num_minibatches=1"
 ADDED = {
@@ -107,7 +108,9 @@ ADDED = {
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
-    "python experiments/arithmetic.py": f"{TINY} --set trainers.loop.examples_per_update=4 --set llms.policy.slots=64",
+    "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
+    "python experiments/arithmetic.py --config_file experiments/arithmetic_distilled.yml": SUMS,
+    "python experiments/doors.py": f"{GAMES} --set trainers.loop.examples_per_update=4",
     "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
     "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
@@ -310,22 +310,29 @@ def constrain(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain(tree)
 
 
-def bound_like(params: Any, tree: Any) -> Any:
-    """Return a tree of new arrays, on the device that parameters are bound to; as it is if they are bound to none.
+def committed_device(params: Any) -> jax.Device | None:
+    """Return the device that parameters are committed to; None if they are not, or lie on a mesh."""
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    placed = [each for each in arrays if not isinstance(each, jax.core.Tracer) and each.committed]
+    if not placed or not all(isinstance(each.sharding, SingleDeviceSharding) for each in placed):
+        return None
+    devices = {device for each in placed for device in each.devices()}
+    return devices.pop() if len(devices) == 1 else None
 
-    What a program returns is bound to the device of its bound arguments. Arrays that are not would be after the first
-    call of a program, and the second call would compile it again.
+
+def commit_like(params: Any, tree: Any) -> Any:
+    """Commit arrays to the device of `params`; return them unchanged if these are committed to none, or on a mesh.
+
+    The results of a program are committed if one of its arguments is. So the first arrays that it is called with are
+    committed, too: its second call, with results of the first, would compile it again.
 
     >>> device = jax.devices()[0]
-    >>> bound_like(jax.device_put(jnp.ones(2), device), jnp.zeros(3)).committed, bound_like(1.0, jnp.zeros(3)).committed
-    (True, False)
+    >>> params = jax.device_put(jax.numpy.ones(2), device)
+    >>> [commit_like(each, jax.numpy.zeros(3)).committed for each in (params, jax.numpy.ones(2))]
+    [True, False]
     """
-    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    if not arrays or isinstance(arrays[0], jax.core.Tracer) or not arrays[0].committed:
-        return tree
-    if len(devices := arrays[0].devices()) > 1:
-        return tree
-    return jax.device_put(tree, devices.pop())
+    device = committed_device(params)
+    return tree if device is None else jax.device_put(tree, device)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float
 
 from jaxft.core.checks import as_batch
 from jaxft.core.losses import Metrics
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.reductions import count_tokens
-from jaxft.core.sharding import bound_like, constrain
+from jaxft.core.sharding import commit_like, committed_device, constrain
 from jaxft.core.types import Batch, Denominators, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
@@ -51,15 +52,13 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     """
     moved = params if model is None else trainable(model, params)
     step = jnp.zeros((), jnp.int32)
-    if model is None or model.sharding is None:
-        return TrainState(params, *bound_like(moved, (_init(optimizer, moved), step)))
-    return model.sharding.place(TrainState(params, optimizer.init(moved), step))
-
-
-@partial(jax.jit, static_argnums=0)
-def _init(optimizer: optax.GradientTransformation, params: Params) -> optax.OptState:
-    """Return the state of the optimizer, by one program instead of one for each shape of a parameter."""
-    return optimizer.init(params)
+    if model is not None and model.sharding is not None:
+        return model.sharding.place(TrainState(params, optimizer.init(moved), step))
+    if (device := committed_device(moved)) is None:
+        return TrainState(params, optimizer.init(moved), step)
+    # One program in the place of one for each shape of a parameter.
+    init = jax.jit(optimizer.init, out_shardings=SingleDeviceSharding(device))
+    return TrainState(params, init(moved), jax.device_put(step, device))
 
 
 def make_update(
@@ -190,7 +189,8 @@ class Update:
             return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
-        sums = self._begin(state.params, self._reported(state.params, parts[0], denominators))
+        begun = self._begin(state.params, self._reported(state.params, parts[0], denominators))
+        sums = commit_like(state.params, begun)
         for part in parts:
             sums = self._add(state.params, sums, part, denominators)
             pause(sums.loss)

@@ -147,7 +147,8 @@ class ChatTemplate:
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
         # A conversation is rendered for each of its answers, with the same keys, roles and earlier messages.
-        self._marked_before = functools.lru_cache(MARKED_TEXTS)(lambda text: mark_control_tokens(text, self._controls))
+        marked = functools.partial(mark_control_tokens, control_tokens_re=self._controls)
+        self._marked_before = functools.lru_cache(MARKED_TEXTS)(marked)
 
     @functools.cached_property
     def end_of_turn(self) -> str:
@@ -423,7 +424,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._mark(value)
         if isinstance(value, Mapping):
-            return {self._mark(key): self._marked(each) for key, each in value.items()}
+            return {self._marked(key): self._marked(each) for key, each in value.items()}
         return [self._marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _mark(self, text: str) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
 from jaxft.core.sampling import LogitBias, SamplingParams
-from jaxft.core.sharding import bound_like, device_bytes, platform_of
+from jaxft.core.sharding import commit_like, device_bytes, platform_of
 from jaxft.core.types import Cache, Model, Params
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
@@ -315,7 +315,7 @@ class ModelRunner:
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
             pages = empty_pages(self._model, self.num_pages * self.row_shards, compute_dtype(params))
-            self._arrays = _Arrays(*bound_like(params, (pages, empty_slots(self._model, self.slots))))
+            self._arrays = _Arrays(*commit_like(params, (pages, empty_slots(self._model, self.slots))))
         return self._arrays
 
     def _tables(self, pages: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "B C"]:

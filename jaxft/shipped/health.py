@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
-FIRST = 3
+FIRST_EPOCHS = 3
 """Epochs at the start whose means later ones are compared with."""
 PATIENCE = 3
 """Epochs in a row that a trouble is seen in before it is said, and is not seen in before it is over."""
@@ -20,8 +20,8 @@ COMPARED = ("entropy", "reward_mean", "truncated_fraction", ANSWER_TOKENS)
 Metrics = Mapping[str, float]
 
 
-class Start(NamedTuple):
-    """What an epoch is compared with.
+class Baseline(NamedTuple):
+    """The numbers that an epoch is compared with.
 
     Attributes:
         means: means of the metrics over the first epochs.
@@ -37,91 +37,109 @@ def is_named_reward(metric: str) -> bool:
     return metric.startswith("reward/")
 
 
-def collapsed_entropy(metrics: Metrics, start: Start) -> str | None:
-    """Entropy has fallen to a tenth, and the mean reward is not near the best that an episode had."""
-    entropy, reward = metrics.get("entropy"), metrics.get("reward_mean")
-    first, before = start.means.get("entropy", 0.0), start.means.get("reward_mean")
-    if entropy is None or reward is None or before is None or entropy >= 0.1 * first:
-        return None
-    if reward >= before + 0.8 * (start.best_reward - before):
+def is_near_best(reward: float, baseline: Baseline) -> bool:
+    """Return True if a mean reward has made four fifths of the way from the first epochs to the best reward."""
+    before = baseline.means.get("reward_mean", reward)
+    return baseline.best_reward > before and reward >= before + 0.8 * (baseline.best_reward - before)
+
+
+def collapsed_entropy(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if entropy has fallen to a tenth while the mean reward is not near the best; else None."""
+    entropy, reward, first = metrics["entropy"], metrics["reward_mean"], baseline.means.get("entropy", 0.0)
+    if first <= 0 or entropy >= 0.1 * first or is_near_best(reward, baseline):
         return None
     return (
         f"entropy {entropy:.2g} nats, {entropy / first:.1%} of the first epochs', and the mean reward {reward:.3g} is "
-        f"below {start.best_reward:.3g}, the best so far: little is tried any more"
+        f"below {baseline.best_reward:.3g}, the best so far: little is tried any more"
     )
 
 
-def growing_length(metrics: Metrics, start: Start) -> str | None:
-    """Answers have grown to twice their first length, and by eight tokens, or a limit cuts a quarter more of them."""
-    tokens, first = metrics.get(ANSWER_TOKENS, 0.0), start.means.get(ANSWER_TOKENS, 0.0)
-    cut, cut_first = metrics.get("truncated_fraction", 0.0), start.means.get("truncated_fraction", 0.0)
+def growing_length(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if answers have twice their first length and eight tokens more, or far more are cut."""
+    tokens, first = metrics[ANSWER_TOKENS], baseline.means.get(ANSWER_TOKENS, 0.0)
+    cut, cut_first = metrics["truncated_fraction"], baseline.means.get("truncated_fraction", 0.0)
     if not first or (tokens < max(2 * first, first + 8) and cut < cut_first + 0.25):
         return None
     return f"{tokens:.3g} tokens an answer, {tokens / first:.2g} times the first epochs'; a limit cuts {cut:.0%}"
 
 
-def hacked_reward(metrics: Metrics, start: Start) -> str | None:
-    """A named reward has lost a quarter of what it was, while their sum has risen."""
-    reward, before = metrics.get("reward_mean"), start.means.get("reward_mean")
-    if reward is None or before is None or reward <= before:
+def hacked_reward(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if the mean reward has risen while a named part of it has lost a quarter; else None."""
+    reward, before = metrics["reward_mean"], baseline.means.get("reward_mean")
+    if before is None or reward <= before:
         return None
     for name, value in metrics.items():
-        first = start.means.get(name, 0.0)
-        if is_named_reward(name) and value < first - 0.25 * abs(first):
+        first = baseline.means.get(name, 0.0)
+        if is_named_reward(name) and value < first - max(0.25 * abs(first), 0.05 * (reward - before)):
             of_name = f"{name.removeprefix('reward/')!r} falls, from {first:.3g} to {value:.3g}"
             return f"the mean reward rises from {before:.3g} to {reward:.3g} while {of_name}"
     return None
 
 
-def stale_samples(metrics: Metrics, start: Start) -> str | None:
-    """Importance weights leave less than half of the sample."""
-    fraction = metrics.get("effective_sample_fraction", 1.0)
+def stale_samples(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if importance weights leave less than half of the sample; else None."""
+    fraction = metrics["effective_sample_fraction"]
     if fraction >= 0.5:
         return None
     behind = metrics.get("staleness_mean", 0.0)
     return f"the importance weights leave {fraction:.0%} of the sample (on average {behind:.2g} versions behind)"
 
 
-def missing_signal(metrics: Metrics, start: Start) -> str | None:
-    """Nine of ten groups have equal rewards, and these are not the best."""
-    groups, without = metrics.get("groups", 0.0), metrics.get("no_signal_groups", 0.0)
-    reward = metrics.get("reward_mean")
-    if reward is None or not groups or without < 0.9 * groups:
-        return None
-    before = start.means.get("reward_mean", reward)
-    if start.best_reward > before and reward >= before + 0.8 * (start.best_reward - before):
+def missing_signal(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if nine of ten groups have equal rewards, which are not near the best; else None."""
+    groups, without, reward = metrics["groups"], metrics["no_signal_groups"], metrics["reward_mean"]
+    if without < 0.9 * groups or is_near_best(reward, baseline):
         return None
     return f"the rewards of {without:.0f} of {groups:.0f} groups are equal, which teaches nothing (mean {reward:.3g})"
 
 
-def sampler_mismatch(metrics: Metrics, start: Start) -> str | None:
-    """Sampler and trainer disagree by more than a thousandth of a nat per token."""
-    difference = metrics.get("sampler_logprob_diff_mean", 0.0)
-    if difference <= 0.001 or metrics.get("staleness_mean", 0.0):  # earlier weights differ, and should
+def sampler_mismatch(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if sampler and trainer differ by more than 0.01 nats per token on fresh samples; else None."""
+    difference = metrics["sampler_logprob_diff_mean"]
+    if difference <= 0.01 or metrics.get("stale_token_fraction", 0.0):  # earlier weights differ, and should
         return None
     return f"the sampler's log-probabilities are {difference:.2g} nats from the trainer's, on average per token"
 
 
 class Trouble(NamedTuple):
-    """A kind of trouble: how it is seen, and the settings that help."""
+    """A kind of trouble.
 
-    seen: Callable[[Metrics, Start], str | None]
+    Attributes:
+        detect: returns a sentence about an epoch with the trouble, None about one without.
+        needs: metrics that it reads; an epoch that lacks one says nothing about the trouble.
+        advice: settings that help.
+    """
+
+    detect: Callable[[Metrics, Baseline], str | None]
+    needs: tuple[str, ...]
     advice: str
 
 
 TROUBLES: Mapping[str, Trouble] = {
-    "entropy collapse": Trouble(collapsed_entropy, "lower learning_rate, or set loss.entropy_coef or loss.beta"),
+    "entropy collapse": Trouble(
+        collapsed_entropy,
+        ("entropy", "reward_mean"),
+        "lower optimizer.learning_rate, or set loss.beta or loss.entropy_coef",
+    ),
     "length growth": Trouble(
-        growing_length, "set loss.overlong_buffer_tokens, or take loss.name dr_grpo, or reward brevity"
+        growing_length,
+        (ANSWER_TOKENS, "truncated_fraction"),
+        "set loss.max_completion_tokens and loss.overlong_buffer_tokens, or reward brevity",
     ),
-    "reward hacking": Trouble(
-        hacked_reward, "change loss.reward_weights, or set loss.multi_objective_aggregation to normalize_then_sum"
+    "reward hacking": Trouble(hacked_reward, ("reward_mean",), "set loss.reward_weights"),
+    "off-policy": Trouble(
+        stale_samples, ("effective_sample_fraction",), "lower max_staleness or optimizer.learning_rate"
     ),
-    "off-policy": Trouble(stale_samples, "lower max_staleness or the learning rate"),
     "no signal": Trouble(
-        missing_signal, "raise num_generations, give partial rewards, or make the examples easier (curriculum_learning)"
+        missing_signal,
+        ("groups", "no_signal_groups", "reward_mean"),
+        "raise num_generations, give partial rewards, or make the examples easier",
     ),
-    "sampler mismatch": Trouble(sampler_mismatch, "set compute_dtype to float32, or loss.correction to token_truncate"),
+    "sampler mismatch": Trouble(
+        sampler_mismatch,
+        ("sampler_logprob_diff_mean",),
+        "set compute_dtype to float32, or loss.correction.name to token_truncate",
+    ),
 }
 
 
@@ -138,41 +156,55 @@ class Health:
         self._first: list[dict[str, float]] = []
         self._best_reward = float("-inf")
         self._in_a_row = dict.fromkeys(TROUBLES, 0)  # epochs with a trouble up to now, or minus those without
-        self._said: list[str] = []
+        self._active: list[str] = []
 
     def lines(self, metrics: Mapping[str, Any]) -> list[str]:
         """Take the metrics of the next epoch, and return a line for each trouble that begins or ends with it."""
         finite = {name: value for name, value in metrics.items() if isinstance(value, int | float) and isfinite(value)}
-        if finite.get("calls"):
-            tokens = finite.get("completion_tokens_mean", 0.0) * finite.get("episodes", 0.0)
-            finite[ANSWER_TOKENS] = tokens / finite["calls"]
-        if len(self._first) < FIRST:
+        finite |= answer_tokens(finite)
+        if len(self._first) < FIRST_EPOCHS:
             self._first.append({name: finite[name] for name in finite if name in COMPARED or is_named_reward(name)})
         self._best_reward = max(self._best_reward, finite.get("reward_max", float("-inf")))
-        start = Start(means_of(self._first), self._best_reward)
+        baseline = Baseline(means_of(self._first), self._best_reward)
         lines = []
         for name, trouble in TROUBLES.items():
-            seen = trouble.seen(finite, start)
-            before = self._in_a_row[name]
-            self._in_a_row[name] = min(before, 0) - 1 if seen is None else max(before, 0) + 1
-            if seen is None and self._in_a_row[name] == -PATIENCE and name in self._said:
-                self._said.remove(name)
+            if not all(needed in finite for needed in trouble.needs):
+                continue
+            sentence, before = trouble.detect(finite, baseline), self._in_a_row[name]
+            self._in_a_row[name] = min(before, 0) - 1 if sentence is None else max(before, 0) + 1
+            if self._in_a_row[name] == -PATIENCE and name in self._active:
+                self._active.remove(name)
                 lines.append(f"{name}: over")
-            elif seen is not None and self._in_a_row[name] == PATIENCE and name not in self._said:
-                self._said.append(name)
-                lines.append(f"{name}: {seen}. What helps: {trouble.advice}")
+            elif self._in_a_row[name] == PATIENCE and name not in self._active:
+                self._active.append(name)
+                lines.append(f"{name}: {sentence}. Advice: {trouble.advice}")
         return lines
 
     def state(self) -> dict[str, Any]:
         """Return what the next lines depend on, for JSON."""
         best = None if self._best_reward == float("-inf") else self._best_reward
-        return {"first": self._first, "best_reward": best, "in_a_row": self._in_a_row, "said": self._said}
+        return {"first": self._first, "best_reward": best, "in_a_row": self._in_a_row, "active": self._active}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
-        self._first, self._said = list(state["first"]), list(state["said"])
+        self._first, self._active = list(state["first"]), list(state["active"])
         self._best_reward = float("-inf") if state["best_reward"] is None else state["best_reward"]
         self._in_a_row |= state["in_a_row"]
+
+
+def answer_tokens(metrics: Metrics) -> dict[str, float]:
+    """Return the mean number of trained tokens per answer, by its name; empty if no answer can be trained.
+
+    Means over trajectories are of the episodes that ended, and of failed ones that have a reward.
+
+    >>> answer_tokens({"completion_tokens_mean": 6.0, "episodes": 4, "failed_episodes": 1, "calls": 9})
+    {'answer_tokens': 2.0}
+    """
+    lost = metrics.get("failed_episodes", 0) - metrics.get("penalized_episodes", 0) + metrics.get("dropped_episodes", 0)
+    calls = metrics.get("calls", 0) - metrics.get("untargeted_calls", 0)
+    if not calls or "completion_tokens_mean" not in metrics:
+        return {}
+    return {ANSWER_TOKENS: metrics["completion_tokens_mean"] * (metrics.get("episodes", 0) - lost) / calls}
 
 
 def means_of(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -160,14 +160,15 @@ class BatchPlanner:
     def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
 
-        Packed rows have the one of `widths` whose table has fewest tokens. Those of a part of a job are as wide as the
-        job, `job_width`, so that it shares the programs. Without packing, rows are sorted by descending length, so that
-        microbatches of short sequences are narrow.
+        Packed rows have the one of `widths` whose microbatches have fewest tokens, empty rows included. Those of a part
+        of a job are as wide as the job, `job_width`, so that it shares the programs. Without packing, rows are sorted
+        by descending length, so that microbatches of short sequences are narrow.
         """
         longest = max(lengths)
         if self.packed:
             widths = [max(padded_width(longest), job_width)] if job_width else self.widths(longest)
-            packing = min((plan_packing(lengths, each) for each in widths), key=lambda plan: plan.height * plan.width)
+            plans = [plan_packing(lengths, each) for each in widths]
+            packing = min(plans, key=lambda plan: self._computed_tokens([plan.width] * plan.height))
             row_lengths = [packing.width] * packing.height
         else:
             unit = 2 if self.pairs else 1
@@ -177,6 +178,9 @@ class BatchPlanner:
             row_lengths = of_units[order].tolist()
         shapes = self.shapes(row_lengths)
         return packing._replace(height=sum(rows for rows, _ in shapes)), shapes
+
+    def _computed_tokens(self, row_lengths: Sequence[int]) -> int:
+        return sum(math.prod(shape) for shape in self.shapes(row_lengths))
 
     def shapes(self, row_lengths: Sequence[int]) -> Shapes:
         """Return the microbatch shapes for rows of these descending lengths; the last may include empty rows.
@@ -206,7 +210,8 @@ class BatchPlanner:
         ([96, 128], [96])
         """
         narrow, wide = padded_width(longest), power_of_two(longest)
-        return [narrow, wide] if self.packed and narrow < wide <= self.microbatch_tokens else [narrow]
+        has_room = wide * self.row_shards <= self.microbatch_tokens  # a microbatch has a row for each shard of the mesh
+        return [narrow, wide] if self.packed and narrow < wide and has_room else [narrow]
 
     def heights(self, width: int) -> list[int]:
         """Return the allowed numbers of rows at this width: the maximum, and a quarter of it for what is left.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
-from jaxft.core.sharding import constrain, device_bytes, devices_of
+from jaxft.core.sharding import commit_like, constrain, device_bytes, devices_of
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import Scores
@@ -410,7 +410,7 @@ class Learner:
             return
         self._packing = choose_packing(self._model, params, self._packing)
         if self._loss_config.name == "ppo":
-            self.value_head = init_value_head(hidden_state(self._model, params).shape[-1])
+            self.value_head = commit_like(params, init_value_head(hidden_state(self._model, params).shape[-1]))
         self._keep(init_train_state(self._train_state(params).params, self._optimizer, self._model))
         if self._loss_config.needs_reference and self.ref_params is None:
             # Copied, as the originals are about to be donated; a frozen base is shared.

@@ -81,5 +81,26 @@ def test_longer_episodes_with_answers_of_the_same_length_are_no_trouble():
 
 
 def test_earlier_weights_are_no_mismatch():
-    stale = GOOD | {"sampler_logprob_diff_mean": 0.1, "staleness_mean": 1.0}
+    stale = GOOD | {"sampler_logprob_diff_mean": 0.1, "stale_token_fraction": 1.0}
     assert followed(Health(), *[stale] * 6) == []
+
+
+def test_an_epoch_without_the_metric_ends_no_trouble():
+    health, collapsed = Health(), GOOD | BAD["entropy collapse"][0]
+    assert len(followed(health, *[GOOD] * 3, *[collapsed] * 4)) == 1
+    assert followed(health, *[{"reward_mean": 0.4}] * 5) == []
+    assert followed(health, *[GOOD] * 3) == ["entropy collapse: over"]
+
+
+def test_failed_episodes_do_not_lengthen_answers():
+    half = GOOD | {"failed_episodes": 32, "calls": 64}
+    assert followed(Health(), *[GOOD] * 3, *[half] * 5) == []
+
+
+def test_a_penalty_that_begins_is_no_hacked_reward():
+    before, after = GOOD | {"reward/penalty": 0.0}, GOOD | {"reward/penalty": -1e-3, "reward_mean": 0.5}
+    assert followed(Health(), *[before] * 3, *[after] * 5) == []
+
+
+def test_an_entropy_of_zero_from_the_start_is_compared_with_nothing():
+    assert followed(Health(), *[GOOD | {"entropy": 0.0}] * 3, *[GOOD | {"entropy": -1e-9}] * 5) == []

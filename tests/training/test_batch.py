@@ -114,12 +114,17 @@ def test_packed_rows_are_as_wide_as_wastes_least():
         ([80] * 4, (4, 96)),
         ([128, 100, 28], (2, 128)),
         ([600, 300, 120], (1, 1024)),
+        ([80, 80, 80, 80, 48], (4, 128)),  # five rows of 96 are computed as six
+        ([80, 48], (2, 96)),  # one row of 128 is computed as two
     ):
         packing, shapes = planner.plan(lengths)
         assert (int(packing.rows.max()) + 1, packing.width) == expected
         assert set(shapes) <= set(planner.all_shapes(max(lengths)))
-    assert planner.plan([80, 48])[0].width == 128 and planner.plan([80, 48], job_width=96)[0].width == 96
-    assert BatchPlanner(100, packed=True).plan([80, 48])[0].width == 96  # no microbatch has 128 tokens
+    assert planner.plan([80, 48, 64, 64], job_width=96)[0].width == 96
+    assert BatchPlanner(16384, packed=True).plan([80] * 33 + [48] * 24)[0].width == 96  # 33 rows of 128 mean 64
+    assert BatchPlanner(100, packed=True).widths(80) == [96]  # no microbatch has 128 tokens
+    assert BatchPlanner(512, packed=True, row_shards=8).widths(80) == [96]
+    assert BatchPlanner(1024, packed=True, row_shards=8).widths(80) == [96, 128]
 
 
 def test_nothing_is_no_batch():
