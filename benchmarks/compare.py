@@ -5,7 +5,8 @@
 
 Cases: `rollout` (8 prompts, 8 generations each, 64 and 128 tokens, nothing stops early), `heavy_tailed` (256 requests,
 answers of 64 tokens in the median and 1,024 at most, 64 slots), `update` (GRPO loss, clip, AdamW on the rows of a
-rollout) and `epoch` (rollout, reward, update). Random weights, float32, as many threads on every side.
+rollout) and `epoch` (rollout, reward, update). Random weights, float32, as many threads on every side. `compare.py
+learning` has options of its own (learning.py): what jaxft and TRL learn in a second, and from an episode.
 
 In every round the sides run in turn, each in a fresh process; a side warms up (and compiles) once per process, untimed.
 Nothing else may run meanwhile: torch, whose threads wait for each other, becomes ten times slower beside one busy
@@ -244,4 +245,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["learning"]:
+        import learning  # a case that trains, with options of its own
+
+        learning.main(sys.argv[2:])
+    else:
+        main()
