@@ -27,7 +27,7 @@ def test_preset_takes_the_vocabulary_of_a_tokenizer():
 
 
 def test_unknown_preset_lists_those_there_are():
-    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-1m"):
+    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-200k, qwen3-1m"):
         model_preset("qwen3-1b")
 
 
