@@ -358,6 +358,20 @@ def test_more_microbatches_compile_nothing(bigram):
     assert compiles.count == 0
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_committed_parameters_compile_an_update_once(bigram, num_microbatches):
+    optimizer = optax.adam(0.1)
+    update = make_update(bigram, sft_loss, optimizer, microbatch_rows=2)
+    rows = np.zeros((2 * num_microbatches, 2), np.int32)
+    batch = Batch(rows, np.array([[False, True]] * len(rows)))
+    state = init_train_state(jax.device_put(bigram_params(), jax.devices()[0]), optimizer)
+    with counting_compiles() as compiles:
+        state, _ = update(state, batch)
+        first = compiles.count
+        update(state, batch)
+    assert first == len(set(compiles.names(0))) == compiles.count
+
+
 def test_nothing_is_no_batch(bigram):
     update = make_update(bigram, sft_loss, optax.sgd(0.1))
     with pytest.raises(ValueError, match="the sequence of microbatches is empty; wanted at least one batch"):

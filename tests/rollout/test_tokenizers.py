@@ -289,6 +289,14 @@ def test_conversations_are_learned_as_prompts_have_them(template, kind):
     assert template.text(learned[:-1]).replace(" ", "") == f"stop{template.end_of_turn}paris"
 
 
+@pytest.mark.parametrize("said", ["stop", " stop", "stop ", "stop " * 300])
+def test_answers_with_spaces_and_long_ones_are_learned_as_prompts_have_them(template, said):
+    messages = [user("yes?"), assistant(said), user("no " * 600), assistant("paris")]
+    ids, _ = template.conversation(messages)
+    asked = template.prompt(messages[:3]).ids
+    assert template.text(ids[: len(asked)]) == template.text(asked)
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
