@@ -1,4 +1,4 @@
-"""What a framework learns in a second and from an episode: jaxft and TRL's GRPOTrainer on one task.
+"""Reward against seconds and against episodes: jaxft and TRL's GRPOTrainer on one task.
 
     bash benchmarks/peers/make_environments.sh     # once
     python benchmarks/compare.py learning --out results.json

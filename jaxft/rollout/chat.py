@@ -163,7 +163,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _writes_answers_as_they_are(self) -> bool:
-        """Whether the template writes an answer and its end token right behind the prompt that asked for it."""
+        """True if the template writes an answer and its end token right behind the prompt that asked for it."""
         asked = [{"role": "user", "content": "?"}]
         try:
             prompt = self._render(asked, (), {}, add_generation_prompt=True)

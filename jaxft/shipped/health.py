@@ -181,7 +181,7 @@ class Health:
         return lines
 
     def state(self) -> dict[str, Any]:
-        """Return what the next lines depend on, for JSON."""
+        """Return the counters that the next lines depend on, for JSON."""
         best = None if self._best_reward == float("-inf") else self._best_reward
         return {"first": self._first, "best_reward": best, "in_a_row": self._in_a_row, "active": self._active}
 
