@@ -126,6 +126,7 @@ BEFORE = {
     "jaxft report runs/my_agent --watch": f"jaxft finetune --config_file run.yml --overwrite {RUN}",
     "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
     "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
+    "python experiments/arithmetic.py --config_file": f"python experiments/arithmetic.py {SUMS}",  # the teacher
     "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
     "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
 }
