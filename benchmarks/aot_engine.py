@@ -137,8 +137,14 @@ class EngineCase(NamedTuple):
 
 
 TARGETS = ("h200x1", "h100x8", "v5e-8", "v6e-8")
-CASES = tuple(
-    EngineCase(target, model, slots) for target in TARGETS for model in ("qwen3-0.6b", "qwen3-8b") for slots in (8, 256)
+CASES = (
+    *(
+        EngineCase(target, model, slots)
+        for target in TARGETS
+        for model in ("qwen3-0.6b", "qwen3-8b")
+        for slots in (8, 256)
+    ),
+    EngineCase("v5e-1", "qwen3-0.6b", 8),  # a chip with all heads
 )
 SHRUNK = (EngineCase("h200x1", "qwen3-0.6b", 8),)
 WARM_UPS = (EngineCase("h200x1", "qwen3-0.6b", 256), EngineCase("v5e-1", "qwen3-0.6b", 8))

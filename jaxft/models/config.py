@@ -13,7 +13,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 class LayerKind(NamedTuple):
-    """What layers of one model may differ in.
+    """Properties that differ between the layers of one model.
 
     Attributes:
         window: a token sees itself and the `window - 1` tokens before it; None sees all.

@@ -1,4 +1,4 @@
-"""How the parameters of a decoder are cut over the axes of a mesh, and tables of it."""
+"""Rules that cut the parameters of a decoder over the axes of a mesh, and tables of the result."""
 
 import math
 import warnings

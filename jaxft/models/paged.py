@@ -150,10 +150,17 @@ def write_token(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: in
             pages.keys.at[number, :, :, place].set(k, mode="drop"),
             pages.values.at[number, :, place].set(v, mode="drop"),
         )
-    k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-    return LayerPages(
-        pages.keys.at[:, number, place].set(k, mode="drop"), pages.values.at[:, number, place].set(v, mode="drop")
-    )
+
+    # Indexed by page and place, XLA for TPUs lays heads out next to their widths, and copies the whole pool for the
+    # kernel and back in every step. As a table of rows the pool stays as the kernel takes it.
+    kv_heads = pages.keys.shape[0]
+    to = jnp.arange(kv_heads) * size * PAGE_TOKENS + (number * PAGE_TOKENS + place)[:, None]  # [B K]
+    to = jnp.where(rows.counts[:, None] > 0, to, kv_heads * size * PAGE_TOKENS)
+
+    def write(pool: Array, x: Array) -> Array:
+        return pool.reshape(-1, pool.shape[-1]).at[to].set(x, mode="drop").reshape(pool.shape)
+
+    return LayerPages(write(pages.keys, k), write(pages.values, v))
 
 
 def write_tokens(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: int) -> LayerPages:

@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """Where a row with an episode stands, and the values that it is chosen by.
+    """Position of an episode's row in its file, and the values that the row is chosen by.
 
     Attributes:
         file: the file.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Trained(Protocol):
-    """What a snapshot asks of its policy, whose attributes and methods these are."""
+    """The attributes and methods of a policy that a snapshot uses."""
 
     model: Model
     template: ChatTemplate

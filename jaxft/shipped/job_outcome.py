@@ -1,4 +1,4 @@
-"""What a training job did to the parameters, in words: updated, refused, not finite or nothing to learn."""
+"""Describes the end of a training job in words: updated, refused, not finite, or nothing to learn."""
 
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 

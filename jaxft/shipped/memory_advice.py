@@ -1,4 +1,4 @@
-"""What to change where a device has too little memory, before a run and when it happened."""
+"""Names the settings to change where a device has too little memory, before a run and after a failed allocation."""
 
 import contextlib
 from collections.abc import Iterator

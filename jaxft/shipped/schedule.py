@@ -18,7 +18,7 @@ Collect = Callable[[int], Awaitable[TrajectoryCollection]]
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What samples, as a schedule sees it."""
+    """Switches between the weights that requests are answered with: present ones, held, or newest ones."""
 
     async def hold(self) -> None:
         """Sample with the present weights until the next call."""

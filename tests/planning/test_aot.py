@@ -24,6 +24,7 @@ from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import Remat, layer_runs
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled
+from jaxft.planning.decode_step import large_copies
 from jaxft.planning.hlo import Program, read
 from jaxft.planning.plan import estimate_update
 from jaxft.planning.programs import Programs, Run
@@ -303,6 +304,17 @@ def test_temporaries_are_linear_in_tokens():
     """The same tokens in rows that are longer take the same memory."""
     sizes = [compiled(ONE_GPU._replace(rows=8192 // width, width=width))[0].temporaries for width in (1024, 2048, 4096)]
     assert max(sizes) <= 1.02 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 8, 1)], ids=["a chip", "fsdp"])
+@pytest.mark.parametrize("program", ["decode", "prefill"])
+def test_pages_are_not_copied_on_tpus_that_have_all_heads(mesh, program):
+    case = Case("v5e-1" if math.prod(mesh) == 1 else "v5e-8", mesh=mesh, layers=2, program=program)
+    figures, hlo = compiled(case)
+    keys = case.programs.runner.cache_bytes(case.programs.compute_dtype) / (2 * 2)  # of a layer, on each chip
+    copies = [each for each in large_copies(hlo, 1) if each.bytes > 0.5 * keys]
+    assert copies == [] and figures.temporaries < 0.5 * keys
+    assert sum(figures.kernels.values()) >= 1
 
 
 GEMMA = ONE_GPU._replace(model="gemma-3-1b", layers=20)  # three turns of six layers, and two layers

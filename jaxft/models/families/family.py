@@ -1,4 +1,4 @@
-"""What a family of models is: a table of the keys of its `config.json`, and one of the tensors of its files."""
+"""A family of models is two tables: the keys of its `config.json`, and the tensors of its files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
