@@ -2,7 +2,8 @@
 
 An instruction reads its operands and writes its results; a fusion is one instruction. A slice or gather reads only the
 size of its result, also inside a fusion and past conversions there, and an update in place (`dynamic-update-slice`,
-`scatter`) writes only the size of the update. Workspaces of cuBLAS and cuDNN and the memory inside a TPU cost nothing.
+`scatter`) writes only the size of the update. A kernel reads an array once, however often it is given. Workspaces of
+cuBLAS and cuDNN and the memory inside a TPU cost nothing.
 """
 
 import re
@@ -52,7 +53,11 @@ def read_bytes(module: Module, at: Computation, instruction: Instruction) -> lis
     """Return the bytes of device memory that an instruction reads of each operand when it runs once."""
     operands = [sum(array.device_bytes for array in leaves(operand.type)) for operand in at.operands(instruction)]
     if instruction.work != "fusion":
-        return [_read_by(instruction, place, whole) for place, whole in enumerate(operands)]
+        read = [_read_by(instruction, place, whole) for place, whole in enumerate(operands)]
+        if instruction.work == "custom-call":  # a kernel may take an array several times, to load several blocks of it
+            sources = [at.source(name).name for name in instruction.operands]
+            read = [0 if sources[place] in sources[:place] else size for place, size in enumerate(read)]
+        return read
     inner, kept = module.fused(instruction), _kept(instruction)
     names = [parameter.name for parameter in inner.parameters]
     return [_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True)]

@@ -375,6 +375,7 @@ ROW, TABLE = 256, 2560
         ("f32[5,128]{1,0} fusion(%p0), kind=kLoop, calls=%viewed", ["f32[10,64]"], 2 * TABLE),
         ("f32[640]{0} fusion(%p0), kind=kLoop, calls=%view", ["f32[10,64]"], 2 * TABLE),
         ("(bf16[8,32], s8[64]) custom-call(%p0, %p1), " + CUBLAS, ["bf16[8,16]", "bf16[16,32]"], 256 + 1024 + 512),
+        ('f32[8] custom-call(%p0, %p1, %p0), custom_call_target="paged"', ["f32[10,64]", "f32[8]"], TABLE + 64),
         # A TPU: nothing is read from device memory, where the table is inside the chip.
         ("f32[8,128]{1,0:T(8,128)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 4096),
         ("f32[8,128]{1,0:T(8,128)S(1)} negate(%p0)", ["f32[8,128]{1,0:T(8,128)S(1)}"], 0),
