@@ -15,6 +15,7 @@ held-out questions are not. Intervals are bootstrapped over seeds (95 %).
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,39 +53,58 @@ def run_side(side: str, work: dict[str, Any]) -> dict[str, Any]:
         return json.loads(result_path.read_text())
 
 
-def reached(result: dict[str, Any], target: float) -> dict[str, float]:
-    """Episodes and seconds at the first look that has the target; infinite if none has."""
+def reached(result: dict[str, Any], target: float) -> dict[str, float | None]:
+    """Episodes and seconds at the first look that has the target; None if none has."""
     for row in result["curve"]:
         if row["score"] >= target:
             return {"episodes": row["episodes"], "seconds": row["seconds"]}
-    return {"episodes": float("inf"), "seconds": float("inf")}
+    return dict.fromkeys(MEASURES)
 
 
-def tried_rates(work: dict[str, Any], rates: list[float], target: float) -> dict[str, dict[float, Any]]:
+def tried_rates(
+    sides: Sequence[str], work: dict[str, Any], rates: Sequence[float], target: float
+) -> dict[str, dict[float, Any]]:
     """Run every rate on every side, and print what each reaches."""
-    tried: dict[str, dict[float, Any]] = {side: {} for side in SIDES}
+    tried: dict[str, dict[float, Any]] = {side: {} for side in sides}
     for rate in rates:
-        for side in SIDES:
+        for side in sides:
             result = run_side(side, work | {"learning_rate": rate})
             tried[side][rate] = result["curve"]
-            episodes, last = reached(result, target)["episodes"], result["curve"][-1]["score"]
-            print(f"{side:<6} rate {rate:g}: {episodes:g} episodes to {target}; at the end {last:.3f}", flush=True)
+            last = result["curve"][-1]["score"]
+            print(f"{side:<6} rate {rate:g}: {shown(reached(result, target))}; at the end {last:.3f}", flush=True)
     return tried
 
 
 def best_rate(tried: dict[float, Any], target: float) -> float:
     """The rate that has the target after the fewest episodes, or else the highest score at the end."""
-    return min(tried, key=lambda rate: (reached({"curve": tried[rate]}, target)["episodes"], -tried[rate][-1]["score"]))
+
+    def rank(rate: float) -> tuple[float, float]:
+        episodes = reached({"curve": tried[rate]}, target)["episodes"]
+        return (math.inf if episodes is None else episodes), -tried[rate][-1]["score"]
+
+    return min(tried, key=rank)
+
+
+def shown(at: dict[str, float | None]) -> str:
+    """What `reached` found, as text."""
+    if at["episodes"] is None:
+        return "never there"
+    return f"there after {at['episodes']:g} episodes, {at['seconds']:.1f} s"
 
 
 def summary(results: list[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Means over seeds of episodes and seconds to the target, with intervals, and all values."""
+    """Means over seeds of episodes and seconds to the target, with intervals, and all values.
+
+    Mean and interval are None where a seed is never there.
+    """
     found = [reached(result, target) for result in results]
     summarised: dict[str, Any] = {"curves": [result["curve"] for result in results]}
     for name in MEASURES:
         values = [each[name] for each in found]
-        interval = mean_interval(values) if all(value < float("inf") for value in values) else None
-        summarised[name] = {"mean": statistics.mean(values), "interval": interval, "values": values}
+        mean, interval = None, None
+        if None not in values:
+            mean, interval = statistics.mean(values), mean_interval(values)
+        summarised[name] = {"mean": mean, "interval": interval, "values": values}
     return summarised
 
 
@@ -93,6 +113,7 @@ def main(command_line: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         "compare.py learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: both")
     parser.add_argument("--learning_rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="default: 0 to 4")
     parser.add_argument("--tuning_seed", type=int, default=100, help="seed of the rates (default %(default)s)")
@@ -116,23 +137,25 @@ def main(command_line: Sequence[str]) -> None:
             "threads": len(os.sched_getaffinity(0)),
         }
         run_side("jaxft", work | {"case": "warm_start", "steps": arguments.warm_start_steps})
-        tried = tried_rates(work, arguments.learning_rates, arguments.target)
-        rates = {side: best_rate(tried[side], arguments.target) for side in SIDES}
-        results: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        tried = tried_rates(arguments.sides, work, arguments.learning_rates, arguments.target)
+        rates = {side: best_rate(tried[side], arguments.target) for side in arguments.sides}
+        results: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
         for seed in arguments.seeds:
             for side, found in results.items():
                 found.append(run_side(side, work | {"learning_rate": rates[side], "seed": seed}))
-                at = reached(found[-1], arguments.target)
-                print(f"{side:<6} seed {seed}: {at['episodes']:g} episodes, {at['seconds']:.1f} s", flush=True)
+                print(f"{side:<6} seed {seed}: {shown(reached(found[-1], arguments.target))}", flush=True)
     summaries = {side: summary(found, arguments.target) | {"rate": rates[side]} for side, found in results.items()}
     for side, one in summaries.items():
-        shown = "  ".join(f"{name} {one[name]['mean']:.1f} {one[name]['interval']}" for name in MEASURES)
-        print(f"{side:<6} rate {one['rate']:g}: to {arguments.target}: {shown}")
-    ratios = {name: summaries["trl"][name]["mean"] / summaries["jaxft"][name]["mean"] for name in MEASURES}
-    print("TRL over jaxft: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in ratios.items()))
+        figures = "  ".join(f"{name} {one[name]['mean']} {one[name]['interval']}" for name in MEASURES)
+        print(f"{side:<6} rate {one['rate']:g}: to {arguments.target}: {figures}")
+    ratios = {}
+    means = [summaries[side]["episodes"]["mean"] for side in SIDES if side in summaries]
+    if len(means) == len(SIDES) and None not in means:
+        ratios = {name: summaries["trl"][name]["mean"] / summaries["jaxft"][name]["mean"] for name in MEASURES}
+        print("TRL over jaxft: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in ratios.items()))
     if arguments.out is not None:
         about = {"cpu": cpu_name(), "load": os.getloadavg()[0], "environment": environment()}
         versions = {side: found[0]["versions"] for side, found in results.items()}
         options = {name: value for name, value in vars(arguments).items() if name != "out"}
         written = {"about": about, "versions": versions, "options": options, "tried": tried, "sides": summaries}
-        arguments.out.write_text(json.dumps(written | {"ratios": ratios}, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(written | {"ratios": ratios}, indent=1, allow_nan=False) + "\n")

@@ -57,7 +57,8 @@ async def warm_start(
         trained = {**params, "base": state.params} if has_adapters else state.params
         return trained, (state.opt_state, state.step, float(metrics["loss"]))
 
-    for start in range(0, steps, PRINT_EVERY):
-        count = min(PRINT_EVERY, steps - start)
-        opt_state, step, loss = await policy.update(lambda params, count=count: train(params, count))
-        session.console.message(f"warm start  step {start + count}/{steps}  loss {loss:.3f}")
+    done = 0
+    for end in sorted({1, *range(PRINT_EVERY, steps, PRINT_EVERY), steps}):
+        opt_state, step, loss = await policy.update(lambda params, count=end - done: train(params, count))
+        done = end
+        session.console.message(f"warm start  step {done}/{steps}  loss {loss:.3f}")

@@ -1,0 +1,52 @@
+"""`benchmarks/compare.py learning`: what its table is made of, and five steps of jaxft. No test judges the speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learning import best_rate, reached, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def curve(*scores):
+    """A look every 10 episodes and 2 seconds."""
+    return [{"episodes": 10 * i, "seconds": 2.0 * i, "score": score} for i, score in enumerate(scores)]
+
+
+def test_the_first_look_at_the_target_counts():
+    assert reached({"curve": curve(0.1, 0.8, 0.7, 0.9)}, 0.8) == {"episodes": 10, "seconds": 2.0}
+    assert reached({"curve": curve(0.1, 0.7)}, 0.8) == {"episodes": None, "seconds": None}
+
+
+def test_the_best_rate_has_the_target_first_or_else_the_highest_end():
+    assert best_rate({1e-3: curve(0.1, 0.2, 0.8), 2e-3: curve(0.1, 0.8, 0.2), 4e-3: curve(0.1, 0.2, 0.3)}, 0.8) == 2e-3
+    assert best_rate({1e-3: curve(0.1, 0.5), 2e-3: curve(0.1, 0.6)}, 0.8) == 2e-3
+
+
+def test_a_seed_that_never_gets_there_leaves_no_interval():
+    found = summary([{"curve": curve(0.1, 0.8)}, {"curve": curve(0.1, 0.2, 0.9)}], 0.8)
+    assert found["episodes"]["mean"] == 15 and found["episodes"]["interval"] == (10, 20)
+    found = summary([{"curve": curve(0.1, 0.8)}, {"curve": curve(0.1, 0.2)}], 0.8)
+    assert found["episodes"]["mean"] is None and found["episodes"]["interval"] is None
+    assert found["episodes"]["values"] == [10, None]
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.slow
+def test_jaxft_learns_from_the_checkpoint_that_it_made(tmp_path):
+    out = tmp_path / "found.json"
+    command = [sys.executable, "benchmarks/compare.py", "learning", "--sides", "jaxft", "--out", str(out)]
+    command += ["--steps", "5", "--warm_start_steps", "20", "--learning_rates", "1e-3", "--seeds", "0", "1"]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "jaxft  seed 1: " in shown and "TRL" not in shown
+    found = json.loads(out.read_text())
+    for each in found["sides"]["jaxft"]["curves"]:
+        assert [row["episodes"] for row in each] == [0, 5 * 256]
+        assert 0 < each[0]["seconds"] < each[1]["seconds"] and 0 <= each[1]["score"] <= 1
+    first, second = found["sides"]["jaxft"]["curves"]
+    assert first[0]["score"] == second[0]["score"]  # of one checkpoint
+    assert str(tmp_path) not in out.read_text()
