@@ -101,9 +101,10 @@ def summary(results: list[dict[str, Any]], target: float) -> dict[str, Any]:
     summarised: dict[str, Any] = {"curves": [result["curve"] for result in results]}
     for name in MEASURES:
         values = [each[name] for each in found]
+        there = [value for value in values if value is not None]
         mean, interval = None, None
-        if None not in values:
-            mean, interval = statistics.mean(values), mean_interval(values)
+        if len(there) == len(values):
+            mean, interval = statistics.mean(there), mean_interval(there)
         summarised[name] = {"mean": mean, "interval": interval, "values": values}
     return summarised
 

@@ -47,7 +47,7 @@ TASKS = {
 
 
 def runs_of(task: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of each algorithm on a task; with rewards for turns, each is also trained on their sum."""
+    """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum."""
     runs = {}
     for name, loss in ALGORITHMS.items():
         if loss["name"] == "dr_grpo":
