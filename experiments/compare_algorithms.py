@@ -11,7 +11,8 @@ bootstrap interval (95 %) and each seed's own score. Writes result.json, compare
 runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew. Three hours on two CPU cores
 for sums, of which a run takes four minutes.
 
-With one update per rollout the ratio is 1: dapo and cispo then have the same gradient, and so have grpo and gspo.
+Sums have one update per rollout, so that the ratio is 1: dapo and cispo then have the same gradient, and so have grpo
+and gspo. Locked doors have four.
 """
 
 import argparse
@@ -47,13 +48,21 @@ TASKS = {
 
 
 def runs_of(task: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum."""
+    """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum.
+
+    There a collection is trained in four updates. RLOO has no ratio: it takes a quarter of the games for each.
+    """
     runs = {}
     for name, loss in ALGORITHMS.items():
         if loss["name"] == "dr_grpo":
             loss = loss | {"max_completion_tokens": TASKS[task]["budget"]}
         runs[name] = {f"trainer_adapters.local.loss.{field}": value for field, value in loss.items()}
     if task == "doors":
+        runs["rloo"] |= {
+            "trainer_adapters.local.num_minibatches": 1,
+            "trainers.loop.examples_per_update": 4,
+            "finetuning.num_epochs": 160,
+        }
         del runs["reinforce_pp"]  # it takes the outcome only
         by_outcome = {"dapo": runs["dapo"], "ppo": runs["ppo"]}
         runs |= {f"{name}_outcome": run | {"workflow.credit": "outcome"} for name, run in by_outcome.items()}

@@ -110,6 +110,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
     "python experiments/arithmetic.py --config_file experiments/arithmetic_distilled.yml": SUMS,
+    "python experiments/perfect_opponent.py": f"{GAMES} --overwrite --set trainers.loop.examples_per_update=4",
     "python experiments/doors.py": f"{GAMES} --set trainers.loop.examples_per_update=4",
     "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
     "python experiments/dpo_tic_tac_toe.py": PAIRS,
