@@ -8,11 +8,10 @@ Other options are those of the task's script, as `--jobs` here.
 
 All runs of a seed start from the same warm start. The table has the mean of the held-out score over the seeds, its
 bootstrap interval (95 %) and each seed's own score. Writes result.json, compare.html and compare.png to
-runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew. Three hours on two CPU cores
-for sums, of which a run takes four minutes.
+runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew.
 
-Sums have one update per rollout, so that the ratio is 1: dapo and cispo then have the same gradient, and so have grpo
-and gspo. Locked doors have four.
+A collection is trained in four updates, as with one every ratio is 1, and losses that differ in the ratio are the same.
+REINFORCE has no ratio: rloo and reinforce_pp take a quarter of the episodes for each of four times the epochs.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxft.report.intervals import mean_interval
 
@@ -40,29 +39,39 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """Fields of `loss` that each algorithm sets."""
 
+
+class Task(NamedTuple):
+    """Names of the scores in result.json, tokens of a whole episode (`dr_grpo` divides by them), size of the run."""
+
+    before: str
+    after: str
+    budget: int
+    examples: int
+    epochs: int
+
+
 TASKS = {
-    "arithmetic": {"before": "exact_match_warm_start", "after": "exact_match_after", "budget": 5},
-    "doors": {"before": "before", "after": "after", "budget": 40},
+    "arithmetic": Task("exact_match_warm_start", "exact_match_after", budget=5, examples=128, epochs=20),
+    "doors": Task("before", "after", budget=40, examples=16, epochs=40),
 }
-"""Names of the scores in a task's result.json, and the tokens of a whole episode, which `dr_grpo` divides by."""
+UPDATES = 4
+"""Updates of each collection."""
 
 
 def runs_of(task: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum.
-
-    There a collection is trained in four updates. RLOO has no ratio: it takes a quarter of the games for each.
-    """
+    """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum."""
     runs = {}
+    budget, examples, epochs = TASKS[task].budget, TASKS[task].examples, TASKS[task].epochs
     for name, loss in ALGORITHMS.items():
         if loss["name"] == "dr_grpo":
-            loss = loss | {"max_completion_tokens": TASKS[task]["budget"]}
-        runs[name] = {f"trainer_adapters.local.loss.{field}": value for field, value in loss.items()}
-    if task == "doors":
-        runs["rloo"] |= {
-            "trainer_adapters.local.num_minibatches": 1,
-            "trainers.loop.examples_per_update": 4,
-            "finetuning.num_epochs": 160,
+            loss = loss | {"max_completion_tokens": budget}
+        split = UPDATES if loss["name"] == "reinforce" else 1
+        runs[name] = {f"trainer_adapters.local.loss.{field}": value for field, value in loss.items()} | {
+            "trainer_adapters.local.num_minibatches": UPDATES // split,
+            "trainers.loop.examples_per_update": examples // split,
+            "finetuning.num_epochs": epochs * split,
         }
+    if task == "doors":
         del runs["reinforce_pp"]  # it takes the outcome only
         by_outcome = {"dapo": runs["dapo"], "ppo": runs["ppo"]}
         runs |= {f"{name}_outcome": run | {"workflow.credit": "outcome"} for name, run in by_outcome.items()}
@@ -98,14 +107,14 @@ def main() -> int:
     return code
 
 
-def print_table(results: dict[str, dict[str, dict[str, float]]], task: dict[str, Any]) -> None:
+def print_table(results: dict[str, dict[str, dict[str, float]]], task: Task) -> None:
     """Print scores, intervals and seconds; `results` has the result.json of each algorithm and seed."""
     print(f"\n{'algorithm':<13} {'warm start':>10} {'after':>7}  {'95 % interval':<14} {'seconds':>7}  after, by seed")
     for name, by_seed in results.items():
         if not by_seed:
             continue
         before, after, seconds = (
-            [run[key] for run in by_seed.values()] for key in (task["before"], task["after"], "seconds")
+            [run[key] for run in by_seed.values()] for key in (task.before, task.after, "seconds")
         )
         interval = mean_interval(after)
         shown = "" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"

@@ -116,10 +116,10 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "bf16_mismatch": Scenario(
         digits,
-        {"num_epochs": 60, "learning_rate": 5e-2, "max_completion_length": 32},
+        {"num_epochs": 20, "learning_rate": 3e-3, "max_completion_length": 32},
         "sampler_logprob_diff_mean",
         {"llms.policy.compute_dtype": "float32"},
-        {"llms.policy.compute_dtype": "bfloat16"},
+        {"llms.policy.compute_dtype": "bfloat16", "workflow.temperature": 0.02},
     ),
 }
 
@@ -145,11 +145,14 @@ def main() -> int:
     """Provoke and mend the chosen troubles, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("troubles", nargs="*", metavar="NAME", help=f"some of {', '.join(SCENARIOS)} (default: all)")
+    parser.add_argument("--num_epochs", type=int, help="of every run, to try the script (default: each its own)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/trouble"), help="default %(default)s")
     arguments = parser.parse_args()
     seen: list[str] = []
     for name in arguments.troubles or SCENARIOS:
         scenario = SCENARIOS[name]
+        if arguments.num_epochs is not None:
+            scenario = scenario._replace(arguments={**scenario.arguments, "num_epochs": arguments.num_epochs})
         shutil.rmtree(arguments.output_dir / name, ignore_errors=True)
         for state, mended in (("provoked", {}), ("mended", scenario.mended)):
             result, lines = run(scenario, {**scenario.provoked, **mended}, arguments.output_dir / name / state)
