@@ -3,9 +3,9 @@
     python experiments/perfect_opponent.py
 
 The agent's marks are X. Each message shows it the eight lines of the board as it stands, and not the moves before.
-Games of training start after some random moves, so that the sixteen games of a group tell which next move is good, and
-all positions are met. The opponent plays perfectly in half of the games and at random in the others, and the agent is
-not told which. Its reward is the outcome. A search moves for the perfect opponent, and teaches nothing.
+The opponent plays perfectly in half of the games and at random in the others, and the agent is not told which. Games of
+training start after some moves of a random player, so that the sixteen games of a group tell which next move is good,
+and all positions are met. The reward is the outcome. A search moves for the perfect opponent, and teaches nothing.
 
 From random weights: in a supervised warm start the agent imitates luck. From each of 10,000 positions a random player
 has sixteen games against the perfect opponent, and the moves of those that ended best are kept. GRPO goes on from
@@ -31,6 +31,7 @@ from warm_start import warm_start
 import jaxft
 
 SCORES = {WIN: 1, DRAW: 0, LOSS: -1}
+OTHER = {"X": "O", "O": "X"}
 
 
 class PlayerConfig(jaxft.WorkflowConfig, name="tic_tac_toe_player"):
@@ -70,8 +71,9 @@ class PositionsConfig(jaxft.DatasetConfig, name="positions"):
 async def positions(config: PositionsConfig, builder: Any) -> AsyncIterator[list[jaxft.EvalInputItem]]:
     """The positions of training."""
     draw = random.Random(0)
-    starts = [random_position(draw, draw.randint(0, config.moves)) for _ in range(config.count)]
-    yield games("train", starts, [draw.random() < config.perfect for _ in starts])
+    is_perfect = [draw.random() < config.perfect for _ in range(config.count)]
+    starts = [random_position(draw, draw.randint(0, config.moves), is_perfect=each) for each in is_perfect]
+    yield games("train", starts, is_perfect)
 
 
 def games(name: str, starts: list[str], is_perfect: list[bool]) -> list[jaxft.EvalInputItem]:
@@ -86,8 +88,7 @@ def play_turn(board: Board, cell: int, draw: random.Random, *, is_perfect: bool)
     if board.has_won("X"):
         return WIN
     if board.free():
-        moves = best_moves("".join(board.cells), "O") if is_perfect else board.free()
-        board.place(draw.choice(moves), "O")
+        board.place(opponents_move(board, draw, is_perfect=is_perfect), "O")
     if board.has_won("O"):
         return LOSS
     return None if board.free() else DRAW
@@ -102,42 +103,45 @@ def lines_of(board: Board) -> str:
     return " ".join("".join(board.cells[cell] for cell in line) for line in LINES)
 
 
-def random_position(draw: random.Random, moves: int) -> str:
-    """The cells after so many random moves, the last of them by O, of a game that nobody has won."""
+def random_position(draw: random.Random, moves: int, *, is_perfect: bool = False) -> str:
+    """The cells after so many moves, the last of them by O, of a game of a random X that nobody has won."""
     while True:
         board = Board()
         for left in range(moves, 0, -1):
-            board.place(draw.choice(board.free()), "O" if left % 2 else "X")
+            cell = opponents_move(board, draw, is_perfect=is_perfect) if left % 2 else draw.choice(board.free())
+            board.place(cell, "O" if left % 2 else "X")
         if not board.has_won("X") and not board.has_won("O"):
             return "".join(board.cells)
+
+
+def opponents_move(board: Board, draw: random.Random, *, is_perfect: bool) -> int:
+    return draw.choice(best_moves("".join(board.cells), "O") if is_perfect else board.free())
 
 
 @cache
 def value(cells: str, player: str) -> int:
     """What perfect players make of a position: 1 if `player`, who is to move, wins, 0 for a draw, else -1."""
-    if any(all(cells[cell] == other_than(player) for cell in line) for line in LINES):
+    if any(all(cells[cell] == OTHER[player] for cell in line) for line in LINES):
         return -1
-    moves = [cell for cell in cells if cell.isdigit()]
-    return max((-value(cells.replace(cell, player), other_than(player)) for cell in moves), default=0)
+    return max(values(cells, player).values(), default=0)
+
+
+def values(cells: str, player: str) -> dict[str, int]:
+    """What perfect players make of each free cell as the move of `player`."""
+    return {cell: -value(cells.replace(cell, player), OTHER[player]) for cell in cells if cell.isdigit()}
 
 
 def best_moves(cells: str, player: str) -> list[int]:
-    """All moves of `player` that keep the value of the position."""
-    kept, moves = value(cells, player), [cell for cell in cells if cell.isdigit()]
-    return [int(cell) for cell in moves if -value(cells.replace(cell, player), other_than(player)) == kept]
-
-
-def other_than(player: str) -> str:
-    return "O" if player == "X" else "X"
+    """All moves of `player` of the highest value."""
+    found = values(cells, player)
+    return [int(cell) for cell, each in found.items() if each == max(found.values())]
 
 
 def best_of_sixteen(draw: random.Random, start: str) -> list[list[dict[str, str]]]:
     """The moves of a random player in its best of sixteen games from a position; none if all games end alike."""
     played = [random_game(draw, start) for _ in range(16)]
-    best = max(score for score, _ in played)
-    if all(score == best for score, _ in played):
-        return []
-    return [move for score, moves in played if score == best for move in moves]
+    worst, best = min(score for score, _ in played), max(score for score, _ in played)
+    return [move for score, moves in played if worst < score == best for move in moves]
 
 
 def random_game(draw: random.Random, start: str) -> tuple[int, list[list[dict[str, str]]]]:
@@ -156,20 +160,18 @@ async def main(config: jaxft.Config, arguments: argparse.Namespace) -> None:
     async with jaxft.open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
         if not session.is_resumed:
             await imitate_luck(session, arguments.warm_start_steps)
-            session.notes["before"] = await played(session, "before training", arguments.eval_games)
+            session.notes["before"] = await played(session, "before", arguments.eval_games)
         await session.train()
-        after = await played(session, "after training", arguments.eval_games)
         await session.export_model()
-        before = {f"{name}_before": share for name, share in session.notes["before"].items()}
-        session.write_result(before | {f"{name}_after": share for name, share in after.items()})
+        session.write_result(session.notes["before"] | await played(session, "after", arguments.eval_games))
 
 
 async def imitate_luck(session: jaxft.Session, steps: int) -> None:
     """Runs the supervised warm start; 0 steps run none."""
-    llm = await session.builder.get_llm(session.config.workflow.llm)
     if steps:
+        llm = await session.builder.get_llm(session.config.workflow.llm)
         draw = random.Random(session.config.finetuning.seed)
-        starts = [random_position(draw, draw.randint(0, 7)) for _ in range(10000)]
+        starts = [random_position(draw, draw.randint(0, 7), is_perfect=i % 2 == 0) for i in range(10000)]
         moves = [move for start in starts for move in best_of_sixteen(draw, start)]
         await warm_start(session, llm, moves, steps=steps, batch_rows=64, learning_rate=3e-3)
 
@@ -184,16 +186,14 @@ async def played(session: jaxft.Session, when: str, count: int) -> dict[str, flo
             held_out = games(f"held-out-{order}-{opponent}", starts, [opponent == "perfect"] * count)
             output = await session.evaluate(held_out)
             outcomes = Counter(item.output_obj for item in output.eval_input.eval_input_items)
-            session.console.message(f"{when}, {order} against a {opponent} opponent: {shares(outcomes)}")
-            found[f"wins_{order}_{opponent}"] = outcomes[WIN] / count
-            found[f"losses_{order}_{opponent}"] = (outcomes[LOSS] + outcomes[ILLEGAL]) / count
+            session.console.message(f"{when} training, {order} against a {opponent} opponent: {shares(outcomes)}")
+            found[f"wins_{order}_{opponent}_{when}"] = outcomes[WIN] / count
+            found[f"losses_{order}_{opponent}_{when}"] = (outcomes[LOSS] + outcomes[ILLEGAL]) / count
     return found
 
 
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
-    parser.add_argument(
-        "--warm_start_steps", type=int, default=4000, help="supervised steps first (default %(default)s)"
-    )
+    parser.add_argument("--warm_start_steps", type=int, default=4000, help="supervised steps (default %(default)s)")
     parser.add_argument("--eval_games", type=int, default=1000, help="games of each kind (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))
