@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 
 from cases import compilation, decode, epoch, harness, logprobs, memory, prefill, rollout, update
-from jaxft.harness.runtime import use_compile_cache
+from jaxft.harness.process import prepare_process
 from jaxft.models.config import PRESETS
 from jaxft.runs.environment import environment
 from machine import measure_rates, this_machine
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
-    use_compile_cache()
+    prepare_process()
     return run_jobs(jobs, parsed.repeats, parsed.out, shrink=parsed.shrink)
 
 

@@ -33,7 +33,7 @@ import optax
 import jaxft
 from jaxft.core.divergence import Teacher
 from jaxft.core.update import TrainState, loss_and_gradients
-from jaxft.harness.runtime import order_cpu_devices
+from jaxft.harness.process import order_cpu_devices
 from jaxft.rollout.requests import Request
 from jaxft.runs.checkpoint import Checkpoints
 from jaxft.runs.directory import RunDirectory

@@ -28,6 +28,7 @@ from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Validation
+from jaxft.harness.process import prepare_process
 from jaxft.harness.registry import (
     ComponentConfig,
     LLMConfig,
@@ -35,7 +36,6 @@ from jaxft.harness.registry import (
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
-from jaxft.harness.runtime import order_cpu_devices, use_compile_cache
 from jaxft.harness.session import Session, open_session
 from jaxft.nat.configs import OWN, PolicyConfig, own_config
 from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig
@@ -169,8 +169,7 @@ _closing_with_the_loop = AsyncExitStack()
 
 def _prepare_process() -> None:
     """Do what jaxft's own programs do when they start."""
-    use_compile_cache()
-    order_cpu_devices()
+    prepare_process()
     # The toolkit shows the records of all libraries from info on: dozens for each checkpoint.
     logging.getLogger("absl").setLevel(logging.WARNING)
 
