@@ -2,8 +2,8 @@
 
     python experiments/perfect_opponent.py
 
-The agent's marks are X. Each message shows it the eight lines of the board as it stands, and not the moves before.
-The opponent plays perfectly in half of the games and at random in the others, and the agent is not told which. Games of
+The agent's marks are X. Each message shows it the eight lines of the board as it stands, and not the moves before. The
+opponent plays perfectly in three of four games and at random in the others, and the agent is not told which. Games of
 training start after some moves of a random player, so that the sixteen games of a group tell which next move is good,
 and all positions are met. The reward is the outcome. A search moves for the perfect opponent, and teaches nothing.
 
@@ -64,7 +64,7 @@ class PositionsConfig(jaxft.DatasetConfig, name="positions"):
 
     count: int = Field(default=8192, ge=1, description="Number of positions.")
     moves: int = Field(default=7, ge=1, le=7, description="Most random moves before the agent's first.")
-    perfect: float = Field(default=0.5, ge=0, le=1, description="Fraction of the games with a perfect opponent.")
+    perfect: float = Field(default=0.75, ge=0, le=1, description="Fraction of the games with a perfect opponent.")
 
 
 @jaxft.register_dataset_loader(config_type=PositionsConfig)
