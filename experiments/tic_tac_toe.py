@@ -169,7 +169,7 @@ async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
     if steps:
         draw = random.Random(session.config.finetuning.seed)
         conversations = [random_conversation(draw) for _ in range(4000)]
-        await warm_start(session, llm, conversations, steps=steps, batch_rows=32, learning_rate=2e-3)
+        await warm_start(session, llm, conversations, steps=steps, batch_rows=64, learning_rate=2e-3)
 
 
 async def held_out_outcomes(session: jaxft.Session, count: int) -> Counter[str]:

@@ -347,13 +347,24 @@ class Episode:
     @property
     def seed(self) -> int:
         """64-bit seed for the agent's own randomness (opponents, tools), the same when the episode is repeated."""
-        text = repr((self.run_seed, *self.key_ids))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        return _seed(self.run_seed, *self.key_ids)
+
+    @property
+    def group_random(self) -> random.Random:
+        """Return a new generator that is the same for all generations of the example in this rollout.
+
+        Members of a group that meet the same chances differ in reward by what the policy did, not by luck.
+        """
+        return random.Random(_seed(self.run_seed, *self.key_ids[:-1]))
 
     @property
     def random(self) -> random.Random:
         """Return a new generator seeded with `seed`."""
         return random.Random(self.seed)
+
+
+def _seed(*numbers: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big")
 
 
 TOKEN_PREFIX = "jaxft-episode-"

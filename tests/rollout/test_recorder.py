@@ -40,6 +40,13 @@ def test_an_episode_is_the_same_in_every_process():
     assert repeated.random.random() == repeated.random.random()
 
 
+def test_the_generations_of_an_example_share_chances_that_no_other_group_has():
+    drawn = make_episode().group_random.random()
+    assert make_episode(generation=1).group_random.random() == drawn
+    others = [{"run_seed": 1}, {"stream": VALIDATION}, {"rollout_index": 1}, {"example_id": "b"}]
+    assert len({drawn, *(make_episode(**changes).group_random.random() for changes in others)}) == 5
+
+
 @given(st.text(), st.integers(0, 2**32 - 1))
 def test_key_ids_are_uint32(example_id, index):
     key_ids = make_episode(example_id=example_id, rollout_index=index, generation=index).key_ids
