@@ -8,7 +8,7 @@ Other options are those of the task's script, as `--jobs` here.
 
 All runs of a seed start from the same warm start. The table has the mean of the held-out score over the seeds, its
 bootstrap interval (95 %) and each seed's own score. Writes result.json, compare.html and compare.png to
-runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew.
+runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew. Hours on two CPU cores.
 
 A collection is trained in four updates, as with one every ratio is 1, and losses that differ in the ratio are the same.
 REINFORCE has no ratio: rloo and reinforce_pp take a quarter of the episodes for each of four times the epochs.

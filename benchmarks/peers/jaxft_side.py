@@ -18,7 +18,6 @@ import jaxft
 from cases import epoch as epoch_case
 from cases import rollout as rollout_case
 from cases.update import grpo_update
-from jaxft.harness.process import keep_freed_memory
 from lockstep import sample_batches
 from protocol import (
     LEARNING_RATE,
@@ -135,6 +134,5 @@ def _microbatch_rows(work: Work) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as jaxft's programs do
     cases = {"rollout": rollout, "heavy_tailed": heavy_tailed, "update": update, "epoch": epoch}
     main("jaxft", ("jaxft", "jax", "jaxlib", "optax", "numpy"), cases)

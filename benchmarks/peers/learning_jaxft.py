@@ -16,7 +16,6 @@ from typing import Any
 import arithmetic
 
 import jaxft
-from jaxft.harness.process import keep_freed_memory
 from protocol import Work, main
 
 STARTED = time.perf_counter()
@@ -127,5 +126,4 @@ def warm_start(work: Work) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as jaxft's programs do
     main("jaxft", ("jaxft", "jax", "numpy"), {"learning": learning, "warm_start": warm_start})

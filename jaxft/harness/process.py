@@ -1,13 +1,10 @@
-"""Prepares a process that computes, before it imports jax: compiled programs, devices of a divided CPU, freed memory.
+"""Prepares a process before it imports jax: the cache of compiled programs, and the devices of a divided CPU.
 
 Settings of the user take precedence everywhere.
 """
 
-import ctypes
 import os
 import sys
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 DIVIDED = "xla_force_host_platform_device_count"
@@ -22,16 +19,12 @@ CACHE_SETTINGS = {
 }
 """Settings of jax's compilation cache: small programs are cached as well, as a run compiles many."""
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
-"""Numbers of glibc's `malloc.h`."""
-
 
 def prepare_process(*, computes: bool = True) -> None:
     """Prepare this process; one that does not compute itself, as a sweep, has only the cache, for its children."""
     use_compile_cache()
     if computes:
         order_cpu_devices()
-        keep_freed_memory()
 
 
 def compile_cache_folder() -> Path:
@@ -65,27 +58,3 @@ def order_cpu_devices() -> None:
         import jax  # here, because only this case needs jax this early: no environment variable sets the option
 
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that is freed, in one heap, if this process computes on a CPU.
-
-    XLA allocates the buffers of a CPU program anew in every call. glibc would take large ones from the kernel and give
-    them back each time, and the kernel would clear all their pages each time. The process stays as large as it once
-    was. `MALLOC_ARENA_MAX` and other variables of glibc leave everything to the user. Call this before jax makes its
-    threads, each of which may begin a heap of its own.
-    """
-    is_set = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None and not is_set and computes_on_cpu():
-        mallopt(M_ARENA_MAX, 1)
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_TOP_PAD, 64 * 2**20)
-
-
-def computes_on_cpu() -> bool:
-    """Whether jax can have no other devices than CPUs; told without importing it."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    has_plugin = bool(find_spec("jax_plugins") or find_spec("libtpu") or entry_points(group="jax_plugins"))
-    return platforms == "cpu" or (platforms == "" and not has_plugin)

@@ -4,9 +4,6 @@ import sys
 
 import pytest
 
-from jaxft.harness import process
-from jaxft.harness.process import computes_on_cpu
-
 DIVIDED_CPU = """
 from jaxft.harness.process import order_cpu_devices
 order_cpu_devices()
@@ -65,44 +62,3 @@ def test_what_the_user_sets_holds(tmp_path):
     run_program(tmp_path, JAX_ENABLE_COMPILATION_CACHE="0", XDG_CACHE_HOME=str(tmp_path / "off"))
     assert not (tmp_path / "user").exists() and not (tmp_path / "off").exists()
     assert list((tmp_path / "own").glob("jit*"))
-
-
-REALLOCATION = """
-import resource
-import numpy as np
-from jaxft.harness.process import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.ones(2**23)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-keep_freed_memory()
-faults()
-print(faults() < 100)
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "keeps"),
-    [
-        ({"JAX_PLATFORMS": "cpu"}, "True"),
-        ({"JAX_PLATFORMS": "cuda,cpu"}, "False"),
-        ({"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, "False"),
-        ({"JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "2"}, "False"),
-    ],
-)
-def test_a_process_on_a_cpu_keeps_what_it_frees_unless_the_user_says_otherwise(given, keeps):
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", REALLOCATION], env=own | given, check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == keeps
-
-
-@pytest.mark.parametrize("installed", ["jax_plugins", "libtpu", None])
-def test_a_process_may_have_another_device_where_a_plugin_of_jax_is_installed(monkeypatch, installed):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(process, "find_spec", lambda name: name == installed)
-    monkeypatch.setattr(process, "entry_points", lambda group: [])
-    assert computes_on_cpu() == (installed is None)
