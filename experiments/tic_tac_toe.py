@@ -169,7 +169,7 @@ async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
     if steps:
         draw = random.Random(session.config.finetuning.seed)
         conversations = [random_conversation(draw) for _ in range(4000)]
-        await warm_start(session, llm, conversations, steps=steps, batch_rows=64, learning_rate=2e-3)
+        await warm_start(session, llm, conversations, steps=steps, batch_rows=32, learning_rate=2e-3)
 
 
 async def held_out_outcomes(session: jaxft.Session, count: int) -> Counter[str]:
@@ -186,7 +186,7 @@ def shares(outcomes: Counter[str]) -> str:
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument(
-        "--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)"
+        "--warm_start_steps", type=int, default=500, help="supervised steps first (default %(default)s)"
     )
     parser.add_argument("--eval_games", type=int, default=1000, help="held-out games (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

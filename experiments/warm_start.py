@@ -57,6 +57,7 @@ async def warm_start(
         trained = {**params, "base": state.params} if has_adapters else state.params
         return trained, (state.opt_state, state.step, float(metrics["loss"]))
 
+    session.console.message(f"warm start  {steps} steps of {batch_rows} conversations; compiling")
     done = 0
     for end in sorted({1, *range(PRINT_EVERY, steps, PRINT_EVERY), steps}):
         opt_state, step, loss = await policy.update(lambda params, count=end - done: train(params, count))

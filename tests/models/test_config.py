@@ -16,6 +16,7 @@ def count_params(name):
 
 def test_presets_have_the_size_that_they_are_named_for():
     assert count_params("qwen3-50k") < 60_000
+    assert 0.3e6 < count_params("qwen3-300k") < 0.35e6
     assert 0.8e6 < count_params("qwen3-1m") < 1.2e6
     # Embedding 151936 x 1024, 28 blocks of 15730944, and the last norm.
     assert count_params("qwen3-0.6b") == 151936 * 1024 + 28 * 15_730_944 + 1024
@@ -27,7 +28,7 @@ def test_preset_takes_the_vocabulary_of_a_tokenizer():
 
 
 def test_unknown_preset_lists_those_there_are():
-    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-200k, qwen3-1m"):
+    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-200k, qwen3-300k"):
         model_preset("qwen3-1b")
 
 
