@@ -51,7 +51,7 @@ def init_train_state(params: Params, optimizer: optax.GradientTransformation, mo
     0
     """
     moved = params if model is None else trainable(model, params)
-    step = jnp.zeros((), jnp.int32)
+    step = jax.device_put(np.zeros((), np.int32))  # not jnp.zeros, which is a program
     if model is not None and model.sharding is not None:
         return model.sharding.place(TrainState(params, optimizer.init(moved), step))
     if (device := committed_device(moved)) is None:

@@ -52,15 +52,13 @@ class Admission(NamedTuple):
     limits: Int[Any, "P"]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def empty_pages(model: Model, pages: int, dtype: Any) -> Cache:
-    """Make empty pages."""
-    return model.init_cache(pages, dtype)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_arrays(model: Model, pages: int, dtype: Any, slots: int) -> tuple[Cache, DecodeBatch]:
+    """Make empty pages and inactive slots, in one program."""
+    return model.init_cache(pages, dtype), _empty_slots(model, slots)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def empty_slots(model: Model, slots: int) -> DecodeBatch:
-    """Make inactive slots."""
+def _empty_slots(model: Model, slots: int) -> DecodeBatch:
     zeros = jnp.zeros(slots, jnp.int32)
     state = DecodeState(zeros, zeros, jnp.zeros(slots, bool))
     bias = LogitBias(jnp.full((slots, MAX_BIASED_IDS), -1, jnp.int32), jnp.zeros((slots, MAX_BIASED_IDS)))
@@ -71,14 +69,14 @@ def empty_slots(model: Model, slots: int) -> DecodeBatch:
 
 
 def page_shapes(model: Model, pages: int, dtype: Any) -> Cache:
-    """Return the shapes, with shardings, of `empty_pages`."""
+    """Return the shapes, with shardings, of empty pages."""
     shapes = jax.eval_shape(lambda: model.init_cache(pages, dtype))
     return shapes if model.sharding is None else model.sharding.place_pages(shapes, page_axes(model))
 
 
 def slot_shapes(model: Model, slots: int) -> DecodeBatch:
-    """Return the shapes, with shardings, of `empty_slots`."""
-    shapes = jax.eval_shape(lambda: empty_slots(model, slots))
+    """Return the shapes, with shardings, of inactive slots."""
+    shapes = jax.eval_shape(lambda: _empty_slots(model, slots))
     return shapes if model.sharding is None else model.sharding.place_rows(shapes)
 
 

@@ -28,8 +28,7 @@ from jaxft.rollout.decode_batch import (
     admit,
     advance,
     copy,
-    empty_pages,
-    empty_slots,
+    empty_arrays,
     most_likely,
     page_shapes,
     prefill,
@@ -314,8 +313,9 @@ class ModelRunner:
 
     def _made(self, params: Params) -> _Arrays:
         if self._arrays is None:
-            pages = empty_pages(self._model, self.num_pages * self.row_shards, compute_dtype(params))
-            self._arrays = _Arrays(*commit_like(params, (pages, empty_slots(self._model, self.slots))))
+            pages = self.num_pages * self.row_shards
+            made = empty_arrays(self._model, pages, compute_dtype(params), self.slots)
+            self._arrays = _Arrays(*commit_like(params, made))
         return self._arrays
 
     def _tables(self, pages: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "B C"]:

@@ -44,7 +44,7 @@ from jaxft.training.update import rate_at, scored, update_of
 
 def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
     """Shape and type of the hidden state of a single token, `[1 1 D]`."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(model.apply, params, tokens, tokens)[0]
 
 
@@ -70,9 +70,9 @@ def loses_kernel(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> b
 
 def can_pack(model: Model, params: Params) -> bool:
     """True if the model keeps the segments of a row apart; a bridged network does not."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     try:
-        jax.eval_shape(lambda params: model.apply(params, tokens, tokens, segment_ids=tokens), params)
+        jax.eval_shape(lambda params, ids: model.apply(params, ids, ids, segment_ids=ids), params, tokens)
     except ValueError:
         return False
     return True

@@ -52,7 +52,7 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
         kind, low, high = config.correction.name, config.correction.low, config.correction.high
         correction = partial(sampler_correction, kind=kind, low=low, high=high)
     # Impossible options are refused here, before anything has been sampled.
-    row = jnp.zeros((1, 2))
+    row = jax.ShapeDtypeStruct((1, 2), jnp.float32)
     jax.eval_shape(lambda x: loss(x, None, x[:, 0], x > 0, ref_logprobs=x), row)
     if correction is not None:
         jax.eval_shape(lambda x: correction(x, x, x > 0), row)
