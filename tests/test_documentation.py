@@ -108,6 +108,7 @@ ADDED = {
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
     "python experiments/tic_tac_toe.py --resume": GAMES,
+    "python experiments/tic_tac_toe.py --list": "--dry-run",
     "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
     "python experiments/arithmetic.py --config_file experiments/arithmetic_distilled.yml": SUMS,
     "python experiments/perfect_opponent.py": f"{GAMES} --overwrite --set trainers.loop.examples_per_update=4",
