@@ -431,6 +431,21 @@ def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return rewards
 
 
+def with_signal(job: TrainingBatch, planner: BatchPlanner) -> tuple[TrainingBatch, int]:
+    """Return the trajectories that have an advantage other than 0, or all if none has, and the number left out.
+
+    Args:
+        job: the job, with advantages.
+        planner: planner of the job.
+    """
+    moves = np.asarray(job.batch.completion_mask & (job.batch.advantages != 0))[job.tokens]
+    kept = np.unique(job.trajectories[job.places[0][moves]])
+    if not kept.size:
+        return job, 0
+    chosen = np.isin(job.trajectories, kept)
+    return select_sequences(job, np.flatnonzero(chosen), planner), len(np.unique(job.trajectories[~chosen]))
+
+
 def divide(
     job: TrainingBatch, planner: BatchPlanner, num_minibatches: int, num_iterations: int, seed: str
 ) -> list[TrainingBatch]:

@@ -175,6 +175,11 @@ class LossConfig(ConfigModel):
         default=None, ge=1, description="Token budget of a whole trajectory, which dr_grpo divides by; null: none."
     )
     mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
+    skip_zero_advantages: bool = Field(
+        default=False,
+        description="Do not train trajectories whose advantages are all 0, such as those of groups with equal rewards; "
+        "the loss is the mean over the others, and the job takes less time.",
+    )
     overlong_buffer_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -216,6 +221,12 @@ class LossConfig(ConfigModel):
     def estimator(self) -> str:
         """Advantage estimator: the configured one, else the default of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
+
+    @property
+    def _has_zero_advantages(self) -> bool:
+        """True if equal rewards of a group have advantages of exactly 0, which no score of a model changes."""
+        is_grouped = self.estimator in ("group", "group_mean", "leave_one_out")
+        return is_grouped and self.distillation is None and not (self.kl_weight and self.kl == "k1_in_reward")
 
     @property
     def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
@@ -272,6 +283,11 @@ class LossConfig(ConfigModel):
             raise config_error(
                 f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread of the rewards; "
                 f"take one of {', '.join(UNSCALED)}"
+            )
+        if self.skip_zero_advantages and not self._has_zero_advantages:
+            raise config_error(
+                "skip_zero_advantages is for advantages 'group', 'group_mean' and 'leave_one_out' without distillation "
+                "or kl 'k1_in_reward': others are hardly ever 0"
             )
         if (self.overlong_buffer_tokens or 0) > (self.max_completion_tokens or 0):
             raise config_error("overlong_buffer_tokens needs a max_completion_tokens that is at least as large")

@@ -36,6 +36,7 @@ from jaxft.training.batch import (
     score_tokens,
     select_sequences,
     with_scores,
+    with_signal,
 )
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.token_scores import TokenScores
@@ -235,11 +236,15 @@ class Learner:
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
         laid_out = make_batch(rows, planner)
-        job = with_scores(laid_out, self._loss_config, *self._scorers(params, pause))
+        loss, scorers = self._loss_config, self._scorers(params, pause)
+        job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
         if credit is not None:
-            job, metrics = compute_advantages(job, credit, self._loss_config)
+            job, metrics = compute_advantages(job, credit, loss)
             if kept_rows:
                 self._score_kept(laid_out, job, kept_rows, params, keep_scores, pause)
+        if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
+            job, metrics["skipped_trajectories"] = with_signal(job, planner)
+            job = with_scores(job, loss, *scorers)
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
@@ -256,7 +261,7 @@ class Learner:
         self.jobs += 1
         history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
         counts = [minibatch.counts() for minibatch in minibatches[: len(history)]]
-        of_loss = dict.fromkeys(("loss", "policy_loss"), self._loss_config.averaged_over)
+        of_loss = dict.fromkeys(("loss", "policy_loss"), loss.averaged_over)
         metrics |= merge_metrics(history, counts, AVERAGED_OVER | of_loss) if history else {"applied_updates": 0.0}
         for number, (of_update, minibatch) in enumerate(zip(history, minibatches, strict=False), 1):
             self.bad_updates = self.bad_updates + 1 if of_update["nonfinite_updates"] else 0

@@ -156,6 +156,48 @@ def test_kept_rows_report_the_advantages_and_entropies_of_their_tokens(job, star
         assert of_tokens[mask] == pytest.approx([advantages[row]] * sum(mask)) and len(of_tokens) == len(mask)
 
 
+@pytest.mark.parametrize("loss", [{"name": "dapo"}, {"name": "grpo", "beta": 0.1}])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_trajectories_whose_advantages_are_0_can_be_skipped(make_sequence, start, loss, num_minibatches):
+    """The job is then that of the other trajectories, and what is skipped is still reported to who wants its scores."""
+
+    def job(groups):
+        groups = [
+            [Trajectory(episode=[], reward=each, sequences=[make_sequence(number)]) for number, each in group]
+            for group in groups
+        ]
+        rows = [Row(t.sequences[0], i) for i, t in enumerate(t for group in groups for t in group)]
+        return rows, collect_rewards(groups, LossConfig(**knobs))
+
+    knobs = loss | {"advantages": "group_mean"}
+    silent, mixed = [(0, 1.0), (1, 1.0)], [(2, 0.0), (3, 1.0), (4, 0.5)]  # the last one's advantage is 0
+    skipping, kept = knobs | {"skip_zero_advantages": True}, {}
+    options = {"num_minibatches": num_minibatches, "microbatch_tokens": 64, "packing": False}
+    learner = Learner(MODEL, LossConfig(**skipping), SGD, **options)
+    all_of_them = job([silent, mixed])
+    params, metrics = learner.learn(
+        *all_of_them, jax.tree.map(jnp.copy, start), kept_rows=(0, 2), keep_scores=kept.__setitem__
+    )
+    _, expected, (wanted,) = learn(lambda loss: job([mixed[:2]]), start, knobs, **options)
+    assert difference(params, expected) == 0.0 < difference(params, start)
+    assert metrics == wanted | {"skipped_trajectories": 3}
+    assert [scores.advantages.any() for scores in kept.values()] == [False, True]
+
+
+def test_a_job_without_any_advantage_is_not_cut_short(make_group, start):
+    def job(loss, *groups):
+        rows = [Row(t.sequences[0], i) for i, t in enumerate(t for group in groups for t in group)]
+        return rows, collect_rewards(list(groups), loss)
+
+    def learned(*groups):
+        return learn(lambda loss: job(loss, *groups), start, {"name": "dapo", "skip_zero_advantages": True})[2][0]
+
+    silent = learned(make_group(1.0, 1.0), make_group(0.0, 0.0))
+    assert (silent["nothing_to_learn"], silent["skipped_trajectories"]) == (1.0, 0)
+    # The same sum, in other turns.
+    assert learned(make_group(1.0, 1.0, shaped_rewards=[[1.0, 0.0], [0.0, 1.0]]))["skipped_trajectories"] == 0
+
+
 def test_references_stay_follow_or_average(job, start):
     other = jax.tree.map(lambda x: x * 1.1, start)  # of another checkpoint
     still, _, history = learn(job, start, {"beta": 0.1}, jobs=2, ref_params=other)
