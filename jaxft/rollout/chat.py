@@ -38,6 +38,12 @@ MIN_BYTE_LIMIT = 2**20
 MARKED_TEXTS, MARKED_CHARACTERS = 8192, 1024
 """Number of texts that are remembered with their control tokens marked, and characters of the longest."""
 
+PROMPTS, PROMPT_CHARACTERS = 256, 16384
+"""Number of conversations and of texts that are remembered with their prompts and tokens, and characters of each.
+
+All generations of an example ask the same. A template that writes the time of day writes that of the first of them.
+"""
+
 RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """Arguments of `apply_chat_template` that no `chat_template_kwargs` may replace."""
 
@@ -149,6 +155,8 @@ class ChatTemplate:
         # A conversation is rendered for each of its answers, with the same keys, roles and earlier messages.
         marked = functools.partial(mark_control_tokens, control_tokens_re=self._controls)
         self._marked_before = functools.lru_cache(MARKED_TEXTS)(marked)
+        self._rendered_before = functools.lru_cache(PROMPTS)(self._render_json)
+        self._encoded_before = functools.lru_cache(PROMPTS)(self._tokenise)
 
     @functools.cached_property
     def end_of_turn(self) -> str:
@@ -403,21 +411,33 @@ class ChatTemplate:
                 f"chat_template_kwargs has {min(taken)!r}, which is no variable of a chat template",
                 param="chat_template_kwargs",
             )
-        marked = self._marked([{**message, "role": template_role(message["role"])} for message in messages])
+        asked = [{**message, "role": template_role(message["role"])} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
-                marked,
-                tools=self._marked(list(tools)) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._marked(dict(kwargs)),
-            )
+            conversation = json.dumps([asked, list(tools), dict(kwargs), add_generation_prompt])
+        except (TypeError, ValueError, RecursionError):  # a variable of the template may be any object
+            conversation = None
+        try:
+            if conversation is None or len(conversation) > PROMPT_CHARACTERS:
+                return self._render_marked(asked, list(tools), dict(kwargs), add_generation_prompt)
+            return self._rendered_before(conversation)
         except Exception as error:  # a template is code of the model's, and may fail in any way
             roles = ", ".join(message["role"] for message in messages)
             raise RequestError(
                 f"the chat template refuses a conversation of roles {roles}: {' '.join(str(error).split())}",
                 param="messages",
             ) from error
+
+    def _render_json(self, conversation: str) -> str:
+        return self._render_marked(*json.loads(conversation))
+
+    def _render_marked(self, messages: list[Any], tools: list[Any], kwargs: dict[str, Any], asks: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            self._marked(messages),
+            tools=self._marked(tools) or None,
+            tokenize=False,
+            add_generation_prompt=asks,
+            **self._marked(kwargs),
+        )
 
     def _marked(self, value: Any) -> Any:
         """Return JSON with control tokens marked in all its texts, keys included."""
@@ -444,6 +464,9 @@ class ChatTemplate:
         return self._encode(text if self._controls.match(text) else CONTINUED + text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        return self._tokenise(text) if len(text) > PROMPT_CHARACTERS else self._encoded_before(text)
+
+    def _tokenise(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])
 
 

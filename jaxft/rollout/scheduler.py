@@ -152,12 +152,12 @@ class Scheduler:
         with self.lock:
             waiting = list(self.waiting)
         admitted, gone = Admitted([], []), set()
-        free = [slot for slot in range(self._runner.slots) if slot not in self.running]
+        free = self._free_slots()
         for running in waiting:
             if running.is_abandoned:
                 gone.add(running)
                 continue
-            if not free:
+            if not any(free):
                 break
             if is_draining and not running.attempt:
                 continue
@@ -166,8 +166,7 @@ class Scheduler:
                 break  # no pages: younger requests wait, too
             if self._is_pending(running, shard):
                 continue  # another request computes pages that this one needs
-            slot = next(slot for slot in free if self._shard_of(slot) == shard)
-            free.remove(slot)
+            slot = free[shard].popleft()
             admitted.copies.extend(self._take_pages(running, shard))
             if not running.completion.token_ids:
                 running.completion.policy_version = version
@@ -232,26 +231,31 @@ class Scheduler:
     def _new_pools(self) -> list[PagePool]:
         return [PagePool(self._runner.num_pages) for _ in range(self._runner.row_shards)]
 
-    def _shard_of(self, slot: int) -> int:
-        return slot * len(self.pools) // self._runner.slots
+    def _free_slots(self) -> list[deque[int]]:
+        """Return the free slots of each row shard, the lowest first."""
+        free = [deque[int]() for _ in self.pools]
+        for slot in range(self._runner.slots):
+            if slot not in self.running:
+                free[slot * len(self.pools) // self._runner.slots].append(slot)
+        return free
 
     def _limit(self, running: Running) -> int:
         return min(len(running.request.prompt_ids) + running.request.max_tokens, self._max_context_tokens)
 
-    def _choose_shard(self, running: Running, free: Sequence[int]) -> int | None:
+    def _choose_shard(self, running: Running, free: Sequence[Sequence[int]]) -> int | None:
         """Return the row shard that holds most of the prompt, of those with a free slot and pages enough; or None."""
-        slots = [self._shard_of(slot) for slot in free]
         best: tuple[int, int, int] | None = None
-        for shard in set(slots):
-            pool = self.pools[shard]
+        for shard, pool in enumerate(self.pools):
+            if not free[shard]:
+                continue
             found = pool.find(running.keys)
             shared = [page for page in found if not pool.is_held(page)]  # they are available, but not to be taken
             # A copy of the last page needs one more, and so may each running request soon.
-            others = sum(other.shard == shard for other in self.running.values())
+            others = self._runner.slots // len(self.pools) - len(free[shard])
             needed = pages_for(running.num_fed + 1) - len(found) + 1 + others
             if pool.num_available - len(shared) >= needed or not others:
                 known = len(found) + sum(key in pool.pending for key in running.keys)
-                rank = known, slots.count(shard), -shard
+                rank = known, len(free[shard]), -shard
                 best = rank if best is None or rank > best else best
         return None if best is None else -best[2]
 

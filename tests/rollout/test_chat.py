@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call
-from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import PROMPT_CHARACTERS, ChatTemplate, find_stop_ids, load_tokenizer
 
 END = 1  # of the embedded tokenizer
 
@@ -105,6 +105,24 @@ def test_a_first_prompt_is_the_template_filled_in(template, tokenizer):
     prompt = template.prompt([{"role": "system", "content": "be"}, user("x?")])
     assert prompt.text == "<|system|>be<|end|><|user|>x?<|end|><|assistant|>"
     assert list(prompt.ids) == tokenizer.encode(prompt.text)
+
+
+def test_what_several_generations_ask_is_rendered_and_tokenised_once(tokenizer, monkeypatch):
+    rendered, apply = [], tokenizer.apply_chat_template
+    counted = lambda *args, **kwargs: rendered.append(1) or apply(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    template = ChatTemplate(tokenizer, ())
+
+    def ask(text, **kwargs):
+        return template.prompt([{"role": "user", "content": text}], template_kwargs=kwargs)
+
+    first = ask("hi")
+    assert ask("hi") == first and ask("hi").ids is first.ids and len(rendered) == 1
+    assert ask("ho") != first and len(rendered) == 2
+    ask("hi", enable_thinking=True), ask("hi", enable_thinking=1)
+    assert len(rendered) == 4
+    ask("hi", anything=object()), ask("hi" * PROMPT_CHARACTERS), ask("hi" * PROMPT_CHARACTERS)  # never remembered
+    assert len(rendered) == 7
 
 
 def test_a_next_turn_goes_on_from_the_recorded_ids(template, tokenizer):
