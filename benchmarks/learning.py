@@ -3,11 +3,13 @@
     bash benchmarks/peers/make_environments.sh     # once
     python benchmarks/compare.py learning --out results.json
 
-Sums of two numbers below 50, with the data, the reward and the careless warm start of experiments/arithmetic.py: both
-sides start from one checkpoint, with one tokenizer and chat template, 32 questions of 8 answers a step, dapo without
-KL, AdamW with a constant rate. Each rate of `--learning_rates` is tried on both sides with a seed of its own, and a
-side goes on with the one that reaches the target after the fewest episodes. Then both run every seed, in turn, each run
-in a fresh process. The target is a mean reward of greedy answers to 500 held-out questions, looked at every five steps.
+The task is to count down from a number (peers/counting_down.py); the reward is the share that is right before the
+first mistake. Both sides start from one checkpoint of a million parameters that counts carelessly, with one tokenizer
+and chat template, 32 questions of 8 answers a step, dapo without KL, AdamW with a constant rate after ten steps of
+warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which TRL has no option. Each rate of
+`--learning_rates` is tried on both sides with a seed of its own, and a side goes on with the one that reaches the
+target after the fewest episodes. Then both run every seed, in turn, each run in a fresh process. The target is a mean
+reward of greedy answers to 500 held-out questions, looked at every five steps.
 
 Seconds count from the start of a process, imports left out, compilation and the first look counted; later looks at the
 held-out questions are not. Intervals are bootstrapped over seeds (95 %).
@@ -28,6 +30,7 @@ from typing import Any
 from jaxft.report.intervals import mean_interval
 from jaxft.runs.environment import environment
 from machine import cpu_name
+from peers.counting_down import NEW_TOKENS, write_questions
 
 HERE = Path(__file__).parent
 EXPERIMENTS = HERE.parent / "experiments"
@@ -126,17 +129,20 @@ def main(command_line: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = {
             "case": "learning",
-            "checkpoint": str(Path(folder, "warm", "model")),
-            "train": str(EXPERIMENTS / "data" / "arithmetic_train.jsonl"),
-            "held_out": str(EXPERIMENTS / "data" / "arithmetic_held_out.jsonl"),
+            "checkpoint": str(Path(folder, "run", "model")),
+            "train": str(Path(folder, "train.jsonl")),
+            "held_out": str(Path(folder, "held_out.jsonl")),
             "prompts": 32,
             "generations": 8,
-            "new_tokens": 5,
+            "new_tokens": NEW_TOKENS,
             "steps": arguments.steps,
             "evaluate_every": 5,
             "seed": arguments.tuning_seed,
+            "learning_rate": arguments.learning_rates[0],
             "threads": len(os.sched_getaffinity(0)),
         }
+        write_questions(Path(work["train"]), "train", 8192)
+        write_questions(Path(work["held_out"]), "held out", 500)
         run_side("jaxft", work | {"case": "warm_start", "steps": arguments.warm_start_steps})
         tried = tried_rates(arguments.sides, work, arguments.learning_rates, arguments.target)
         rates = {side: best_rate(tried[side], arguments.target) for side in arguments.sides}

@@ -1,4 +1,4 @@
-"""jaxft's side of `compare.py learning`: GRPO on the given checkpoint, by the harness, with the agent of arithmetic.py.
+"""jaxft's side of `compare.py learning`: GRPO on the given checkpoint, by the harness, with an agent that asks once.
 
     PYTHONPATH=benchmarks:experiments python benchmarks/peers/learning_jaxft.py work.json result.json
 
@@ -7,18 +7,48 @@ Its case `warm_start` makes the checkpoint.
 
 import asyncio
 import json
+import random
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import arithmetic
+from warm_start import warm_start
 
 import jaxft
+from counting_down import NEW_TOKENS, WARMUP, careless_answer, read_questions, reward
 from protocol import Work, main
 
 STARTED = time.perf_counter()
+
+
+class CounterConfig(jaxft.WorkflowConfig, name="count_down"):
+    """The agent."""
+
+    llm: jaxft.LLMRef
+
+
+@jaxft.register_workflow(config_type=CounterConfig)
+async def count_down(config: CounterConfig, builder: Any) -> AsyncIterator[Any]:
+    """Ask the question; an answer that does not end is none."""
+    llm = await builder.get_llm(config.llm)
+
+    async def count(example: dict[str, Any]) -> str:
+        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=NEW_TOKENS)
+        return reply.content if reply.finish_reason == "stop" else ""
+
+    yield count
+
+
+class RightNumbersConfig(jaxft.EvaluatorConfig, name="right_numbers"):
+    """The reward of the task."""
+
+
+@jaxft.register_evaluator(config_type=RightNumbersConfig)
+async def right_numbers(config: RightNumbersConfig, builder: Any) -> AsyncIterator[Any]:
+    """Yield the evaluator."""
+    yield lambda item: reward(int(item.input_obj), item.output_obj)
 
 
 class StopwatchConfig(jaxft.LoggerConfig, name="learning_stopwatch"):
@@ -40,23 +70,16 @@ async def learning_stopwatch(config: StopwatchConfig, builder: Any) -> AsyncIter
     yield Stopwatch()
 
 
-def configuration(work: Work, folder: Path) -> dict[str, Any]:
-    """The run: the fields of experiments/arithmetic.yml, on the checkpoint, data and counts of the work."""
-    jsonl = {"_type": "jsonl"}
+def configuration(work: Work, folder: Path, policy: dict[str, Any], num_epochs: int) -> dict[str, Any]:
+    """The run; `policy` says where the weights come from."""
+    jsonl = {"_type": "jsonl", "structure": {"answer_key": None}}
+    slots = 64
     return {
-        "imports": ["arithmetic"],
-        "llms": {
-            "policy": {
-                "_type": "local_policy",
-                "path": work["checkpoint"],
-                "max_context_tokens": 32,
-                "slots": work["prompts"] * work["generations"],
-            }
-        },
-        "workflow": {"_type": "arithmetic", "llm": "policy", "max_tokens": work["new_tokens"]},
+        "llms": {"policy": policy | {"_type": "local_policy", "max_context_tokens": 96, "slots": slots}},
+        "workflow": {"_type": "count_down", "llm": "policy"},
         "eval": {
             "general": {"max_concurrency": 512, "dataset": jsonl | {"file_path": work["train"]}},
-            "evaluators": {"correctness": {"_type": "exact_match"}},
+            "evaluators": {"correctness": {"_type": "right_numbers"}},
             "validation": {"dataset": jsonl | {"file_path": work["held_out"]}, "interval": work["evaluate_every"]},
         },
         "trajectory_builders": {
@@ -66,8 +89,8 @@ def configuration(work: Work, folder: Path) -> dict[str, Any]:
             "local": {
                 "_type": "local_trainer_adapter",
                 "llm": "policy",
-                "loss": {"name": "dapo"},
-                "optimizer": {"name": "adamw", "learning_rate": work["learning_rate"]},
+                "loss": {"name": "dapo", "skip_zero_advantages": True},
+                "optimizer": {"name": "adamw", "learning_rate": work["learning_rate"], "warmup_updates": WARMUP},
                 "microbatch_tokens": 2048,
             }
         },
@@ -78,7 +101,7 @@ def configuration(work: Work, folder: Path) -> dict[str, Any]:
             "trajectory_builder": "rollouts",
             "trainer_adapter": "local",
             "reward_function": {"name": "correctness"},
-            "num_epochs": work["steps"],
+            "num_epochs": num_epochs,
             "seed": work["seed"],
             "checkpoints": {"every": None},
             "loggers": [{"_type": "learning_stopwatch", "file": str(folder / "times.jsonl")}],
@@ -91,7 +114,8 @@ def learning(work: Work) -> dict[str, Any]:
     """Train; seconds count from the start of the process, without validations but the first, which compiles."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = jaxft.config_from_mapping(configuration(work, folder), base_dir=Path.cwd())
+        mapping = configuration(work, folder, {"path": work["checkpoint"]}, work["steps"])
+        config = jaxft.config_from_mapping(mapping, base_dir=Path.cwd())
 
         async def run() -> None:
             async with jaxft.open_session(config) as session:
@@ -111,14 +135,21 @@ def learning(work: Work) -> dict[str, Any]:
     return {"curve": curve, "seconds": seconds}
 
 
-def warm_start(work: Work) -> dict[str, Any]:
-    """Train random weights on the careless answers of arithmetic.py, and write the checkpoint."""
-    folder = Path(work["checkpoint"]).parent
-    config = jaxft.load_config(Path(arithmetic.__file__).with_suffix(".yml"), [("finetuning.output_dir", str(folder))])
+def imitate_carelessly(work: Work) -> dict[str, Any]:
+    """Train random weights on careless answers, and write the checkpoint."""
+    folder = Path(work["checkpoint"]).parent.parent
+    mapping = configuration(work, folder, {"preset": "qwen3-1m"}, num_epochs=1)
+    config = jaxft.config_from_mapping(mapping, base_dir=Path.cwd())
+    draw = random.Random(work["seed"])
+    conversations = [
+        [{"role": "user", "content": str(asked)}, {"role": "assistant", "content": careless_answer(draw, asked)}]
+        for asked in read_questions(work["train"])
+    ]
 
     async def run() -> None:
         async with jaxft.open_session(config) as session:
-            await arithmetic.learn_carelessly(session, work["steps"])
+            llm = await session.builder.get_llm("policy")
+            await warm_start(session, llm, conversations, steps=work["steps"], batch_rows=64, learning_rate=2e-3)
             await session.export_model()
 
     asyncio.run(run())
@@ -126,4 +157,4 @@ def warm_start(work: Work) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main("jaxft", ("jaxft", "jax", "numpy"), {"learning": learning, "warm_start": warm_start})
+    main("jaxft", ("jaxft", "jax", "numpy"), {"learning": learning, "warm_start": imitate_carelessly})

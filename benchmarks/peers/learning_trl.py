@@ -3,12 +3,10 @@
 PYTHONPATH=benchmarks python benchmarks/peers/learning_trl.py work.json result.json
 """
 
-import json
 import logging
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +14,22 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from counting_down import NEW_TOKENS, WARMUP, read_questions, reward
 from protocol import Work, main
 
 STARTED = time.perf_counter()
 MICROBATCH_ROWS = 64
 
 
-def reward(completions: list[Any], answer: list[str], **unused: Any) -> list[float]:
-    """1 for the right answer, and 0.1 for a number, as in arithmetic.py."""
-    return [score(messages[0]["content"], expected) for messages, expected in zip(completions, answer, strict=True)]
+def rewards(prompts: list[Any], completions: list[Any], **unused: Any) -> list[float]:
+    """The reward of each answer."""
+    asked = [int(messages[-1]["content"]) for messages in prompts]
+    return [reward(each, messages[0]["content"]) for each, messages in zip(asked, completions, strict=True)]
 
 
-def score(said: str, expected: str) -> float:
-    """The reward of one answer."""
-    return float(said == expected) + 0.1 * (said.isascii() and said.isdigit())
-
-
-def read(path: str) -> list[dict[str, Any]]:
-    """The rows of a data file, as chats."""
-    rows = map(json.loads, Path(path).read_text().splitlines())
-    return [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+def chats(path: str) -> list[dict[str, Any]]:
+    """The questions of a file, as chats."""
+    return [{"prompt": [{"role": "user", "content": str(asked)}]} for asked in read_questions(path)]
 
 
 class Curve(TrainerCallback):
@@ -43,7 +37,7 @@ class Curve(TrainerCallback):
 
     def __init__(self, work: Work, model: Any, tokenizer: Any) -> None:
         self.work, self.model, self.tokenizer = work, model, tokenizer
-        self.held_out, self.rows = read(work["held_out"]), []
+        self.held_out, self.rows = chats(work["held_out"]), []
         self.paused = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
@@ -62,19 +56,19 @@ class Curve(TrainerCallback):
 
     @torch.no_grad()
     def _score(self) -> float:
-        chats = [row["prompt"] for row in self.held_out]
-        texts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        asked = [row["prompt"] for row in self.held_out]
+        texts = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         was_training = self.model.training
         self.model.eval()
-        rows = self.model.generate(**inputs, do_sample=False, max_new_tokens=self.work["new_tokens"])
+        rows = self.model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
         self.model.train(was_training)
         ends = self.tokenizer.eos_token_id
         scores = []
-        for ids, row in zip(rows[:, inputs["input_ids"].shape[1] :].tolist(), self.held_out, strict=True):
+        for ids, messages in zip(rows[:, inputs["input_ids"].shape[1] :].tolist(), asked, strict=True):
             said = self.tokenizer.decode(ids[: ids.index(ends)]) if ends in ids else ""
-            scores.append(score(said, row["answer"]))
+            scores.append(reward(int(messages[0]["content"]), said))
         return sum(scores) / len(scores)
 
 
@@ -93,7 +87,7 @@ def learning(work: Work) -> dict[str, Any]:
             per_device_train_batch_size=MICROBATCH_ROWS,
             gradient_accumulation_steps=rows // MICROBATCH_ROWS,
             num_generations=work["generations"],
-            max_completion_length=work["new_tokens"],
+            max_completion_length=NEW_TOKENS,
             max_steps=work["steps"],
             temperature=1.0,
             top_k=0,
@@ -104,7 +98,8 @@ def learning(work: Work) -> dict[str, Any]:
             learning_rate=work["learning_rate"],
             weight_decay=0.0,
             max_grad_norm=1.0,
-            lr_scheduler_type="constant",
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=WARMUP,
             seed=work["seed"],
             report_to="none",
             save_strategy="no",
@@ -114,9 +109,9 @@ def learning(work: Work) -> dict[str, Any]:
         curve = Curve(work, model, tokenizer)
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=reward,
+            reward_funcs=rewards,
             args=config,
-            train_dataset=Dataset.from_list(read(work["train"])),
+            train_dataset=Dataset.from_list(chats(work["train"])),
             processing_class=tokenizer,
             callbacks=[curve],
         )

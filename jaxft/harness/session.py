@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import gc
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from jaxft.harness.data_models import (
     TrainingStatusEnum,
 )
 from jaxft.harness.datasets import FileDatasetConfig
+from jaxft.harness.heap import frozen_heap
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.redaction import hiding, redacted_values, redactor
@@ -306,21 +306,6 @@ class Session:
         self.directory.commit()
         self.console.table({name: value for name, value in result.items() if name != "versions"})
         self.console.message(f"written to {path}")
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Leave all objects that exist now out of garbage collections until the end of the block.
-
-    They live as long as a run, as modules do. A full collection would walk them in the middle of an epoch and, with a
-    large framework, hold the event loop for some 0.2 seconds.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from jaxft.errors import (
 )
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
+from jaxft.harness.heap import freeze_heap
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LoggedTrainerConfig
@@ -110,6 +111,8 @@ class LoggedTrainer(Trainer):
                     run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0
                 )
             self._check_compiled(run_id, metadata.get("compiled", []))
+            if metadata.get("compiled"):
+                freeze_heap()  # programs and what they were traced from live as long as the run
             self.trainer_adapter.log_progress(ref, metrics)
         spent = self.trainer_adapter.device_seconds()
         timings |= {f"seconds_device_{name}": spent[name] - device.get(name, 0.0) for name in spent}

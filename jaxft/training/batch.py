@@ -37,6 +37,13 @@ RECORDED = {
 }
 """Batch fields copied from the recorded sequences, and their dtypes."""
 
+PACKED_WIDTH, MORE_TOKENS = 64, 1.1
+"""Tokens that packed rows have at least, unless that makes microbatches of more than so many times the tokens.
+
+Jobs whose longest sequences differ then have rows of one width, and share programs: one takes longer to compile than
+many jobs take for a tenth more tokens.
+"""
+
 Shapes = tuple[tuple[int, int], ...]
 """Pairs (rows, width), one per microbatch."""
 
@@ -160,15 +167,17 @@ class BatchPlanner:
     def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
 
-        Packed rows have the one of `widths` whose microbatches have fewest tokens, empty rows included. Those of a part
-        of a job are as wide as the job, `job_width`, so that it shares the programs. Without packing, rows are sorted
-        by descending length, so that microbatches of short sequences are narrow.
+        Packed rows have the widest of `widths` whose microbatches have few more tokens than the fewest, empty rows
+        included (`MORE_TOKENS`). Those of a part of a job are as wide as the job, `job_width`, so that it shares the
+        programs. Without packing, rows are sorted by descending length, so that microbatches of short sequences are
+        narrow.
         """
         longest = max(lengths)
         if self.packed:
             widths = [max(padded_width(longest), job_width)] if job_width else self.widths(longest)
             plans = [plan_packing(lengths, each) for each in widths]
-            packing = min(plans, key=lambda plan: self._computed_tokens([plan.width] * plan.height))
+            tokens = [self._computed_tokens([plan.width] * plan.height) for plan in plans]
+            packing = [plan for plan, each in zip(plans, tokens, strict=True) if each <= MORE_TOKENS * min(tokens)][-1]
             row_lengths = [packing.width] * packing.height
         else:
             unit = 2 if self.pairs else 1
@@ -202,14 +211,14 @@ class BatchPlanner:
         return tuple(shapes)
 
     def widths(self, longest: int) -> list[int]:
-        """Return the widths that a table whose longest sequence has so many tokens may have.
+        """Return the widths that a table whose longest sequence has so many tokens may have, in ascending order.
 
         A packed one may be wider: in 96 tokens, sequences of 80 and of 48 lie alone, in 128 together.
 
         >>> BatchPlanner(1024, packed=True).widths(80), BatchPlanner(1024).widths(80)
         ([96, 128], [96])
         """
-        narrow, wide = padded_width(longest), power_of_two(longest)
+        narrow, wide = padded_width(longest), max(power_of_two(longest), PACKED_WIDTH)
         has_room = wide * self.row_shards <= self.microbatch_tokens  # a microbatch has a row for each shard of the mesh
         return [narrow, wide] if self.packed and narrow < wide and has_room else [narrow]
 
