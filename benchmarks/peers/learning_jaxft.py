@@ -17,38 +17,38 @@ from typing import Any
 from warm_start import warm_start
 
 import jaxft
-from counting_down import NEW_TOKENS, WARMUP, careless_answer, read_questions, reward
+from alphabet import NEW_TOKENS, WARMUP, careless_answer, read_questions, reward
 from protocol import Work, main
 
 STARTED = time.perf_counter()
 
 
-class CounterConfig(jaxft.WorkflowConfig, name="count_down"):
+class AlphabetConfig(jaxft.WorkflowConfig, name="alphabet"):
     """The agent."""
 
     llm: jaxft.LLMRef
 
 
-@jaxft.register_workflow(config_type=CounterConfig)
-async def count_down(config: CounterConfig, builder: Any) -> AsyncIterator[Any]:
+@jaxft.register_workflow(config_type=AlphabetConfig)
+async def alphabet_backwards(config: AlphabetConfig, builder: Any) -> AsyncIterator[Any]:
     """Ask the question; an answer that does not end is none."""
     llm = await builder.get_llm(config.llm)
 
-    async def count(example: dict[str, Any]) -> str:
+    async def recite(example: dict[str, Any]) -> str:
         reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=NEW_TOKENS)
         return reply.content if reply.finish_reason == "stop" else ""
 
-    yield count
+    yield recite
 
 
-class RightNumbersConfig(jaxft.EvaluatorConfig, name="right_numbers"):
+class RightLettersConfig(jaxft.EvaluatorConfig, name="right_letters"):
     """The reward of the task."""
 
 
-@jaxft.register_evaluator(config_type=RightNumbersConfig)
-async def right_numbers(config: RightNumbersConfig, builder: Any) -> AsyncIterator[Any]:
+@jaxft.register_evaluator(config_type=RightLettersConfig)
+async def right_letters(config: RightLettersConfig, builder: Any) -> AsyncIterator[Any]:
     """Yield the evaluator."""
-    yield lambda item: reward(int(item.input_obj), item.output_obj)
+    yield lambda item: reward(item.input_obj, item.output_obj)
 
 
 class StopwatchConfig(jaxft.LoggerConfig, name="learning_stopwatch"):
@@ -75,11 +75,11 @@ def configuration(work: Work, folder: Path, policy: dict[str, Any], num_epochs: 
     jsonl = {"_type": "jsonl", "structure": {"answer_key": None}}
     slots = 64
     return {
-        "llms": {"policy": policy | {"_type": "local_policy", "max_context_tokens": 96, "slots": slots}},
-        "workflow": {"_type": "count_down", "llm": "policy"},
+        "llms": {"policy": policy | {"_type": "local_policy", "max_context_tokens": 64, "slots": slots}},
+        "workflow": {"_type": "alphabet", "llm": "policy"},
         "eval": {
             "general": {"max_concurrency": 512, "dataset": jsonl | {"file_path": work["train"]}},
-            "evaluators": {"correctness": {"_type": "right_numbers"}},
+            "evaluators": {"correctness": {"_type": "right_letters"}},
             "validation": {"dataset": jsonl | {"file_path": work["held_out"]}, "interval": work["evaluate_every"]},
         },
         "trajectory_builders": {
@@ -142,7 +142,7 @@ def imitate_carelessly(work: Work) -> dict[str, Any]:
     config = jaxft.config_from_mapping(mapping, base_dir=Path.cwd())
     draw = random.Random(work["seed"])
     conversations = [
-        [{"role": "user", "content": str(asked)}, {"role": "assistant", "content": careless_answer(draw, asked)}]
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": careless_answer(draw, asked)}]
         for asked in read_questions(work["train"])
     ]
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from counting_down import NEW_TOKENS, WARMUP, read_questions, reward
+from alphabet import NEW_TOKENS, WARMUP, read_questions, reward
 from protocol import Work, main
 
 STARTED = time.perf_counter()
@@ -23,13 +23,13 @@ MICROBATCH_ROWS = 64
 
 def rewards(prompts: list[Any], completions: list[Any], **unused: Any) -> list[float]:
     """The reward of each answer."""
-    asked = [int(messages[-1]["content"]) for messages in prompts]
+    asked = [messages[-1]["content"] for messages in prompts]
     return [reward(each, messages[0]["content"]) for each, messages in zip(asked, completions, strict=True)]
 
 
 def chats(path: str) -> list[dict[str, Any]]:
     """The questions of a file, as chats."""
-    return [{"prompt": [{"role": "user", "content": str(asked)}]} for asked in read_questions(path)]
+    return [{"prompt": [{"role": "user", "content": asked}]} for asked in read_questions(path)]
 
 
 class Curve(TrainerCallback):
@@ -68,7 +68,7 @@ class Curve(TrainerCallback):
         scores = []
         for ids, messages in zip(rows[:, inputs["input_ids"].shape[1] :].tolist(), asked, strict=True):
             said = self.tokenizer.decode(ids[: ids.index(ends)]) if ends in ids else ""
-            scores.append(reward(int(messages[0]["content"]), said))
+            scores.append(reward(messages[0]["content"], said))
         return sum(scores) / len(scores)
 
 
