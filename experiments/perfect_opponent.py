@@ -2,16 +2,15 @@
 
     python experiments/perfect_opponent.py
 
-The agent's marks are X. Each message shows it the eight lines of the board as it stands, and not the moves before. The
-opponent plays perfectly in seven of ten games and at random in the others, and the agent is not told which. Games of
-training start after some moves of a random player, so that the sixteen games of a group tell which next move is good,
-and all positions are met. The reward is the outcome; groups whose games all end alike take no part in the update, and
-soon they are most. A search moves for the perfect opponent, and teaches nothing.
+The agent's marks are X. Each message shows it the eight lines of the board, and not the moves before. Seven of ten games
+are against a perfect opponent, the others against a random one; the agent is not told. They start after some moves of a
+random player, so that all positions are met and the sixteen games of a group tell which move is good. The reward is the
+outcome; groups whose games all end alike, soon most, are left out of updates. A search plays, and teaches nothing.
 
 From random weights: in a supervised warm start the agent imitates luck. From each of 10,000 positions a random player
 has sixteen games against the perfect opponent, and the moves of those that ended best are kept. GRPO goes on from
 there. Of 1,000 greedy games as either player the agent then loses none to the perfect opponent, which draws among its
-best moves, and as the first it wins more than 0.95 against a random one. MINUTES minutes on two CPU cores.
+best moves, and as the first it wins more than 0.95 against a random one. 21 minutes on one CPU core.
 
     python experiments/perfect_opponent.py --set eval.general.dataset.perfect=0 --overwrite   # random opponents only
 """
