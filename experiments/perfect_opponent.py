@@ -2,10 +2,10 @@
 
     python experiments/perfect_opponent.py
 
-The agent's marks are X. Each message shows it the eight lines of the board, and not the moves before. Seven of ten games
-are against a perfect opponent, the others against a random one; the agent is not told. They start after some moves of a
-random player, so that all positions are met and the sixteen games of a group tell which move is good. The reward is the
-outcome; groups whose games all end alike, soon most, are left out of updates. A search plays, and teaches nothing.
+The agent's marks are X. Each message shows it the eight lines of the board, and not the moves before. Seven of ten
+games are against a perfect opponent, the others against a random one; the agent is not told. They start after some
+moves of a random player, so that all positions are met and the games of a group tell which move is good. The reward is
+the outcome; groups whose games end alike, soon most, are left out of updates. A search plays, and teaches nothing.
 
 From random weights: in a supervised warm start the agent imitates luck. From each of 10,000 positions a random player
 has sixteen games against the perfect opponent, and the moves of those that ended best are kept. GRPO goes on from
