@@ -31,12 +31,12 @@ class AlphabetConfig(jaxft.WorkflowConfig, name="alphabet"):
 
 @jaxft.register_workflow(config_type=AlphabetConfig)
 async def alphabet_backwards(config: AlphabetConfig, builder: Any) -> AsyncIterator[Any]:
-    """Ask the question; an answer that does not end is none."""
+    """Ask the question; an answer that is cut is judged as it stands, as by TRL."""
     llm = await builder.get_llm(config.llm)
 
     async def recite(example: dict[str, Any]) -> str:
         reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=NEW_TOKENS)
-        return reply.content if reply.finish_reason == "stop" else ""
+        return reply.content
 
     yield recite
 
@@ -73,9 +73,8 @@ async def learning_stopwatch(config: StopwatchConfig, builder: Any) -> AsyncIter
 def configuration(work: Work, folder: Path, policy: dict[str, Any], num_epochs: int) -> dict[str, Any]:
     """The run; `policy` says where the weights come from."""
     jsonl = {"_type": "jsonl", "structure": {"answer_key": None}}
-    slots = 64
     return {
-        "llms": {"policy": policy | {"_type": "local_policy", "max_context_tokens": 64, "slots": slots}},
+        "llms": {"policy": policy | {"_type": "local_policy", "max_context_tokens": 64, "slots": 64}},
         "workflow": {"_type": "alphabet", "llm": "policy"},
         "eval": {
             "general": {"max_concurrency": 512, "dataset": jsonl | {"file_path": work["train"]}},

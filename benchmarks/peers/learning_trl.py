@@ -67,7 +67,7 @@ class Curve(TrainerCallback):
         ends = self.tokenizer.eos_token_id
         scores = []
         for ids, messages in zip(rows[:, inputs["input_ids"].shape[1] :].tolist(), asked, strict=True):
-            said = self.tokenizer.decode(ids[: ids.index(ends)]) if ends in ids else ""
+            said = self.tokenizer.decode(ids[: ids.index(ends)] if ends in ids else ids)
             scores.append(reward(messages[0]["content"], said))
         return sum(scores) / len(scores)
 

@@ -109,7 +109,11 @@ def test_a_first_prompt_is_the_template_filled_in(template, tokenizer):
 
 def test_what_several_generations_ask_is_rendered_and_tokenised_once(tokenizer, monkeypatch):
     rendered, apply = [], tokenizer.apply_chat_template
-    counted = lambda *args, **kwargs: rendered.append(1) or apply(*args, **kwargs)  # noqa: E731
+
+    def counted(*args, **kwargs):
+        rendered.append(1)
+        return apply(*args, **kwargs)
+
     monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
     template = ChatTemplate(tokenizer, ())
 

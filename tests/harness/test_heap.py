@@ -1,0 +1,16 @@
+"""What exists at the start of a run, and what is frozen later, is out of garbage collections until the run ends."""
+
+import gc
+
+from jaxft.harness.heap import freeze_heap, frozen_heap
+
+
+def test_a_heap_is_frozen_within_the_block_only():
+    gc.unfreeze()
+    with frozen_heap():
+        at_first = gc.get_freeze_count()
+        assert at_first > 0
+        kept = [[] for _ in range(10_000)]
+        freeze_heap()
+        assert gc.get_freeze_count() >= at_first + len(kept)
+    assert gc.get_freeze_count() == 0
