@@ -125,7 +125,7 @@ def test_kernels_on_the_device_decode_as_the_reference_does(head_dim, scores):
     drawn = np.random.default_rng(0).normal(size=(3, tokens, 4, 1, 8, head_dim))
     q, k, v = (jnp.asarray(x, dtype) for x in drawn)
     k, v = k[:, :, :, :2], v[:, :, :, :2]
-    tables, begins, counts = own_tables(4, 3), np.array([0, 60, 0, 100], np.int32), np.array([1, 1, 0, 1], np.int32)
+    tables, begins, counts = (jnp.asarray(x, jnp.int32) for x in (own_tables(4, 3), [0, 60, 0, 100], [1, 1, 0, 1]))
 
     def decode(write_and_attend, pages):
         def step(pages, at):
