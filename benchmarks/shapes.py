@@ -57,11 +57,11 @@ REFERENCE = Shapes()
 
 ACCELERATOR = replace(
     REFERENCE,
-    prompts=32,
+    prompts=16,
     prompt_tokens=512,
     new_tokens=512,
-    slots=256,
-    decode_batches=(64, 256, 512),
+    slots=128,
+    decode_batches=(64, 128, 256),
     decode_prompt_tokens=512,
     decode_new_tokens=512,
     requests=1024,

@@ -137,9 +137,8 @@ def row_attention(
             sequence: right padding needs no mask, as no real token sees later positions.
         sharding: sharding of the model, or None for one device.
     """
-    is_interpreted = all(device.platform == "cpu" for device in devices_of(sharding))
     kernels: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
-    compute = partial(kernels[kernel], scores, is_interpreted)
+    compute = partial(kernels[kernel], scores, devices_of(sharding))
     if sharding is None:
         return compute(segment_ids, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
@@ -153,7 +152,12 @@ def row_attention(
     )(segment_ids, q, k, v)
 
 
-def _cudnn(scores: Scores, is_interpreted: bool, segment_ids: None, q: Array, k: Array, v: Array) -> Array:
+def is_interpreted(devices: Sequence[Any]) -> bool:
+    """Return True for CPUs, where kernels are interpreted."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _cudnn(scores: Scores, devices: Sequence[Any], segment_ids: None, q: Array, k: Array, v: Array) -> Array:
     length = q.shape[1]
     q, k, v = (_pad_tokens(x, length % 2) for x in (q, k, v))  # an odd length with a window is refused
     mixed: Array = jax.nn.dot_product_attention(
@@ -163,39 +167,57 @@ def _cudnn(scores: Scores, is_interpreted: bool, segment_ids: None, q: Array, k:
         scale=scores.scale,
         is_causal=True,
         local_window_size=None if scores.window is None else (scores.window - 1, 0),
-        implementation="xla" if is_interpreted else "cudnn",
+        implementation="xla" if is_interpreted(devices) else "cudnn",
     )
     return mixed[:, :length]
 
 
-TRITON_BLOCKS = {
-    "block_q": 128,
-    "block_k": 64,
-    "block_q_dkv": 32,
-    "block_kv_dkv": 64,
-    "block_q_dq": 64,
-    "block_kv_dq": 32,
-}
-WIDE_TRITON_BLOCKS = TRITON_BLOCKS | {"block_q": 64, "block_q_dkv": 16, "block_kv_dq": 16}
-TRITON_WARPS = 8
-"""Tokens of a tile, which lengths are padded to a multiple of, and warps of a program; wide heads are those above 128.
+class Tiles(NamedTuple):
+    """Tokens of queries and of keys in a tile of the Triton kernel, forward and for both gradients, and warps.
 
-The kernel pads heads to a power of two in registers, so that 80 and 96 need those of 128.
-Of the tiles tried, these are the largest for which `ptxas` spills no register at head widths of 64 and 128, on A100 (up
-to 250 of 255 registers, 64 KiB of shared memory) and H200 (218 and 96 KiB). With 64 instead of 32 in the backward pass
-a thread spills 352 bytes on A100 and 40 on H200. At 256 the wide tiles spill 24 bytes on A100 and nothing on H200;
-the others spill 304 and 336. No tile was timed.
-"""
+    Lengths are padded to a multiple of each. A program has the queries' gradient of as many tokens as the keys' one.
+    """
+
+    block_q: int
+    block_k: int
+    block_q_dkv: int
+    block_kv_dkv: int
+    block_q_dq: int
+    block_kv_dq: int
+    warps: int
 
 
-def _pallas(scores: Scores, is_interpreted: bool, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
+WIDEST = 128
+"""Head width above which tiles are smaller. The kernel pads heads to a power of two: 80 and 96 take what 128 does."""
+
+HOPPER_TILES, WIDE_HOPPER_TILES = Tiles(128, 64, 64, 64, 64, 64, warps=4), Tiles(64, 32, 64, 32, 32, 64, warps=4)
+AMPERE_TILES, WIDE_AMPERE_TILES = Tiles(128, 64, 32, 64, 64, 32, warps=8), Tiles(64, 64, 16, 64, 64, 16, warps=8)
+"""Those for Hopper are the fastest of a dozen that were timed on an H100, 8 rows of 2,048 tokens, forward and backward
+(those of Ampere there): 2.5 ms (5.3) with 16 heads of 128, 1.7 (2.7) with 16 of 64, 2.8 (6.8) with 8 of 256, although
+`ptxas` spills registers. On Ampere, where nothing was timed, they would spill 1,324 and 2,932 bytes a thread; these are
+the largest that spill nothing, at 256 some 16 bytes."""
+
+
+def triton_tiles(head_dim: int, devices: Sequence[Any]) -> Tiles:
+    """Return the tiles for heads of this width on the weakest of the devices.
+
+    >>> triton_tiles(128, jax.devices("cpu")) == AMPERE_TILES
+    True
+    """
+    is_wide = head_dim > WIDEST
+    if min(map(compute_capability, devices)) >= HOPPER:
+        return WIDE_HOPPER_TILES if is_wide else HOPPER_TILES
+    return WIDE_AMPERE_TILES if is_wide else AMPERE_TILES
+
+
+def _pallas(scores: Scores, devices: Sequence[Any], segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
     # Importing Pallas takes half a second, which users of CPUs are spared.
     from jax.experimental.pallas.ops.gpu import attention as triton
 
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
-    blocks = TRITON_BLOCKS if q.shape[3] <= 128 else WIDE_TRITON_BLOCKS
+    *blocks, warps = triton_tiles(q.shape[3], devices)
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel has no grouped heads
-    added = -length % max(blocks.values())
+    added = -length % max(blocks)
     q, k, v, segment_ids = (_pad_tokens(x, added) for x in (q, k, v, segment_ids))
     mixed: Array = triton.mha(
         q,
@@ -204,9 +226,9 @@ def _pallas(scores: Scores, is_interpreted: bool, segment_ids: Array, q: Array, 
         segment_ids,
         sm_scale=scores.scale,
         causal=True,
-        block_sizes=triton.BlockSizes(**blocks),
-        num_warps=TRITON_WARPS,
-        interpret=is_interpreted,
+        block_sizes=triton.BlockSizes(*blocks),
+        num_warps=warps,
+        interpret=is_interpreted(devices),
     )
     return mixed[:, :length]
 
@@ -233,7 +255,7 @@ SAVED = "attention"
 """Name of splash attention's output and normalisers, the residuals of its backward pass."""
 
 
-def _splash(scores: Scores, is_interpreted: bool, segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
     # Imported here for the reason of `_pallas`.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
@@ -252,7 +274,7 @@ def _splash(scores: Scores, is_interpreted: bool, segment_ids: Array | None, q: 
         block_sizes=sizes,
         attn_logits_soft_cap=scores.soft_cap,
         residual_checkpoint_name=SAVED,
-        interpret=is_interpreted,
+        interpret=is_interpreted(devices),
     )
     # The kernel does not scale. In float32, so that XLA can drop the rounding of the queries before it.
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)

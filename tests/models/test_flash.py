@@ -21,7 +21,7 @@ from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, c
 from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels
+from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels, triton_tiles
 
 SMALL = PRESETS["qwen3-50k"]
 
@@ -347,6 +347,14 @@ def test_long_rows_are_computed_in_chunks(window, monkeypatch):
     assert chunk_of((2, 150, 4), 150, devices=1) == 50
     for found, exact in zip(hidden(), expected, strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_of_the_triton_kernel_fit_the_weakest_device_and_the_heads():
+    narrow, wide = (triton_tiles(width, [H100]) for width in (128, 136))
+    assert narrow != wide and triton_tiles(128, [A100, H100]) == triton_tiles(64, [A100]) != narrow
+    for tiles in (narrow, wide, triton_tiles(64, [A100]), triton_tiles(256, [A100])):
+        *blocks, _ = tiles
+        assert tiles.block_q_dq == tiles.block_kv_dkv and not any(max(blocks) % block for block in blocks)
 
 
 @pytest.mark.gpu
