@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.divergence import MIN_LOGPROB, Teacher, divergence
@@ -130,7 +130,6 @@ def token_logprobs(
     temperature: Float[Array, ""] | Float[Array, "B"] | Float[Array, "B T"] | float = 1.0,
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    mask: Bool[Array, "B T"] | None = None,
     value_head: Params | None = None,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
@@ -148,7 +147,6 @@ def token_logprobs(
             negative or not finite gets NaN and no gradient.
         positions: position of each token; `0 .. T-1` when None.
         segment_ids: packed sequence that a token belongs to; tokens attend to their own sequence only.
-        mask: tokens to score; others get 0, and chunks that hold only others no logits. None scores every token.
         value_head: `{"kernel": [D], "bias": []}` (`init_value_head`), to compute values as well; None for no values.
         entropy_gradient: True to let gradients flow into the entropy, as an entropy bonus needs.
         chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits, the teacher's included.
@@ -157,9 +155,9 @@ def token_logprobs(
         teacher_params: parameters of `teacher`.
 
     Raises:
-        ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions`, `segment_ids` or `mask`
-            have another shape than `tokens`; `chunk_tokens` is below 1; or a token is outside the vocabulary (not
-            checked under `jit`).
+        ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
+            another shape than `tokens`; `chunk_tokens` is below 1; or a token is outside the vocabulary (not checked
+            under `jit`).
 
     >>> import jaxft
     >>> def coin(params, tokens, positions):  # two tokens with equal logits everywhere
@@ -168,7 +166,7 @@ def token_logprobs(
     >>> print(token_logprobs(model, params, jnp.array([[0, 1, 1]])).logprobs.round(4))  # log(1/2)
     [[ 0.     -0.6931 -0.6931]]
     """
-    check_shapes("B T", tokens=tokens, positions=positions, segment_ids=segment_ids, mask=mask)
+    check_shapes("B T", tokens=tokens, positions=positions, segment_ids=segment_ids)
     rows, length = tokens.shape
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), (rows,), (rows, length)):
@@ -183,13 +181,12 @@ def token_logprobs(
     if not isinstance(tokens, jax.core.Tracer):
         check_token_ids("tokens", tokens, vocabulary_size(model, params))
     scored = [hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]]
-    wanted = None if mask is None else mask[:, 1:]
     if teacher is not None:
         teacher_params = jax.lax.stop_gradient(teacher_params)
         its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
         scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
     logprobs, entropy, *distances = _score(
-        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, wanted, *scored
+        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *scored
     )
     next_values = None
     if value_head is not None:
@@ -275,13 +272,12 @@ def _score(
     chunk_tokens: int | None,
     params: Params,
     teacher_params: Params | None,
-    wanted: Bool[Array, "B S"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
     *teacher_hidden: Float[Array, "B S E"],
 ) -> tuple[Float[Array, "B S"], ...]:
-    """Return log-probabilities and entropies of the wanted tokens and, with a teacher, divergences from it.
+    """Return log-probabilities and entropies of the tokens and, with a teacher, divergences from it.
 
     On a mesh, each device scores tokens of its own, with the head gathered once for all chunks; its gradient crosses
     devices once, too. The function is jitted because outside of `jit` the gradient accumulators would be allocated, as
@@ -302,11 +298,10 @@ def _score(
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
     given = hidden, tokens, temperature, *teacher_hidden
     if sharding is None:
-        return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, wanted, *given)
+        return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
-    everywhere = jnp.ones(tokens.shape, bool) if wanted is None else wanted
-    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in (everywhere, *given)]
+    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in given]
     compute = partial(_score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // sharding.devices))
     scores = sharding.map_shards(compute, heads, rows, ROW_AXES, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
@@ -318,13 +313,12 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int,
     heads: tuple[Params, Params | None],
-    wanted: Bool[Array, "B S"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
     *teacher_hidden: Float[Array, "B S E"],
 ) -> tuple[Float[Array, "B S"], ...]:
-    """Return the same scores of the tokens, chunk by chunk, on one device. Wanted tokens share the first chunks."""
+    """Return the same scores of the tokens, chunk by chunk, on one device."""
     params, teacher_head = heads
     sums = jax.tree.map(_gradient_sum, params)
 
@@ -345,48 +339,22 @@ def _score_in_chunks(
         its_logits = teacher.model.unembed(teacher_head, *teacher_hidden)
         return *scores, divergence(logits, its_logits, scaling_temperature(temperature), teacher.kind, teacher.mixing)
 
-    def score_if(has_wanted: Bool[Array, ""], sums: Params, *chunk: Array) -> tuple[Float[Array, "C"], ...]:
-        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(score, sums, *chunk))
-        return jax.lax.cond(has_wanted, partial(score, sums), lambda *_: nothing, *chunk)
-
-    def rematerialized(function: Any) -> Any:
-        return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
-
+    rematerialized = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
     total = tokens.size
     chunks = max(1, -(-total // chunk_tokens))
     width = -(-total // chunks)  # chunks of one size, or the last would be mostly padding
-    flat = [x.reshape(total, *x.shape[2:]) for x in (hidden, tokens, temperature, *teacher_hidden)]
-    if chunks == 1:
-        scores = rematerialized(score)(sums, *flat)
-        return tuple(_scores_of(wanted, x.reshape(tokens.shape)) for x in scores)
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, chunks * width - total),) + ((0, 0),) * (x.ndim - 1), mode="edge")
-        return padded.reshape(chunks, width, *x.shape[1:])
+        flat = x.reshape(total, *x.shape[2:])
+        padded = jnp.pad(flat, ((0, chunks * width - total),) + ((0, 0),) * (flat.ndim - 1), mode="edge")
+        return padded.reshape(chunks, width, *flat.shape[1:])
 
-    def join(x: Float[Array, "..."]) -> Float[Array, "N"]:
-        return x.reshape(-1)[:total]
+    def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
+        return x.reshape(-1)[:total].reshape(tokens.shape)
 
-    if wanted is None:
-        scores = jax.lax.map(lambda chunk: rematerialized(score)(sums, *chunk), tuple(map(split, flat)))
-        return tuple(join(x).reshape(tokens.shape) for x in scores)
-
-    order = jnp.argsort(~wanted.reshape(total), stable=True)
-    places = jnp.argsort(order)
-    has_wanted = width * jnp.arange(chunks) < wanted.sum()
-    inputs = has_wanted, *(split(_reordered(x, order, places)) for x in flat)
-    scores = jax.lax.map(lambda chunk: rematerialized(score_if)(chunk[0], sums, *chunk[1:]), inputs)
-    return tuple(_scores_of(wanted, _reordered(join(x), places, order).reshape(tokens.shape)) for x in scores)
-
-
-def _scores_of(wanted: Bool[Array, "B S"] | None, scores: Float[Array, "B S"]) -> Float[Array, "B S"]:
-    return scores if wanted is None else jnp.where(wanted, scores, 0.0)
-
-
-@jax.custom_vjp
-def _reordered(x: Array, order: Int[Array, "N"], places: Int[Array, "N"]) -> Array:
-    """Return `x[order]`, whose gradient is taken by `places`, the inverse order, in the place of a scatter-add."""
-    return x[order]
-
-
-_reordered.defvjp(lambda x, order, places: (x[order], places), lambda places, gradient: (gradient[places], None, None))
+    inputs = tuple(map(split, (hidden, tokens, temperature, *teacher_hidden)))
+    if chunks == 1:
+        scores = rematerialized(sums, *(x[0] for x in inputs))
+    else:
+        scores = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
+    return tuple(map(join, scores))

@@ -329,9 +329,7 @@ def score_batch(
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
 ) -> Scored:
-    """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
-
-    Other tokens get 0.
+    """Return log-probabilities and entropies of a batch's tokens, at the temperatures they were sampled with.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens.
@@ -351,7 +349,6 @@ def score_batch(
         temperature=1.0 if batch.temperatures is None else batch.temperatures,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
-        mask=batch.completion_mask,
         value_head=value_head,
         entropy_gradient=entropy_gradient,
         teacher=teacher,

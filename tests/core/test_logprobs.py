@@ -107,13 +107,13 @@ def test_packed_rows_of_a_decoder_score_as_separate_rows(tiny):
         np.testing.assert_allclose(packed, np.concatenate([row[:6] for row in alone]), rtol=0, atol=1e-5)
 
 
-def value_and_gradient(model, params, tokens, chunk_tokens, mask=None, weighted=True):
-    """Scores, and the gradient of a weighted sum of them all, or of those that `weighted` is True for."""
-    weights = jnp.where(weighted, jnp.arange(tokens.size, dtype=jnp.float32).reshape(tokens.shape), 0)
+def value_and_gradient(model, params, tokens, chunk_tokens):
+    """Scores, and the gradient of a weighted sum of them all."""
+    weights = jnp.arange(tokens.size, dtype=jnp.float32).reshape(tokens.shape)
 
     def total(params):
         scored = token_logprobs(
-            model, params, tokens, temperature=0.7, entropy_gradient=True, chunk_tokens=chunk_tokens, mask=mask
+            model, params, tokens, temperature=0.7, entropy_gradient=True, chunk_tokens=chunk_tokens
         )
         return jnp.sum(weights * (scored.logprobs + 0.3 * scored.entropy)), scored
 
@@ -128,38 +128,6 @@ def test_chunks_change_nothing(bigram):
     whole = jitted_value_and_gradient(bigram, PARAMS, TOKENS, 100)
     for chunk_tokens in (5, 6):  # 18 tokens are scored: 5 leaves a rest
         assert relative_error(jitted_value_and_gradient(bigram, PARAMS, TOKENS, chunk_tokens), whole) <= 1e-6
-
-
-MASKS = {
-    "scattered": jnp.arange(TOKENS.size).reshape(TOKENS.shape) % 3 == 1,
-    "one row": jnp.arange(len(TOKENS))[:, None] * jnp.ones(TOKENS.shape) == 1,
-    "none": jnp.zeros(TOKENS.shape, bool),
-    "all": jnp.ones(TOKENS.shape, bool),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("chunk_tokens", [4, 5, 100])
-def test_a_mask_leaves_its_tokens_and_their_gradient_as_they_are(bigram, name, chunk_tokens):
-    scored, gradient = jitted_value_and_gradient(bigram, PARAMS, TOKENS, chunk_tokens, MASKS[name])
-    whole, expected = jitted_value_and_gradient(bigram, PARAMS, TOKENS, 100, None, MASKS[name])
-    for found, every in zip(scored[:2], whole[:2], strict=True):
-        np.testing.assert_allclose(found, np.where(MASKS[name], every, 0), rtol=1e-6, atol=1e-6)
-    assert relative_error(gradient, expected) <= 1e-6 if name != "none" else not any(map(np.any, gradient.values()))
-
-
-def test_chunks_without_a_token_of_the_mask_have_no_logits(bigram):
-    """Of 18 tokens that are scored 4 are wanted: chunks of 3 make logits twice forward and twice backward."""
-    calls = []
-
-    def unembed(params, hidden):
-        jax.debug.callback(lambda: calls.append(hidden.shape))
-        return bigram.unembed(params, hidden)
-
-    mask = jnp.zeros(TOKENS.shape, bool).at[0, 1:3].set(True).at[2, 5:].set(True)
-    jax.block_until_ready(value_and_gradient(bigram._replace(unembed=unembed), PARAMS, TOKENS, 3, mask))
-    jax.effects_barrier()
-    assert calls == [(3, 4)] * 4
 
 
 def test_entropy_by_hand():
@@ -220,8 +188,7 @@ def test_float64_stays_float64(bigram):
         np.testing.assert_allclose(scored.logprobs, plain_scores(PARAMS, TOKENS, 1.0)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_chunked_gradients_never_hold_all_logits(bigram, is_masked):
+def test_chunked_gradients_never_hold_all_logits(bigram):
     """Logits of 256 tokens and 16384 ids are 16 MiB: 8 tokens at a time, all scratch memory is under a quarter of it.
 
     The whole in one chunk needs that much and more.
@@ -229,9 +196,8 @@ def test_chunked_gradients_never_hold_all_logits(bigram, is_masked):
     vocabulary, width = 16384, 4
     params = jax.eval_shape(partial(random_params, vocabulary, width))
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
-    mask = jax.ShapeDtypeStruct(tokens.shape, bool) if is_masked else None
     scratch_bytes = {
-        chunk: jitted_value_and_gradient.lower(bigram, params, tokens, chunk, mask)
+        chunk: jitted_value_and_gradient.lower(bigram, params, tokens, chunk)
         .compile()
         .memory_analysis()
         .temp_size_in_bytes
