@@ -4,7 +4,7 @@
     python benchmarks/compare.py learning --out results.json
 
 The task is to say the alphabet backwards from a letter (peers/alphabet.py); the reward is the share of letters that are
-right before the first mistake. Both sides start from one checkpoint of a million parameters that skips letters, with
+right before the first mistake. Both sides start from one checkpoint of five million parameters that skips letters, with
 one tokenizer and chat template, 32 questions of 8 answers a step, dapo without KL, AdamW with a constant rate after ten
 steps of warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which TRL has no option. Each
 rate of `--learning_rates` is tried on both sides with a seed of its own, and a side goes on with the one that reaches

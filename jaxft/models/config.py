@@ -207,12 +207,13 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-300k": _qwen3(262, 128, 256, 2, 4, 2, 32),
     "qwen3-1m": _qwen3(262, 128, 384, 4, 4, 2, 32),
     "qwen3-2m": replace(_qwen3(512, 128, 1024, 4, 4, 2, 32), tie_word_embeddings=False),
+    "qwen3-5m": _qwen3(262, 256, 768, 6, 8, 4, 32),
     "qwen3-58m": replace(_qwen3(32000, 512, 1536, 8, 8, 4, 64), tie_word_embeddings=False),
     "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-8b": replace(_qwen3(151936, 4096, 12288, 36, 32, 8, 128), tie_word_embeddings=False),
 }
-"""Shapes by name, for `init_model`. The four smallest have the vocabulary of the embedded character tokenizer."""
+"""Shapes by name, for `init_model`. Those up to a million parameters, and five, have the vocabulary of the embedded character tokenizer."""
 
 
 def model_preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:
