@@ -126,12 +126,14 @@ def main(command_line: Sequence[str]) -> None:
     parser.add_argument("--tuning_seed", type=int, default=100, help="seed of the rates (default %(default)s)")
     parser.add_argument("--steps", type=int, default=80, help="default %(default)s")
     parser.add_argument("--target", type=float, default=0.7, help="held-out reward (default %(default)s)")
+    parser.add_argument("--preset", default="qwen3-5m", help="shape of the policy (default %(default)s)")
     parser.add_argument("--warm_start_steps", type=int, default=200, help="default %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args(command_line)
     with tempfile.TemporaryDirectory() as folder:
         work = {
             "case": "learning",
+            "preset": arguments.preset,
             "checkpoint": str(Path(folder, "run", "model")),
             "train": str(Path(folder, "train.jsonl")),
             "held_out": str(Path(folder, "held_out.jsonl")),

@@ -137,7 +137,7 @@ def learning(work: Work) -> dict[str, Any]:
 def imitate_carelessly(work: Work) -> dict[str, Any]:
     """Train random weights on careless answers, and write the checkpoint."""
     folder = Path(work["checkpoint"]).parent.parent
-    mapping = configuration(work, folder, {"preset": "qwen3-5m"}, num_epochs=1)
+    mapping = configuration(work, folder, {"preset": work["preset"]}, num_epochs=1)
     config = jaxft.config_from_mapping(mapping, base_dir=Path.cwd())
     draw = random.Random(work["seed"])
     conversations = [

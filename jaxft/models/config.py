@@ -213,7 +213,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-8b": replace(_qwen3(151936, 4096, 12288, 36, 32, 8, 128), tie_word_embeddings=False),
 }
-"""Shapes by name, for `init_model`. Those up to a million parameters, and five, have the vocabulary of the embedded character tokenizer."""
+"""Shapes by name, for `init_model`. Those with 262 tokens have the vocabulary of the embedded character tokenizer."""
 
 
 def model_preset(name: str, *, vocab_size: int | None = None) -> DecoderConfig:

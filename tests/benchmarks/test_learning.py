@@ -40,7 +40,8 @@ def test_a_seed_that_never_gets_there_leaves_no_interval():
 def test_jaxft_learns_from_the_checkpoint_that_it_made(tmp_path):
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/compare.py", "learning", "--sides", "jaxft", "--out", str(out)]
-    command += ["--steps", "5", "--warm_start_steps", "20", "--learning_rates", "1e-3", "--seeds", "0", "1"]
+    command += ["--preset", "qwen3-200k", "--steps", "5", "--warm_start_steps", "20"]
+    command += ["--learning_rates", "1e-3", "--seeds", "0", "1"]
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "jaxft  seed 1: " in shown and "TRL" not in shown
     found = json.loads(out.read_text())
