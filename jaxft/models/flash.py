@@ -192,10 +192,10 @@ WIDEST = 128
 
 HOPPER_TILES, WIDE_HOPPER_TILES = Tiles(128, 64, 64, 64, 64, 64, warps=4), Tiles(64, 32, 64, 32, 32, 64, warps=4)
 AMPERE_TILES, WIDE_AMPERE_TILES = Tiles(128, 64, 32, 64, 64, 32, warps=8), Tiles(64, 64, 16, 64, 64, 16, warps=8)
-"""Those for Hopper are the fastest of a dozen that were timed on an H100, 8 rows of 2,048 tokens, forward and backward
-(those of Ampere there): 2.5 ms (5.3) with 16 heads of 128, 1.7 (2.7) with 16 of 64, 2.8 (6.8) with 8 of 256, although
-`ptxas` spills registers. On Ampere, where nothing was timed, they would spill 1,324 and 2,932 bytes a thread; these are
-the largest that spill nothing, at 256 some 16 bytes."""
+"""Tiles for Hopper are the fastest of a dozen that were timed on an H100, 8 rows of 2,048 tokens, forward and backward
+(in brackets the tiles for Ampere): 2.5 ms (5.3) with 16 heads of 128, 1.7 (2.7) with 16 of 64, 2.8 (6.8) with 8 of 256,
+although `ptxas` spills registers. On an A100 it would spill 1,324 bytes a thread, and 2,932 at 256; nothing was timed
+there, and the tiles for Ampere are the largest that spill at most 16 bytes."""
 
 
 def triton_tiles(head_dim: int, devices: Sequence[Any]) -> Tiles:

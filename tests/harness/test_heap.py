@@ -1,4 +1,4 @@
-"""What exists at the start of a run, and what is frozen later, is out of garbage collections until the run ends."""
+"""Objects of the start of a run, and those frozen later, are left out of garbage collections until the run ends."""
 
 import gc
 
