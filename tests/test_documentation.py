@@ -163,8 +163,9 @@ def script(block: str, seen: set[str]) -> str:
     for command in commands(block):
         last = command.split("&&")[-1].strip()  # a chain of commands ends with the one that takes long
         if beginning(command, NOT_RUN) is None and last not in seen:
+            program = re.sub(r"^(\w+=\S* )+", "", last)  # without variables set for it alone
             lines.append(BEFORE.get(beginning(command, BEFORE) or "", ":"))
-            lines.append(f"{command} {ADDED.get(beginning(last, ADDED) or '', '')}")
+            lines.append(f"{command} {ADDED.get(beginning(program, ADDED) or '', '')}")
         seen.add(last)
     return "\n".join(["set -euxo pipefail", *lines] if lines else [])
 
