@@ -11,9 +11,10 @@ rate of `--learning_rates` is tried on both sides with a seed of its own, and a 
 the target after the fewest episodes. Then both run every seed, in turn, each run in a fresh process. The target is a
 mean reward of greedy answers to 500 held-out questions, looked at every five steps.
 
-Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted, but for
-jaxft's first, which compiles. Its runs share a cache of compiled programs, as those of its commands do. It is empty at
-first, so that the first rate says what compilation costs. Intervals are bootstrapped over seeds (95 %).
+Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted. jaxft's
+first look compiles programs, so what it takes longer than the second is counted. Its runs share a cache of compiled
+programs, as those of its commands do. It is empty at first, so that the first rate says what compilation costs. Intervals
+are bootstrapped over seeds (95 %).
 """
 
 import argparse

@@ -50,8 +50,9 @@ PREFILL_TOKENS = {"cpu": 128}
 PREFILL_TOKENS_ELSEWHERE = 2048
 """Rows times width of a prefill program, by platform: few on a CPU, which is as efficient on few tokens as on many."""
 
-FEW_ROWS = {"cpu": 4}
-"""Rows of the program for few requests, by platform; other platforms decode all slots in one program."""
+FEW_ROWS, FEW_SHARE = {"cpu": 4}, 8
+"""Least rows of the program for few requests, by platform, and the share of the slots that it has where that is more;
+other platforms decode all slots in one program."""
 
 STEP_COST, ROW_COST = 10_000, 400
 """Costs of a decoding step and of each of its rows, in positions of the cache that are read in the same time. Measured
@@ -157,7 +158,8 @@ class ModelRunner:
         self.piece_pages = tuple(sorted({min(pages, widest) for pages in pieces}))
         self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
         few = FEW_ROWS.get(platform)
-        self._few_rows = few if few is not None and model.sharding is None and slots >= 4 * few else None
+        has_few = few is not None and model.sharding is None and slots >= 4 * few
+        self._few_rows = max(few, slots // FEW_SHARE) if few is not None and has_few else None
         self._arrays: _Arrays | None = None
 
     def cache_bytes(self, dtype: Any) -> int:

@@ -83,6 +83,12 @@ def test_sixteen_slots_have_programs_of_few_rows(model_and_params):
     assert large.programs(params).keys() == {"prefill", "decode", "decode_filtered"}
 
 
+@pytest.mark.parametrize(("slots", "few_rows"), [(16, 4), (64, 8), (256, 32)])
+def test_few_are_an_eighth_of_the_slots_or_four(model_and_params, slots, few_rows):
+    runner = ModelRunner(model_and_params[0], seed=0, slots=slots, length=CONTEXT)
+    assert {len(chosen) for *_, chosen in runner._decoding()} == {slots, few_rows}
+
+
 # --- Bits.
 
 
