@@ -13,8 +13,8 @@ mean reward of greedy answers to 500 held-out questions, looked at every five st
 
 Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted. jaxft's
 first look compiles programs, so what it takes longer than the second is counted. Its runs share a cache of compiled
-programs, as those of its commands do. It is empty at first, so that the first rate says what compilation costs. Intervals
-are bootstrapped over seeds (95 %).
+programs, as those of its commands do. It is empty at first, so that the first rate says what compilation costs.
+Intervals are bootstrapped over seeds (95 %).
 """
 
 import argparse
