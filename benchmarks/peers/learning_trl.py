@@ -33,7 +33,7 @@ def chats(path: str) -> list[dict[str, Any]]:
 
 
 class Curve(TrainerCallback):
-    """Scores greedy answers to held-out questions, and stops the clock meanwhile."""
+    """Scores greedy answers to held-out questions, stops the clock meanwhile, and ends the run at the target."""
 
     def __init__(self, work: Work, model: Any, tokenizer: Any) -> None:
         self.work, self.model, self.tokenizer = work, model, tokenizer
@@ -46,6 +46,7 @@ class Curve(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         if state.global_step % self.work["evaluate_every"] == 0:
             self._add(state.global_step)
+            control.should_training_stop = self.rows[-1]["score"] >= self.work["target"]
 
     def _add(self, step: int) -> None:
         began = time.perf_counter()
@@ -73,7 +74,7 @@ class Curve(TrainerCallback):
 
 
 def learning(work: Work) -> dict[str, Any]:
-    """Train; seconds count from the start of the process, without the evaluations."""
+    """Train to the target; seconds count from the start of the process, without the looks."""
     torch.set_num_threads(work["threads"])
     tokenizer = AutoTokenizer.from_pretrained(work["checkpoint"])
     model = AutoModelForCausalLM.from_pretrained(work["checkpoint"], dtype=torch.float32)
