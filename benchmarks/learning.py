@@ -100,9 +100,9 @@ def shown(at: dict[str, float | None]) -> str:
 
 
 def summary(results: list[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Means over seeds of episodes and seconds to the target, with intervals, and all values.
+    """Medians and means over seeds of episodes and seconds to the target, with intervals of the means, and all values.
 
-    Mean and interval are None where a seed is never there.
+    A seed that is never there counts as the last for the median; mean and interval are None then.
     """
     found = [reached(result, target) for result in results]
     summarised: dict[str, Any] = {"curves": [result["curve"] for result in results]}
@@ -112,7 +112,10 @@ def summary(results: list[dict[str, Any]], target: float) -> dict[str, Any]:
         mean, interval = None, None
         if len(there) == len(values):
             mean, interval = statistics.mean(there), mean_interval(there)
-        summarised[name] = {"mean": mean, "interval": interval, "values": values}
+        median = statistics.median_high([math.inf if value is None else value for value in values])
+        summarised[name] = {
+            "median": None if math.isinf(median) else median, "mean": mean, "interval": interval, "values": values
+        }  # fmt: skip
     return summarised
 
 
@@ -161,13 +164,14 @@ def main(command_line: Sequence[str]) -> None:
                 print(f"{side:<6} seed {seed}: {shown(reached(found[-1], arguments.target))}", flush=True)
     summaries = {side: summary(found, arguments.target) | {"rate": rates[side]} for side, found in results.items()}
     for side, one in summaries.items():
-        figures = "  ".join(f"{name} {one[name]['mean']} {one[name]['interval']}" for name in MEASURES)
-        print(f"{side:<6} rate {one['rate']:g}: to {arguments.target}: {figures}")
+        medians = ", ".join(f"{one[name]['median']} {name}" for name in MEASURES)
+        means = ", ".join(f"{one[name]['mean']} {one[name]['interval']}" for name in MEASURES)
+        print(f"{side:<6} rate {one['rate']:g}: to {arguments.target}: medians {medians}; means {means}")
     ratios = {}
-    means = [summaries[side]["episodes"]["mean"] for side in SIDES if side in summaries]
-    if len(means) == len(SIDES) and None not in means:
-        ratios = {name: summaries["trl"][name]["mean"] / summaries["jaxft"][name]["mean"] for name in MEASURES}
-        print("TRL over jaxft: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in ratios.items()))
+    of_sides = [summaries[side]["episodes"]["median"] for side in SIDES if side in summaries]
+    if len(of_sides) == len(SIDES) and None not in of_sides:
+        ratios = {name: summaries["trl"][name]["median"] / summaries["jaxft"][name]["median"] for name in MEASURES}
+        print("TRL over jaxft, medians: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in ratios.items()))
     if arguments.out is not None:
         about = {"cpu": cpu_name(), "load": os.getloadavg()[0], "environment": environment()}
         versions = {side: found[0]["versions"] for side, found in results.items()}

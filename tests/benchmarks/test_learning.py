@@ -32,8 +32,14 @@ def test_a_seed_that_never_gets_there_leaves_no_interval():
     assert found["episodes"]["mean"] == 15 and found["episodes"]["interval"] == (10, 20)
     found = summary([{"curve": curve(0.1, 0.8)}, {"curve": curve(0.1, 0.2)}], 0.8)
     assert found["episodes"]["mean"] is None and found["episodes"]["interval"] is None
-    assert found["episodes"]["values"] == [10, None]
+    assert found["episodes"]["values"] == [10, None] and found["episodes"]["median"] is None
     json.dumps(found, allow_nan=False)
+
+
+def test_a_seed_that_never_gets_there_is_the_last_for_the_median():
+    seeds = [curve(0.1, 0.2), curve(0.1, 0.9), curve(0.1, 0.2, 0.9)]
+    found = summary([{"curve": each} for each in seeds], 0.8)
+    assert found["episodes"]["median"] == 20 and found["seconds"]["median"] == 4.0
 
 
 @pytest.mark.slow
