@@ -66,6 +66,12 @@ class RunDirectoryError(JaxftError, ValueError):
     exit_code = 2
 
 
+class HostsError(JaxftError, RuntimeError):
+    """The processes of a run do not find each other, or are not to run the same; the message names the process."""
+
+    exit_code = 2
+
+
 class CheckpointError(JaxftError, RuntimeError):
     """A checkpoint could not be written; the message names the folder and the reason."""
 

@@ -3,7 +3,8 @@
     python benchmarks/compare.py learning --out benchmarks/results/learning.json
     python scripts/draw_learning.py benchmarks/results/learning.json docs/performance/learning.png
 
-A thin line is a run, which ends at the target; the bar on the target is the mean over seeds with its interval.
+A line is a run, which ends at the first look that has the target, a dot. The bar is the mean over seeds with its
+interval, where all of them got there.
 """
 
 import json
@@ -23,21 +24,24 @@ def main() -> None:
     panels = zip(figure.subplots(1, 2, sharey=True), ("seconds", "episodes"), strict=True)
     for axes, measure in panels:
         for number, (side, of_side) in enumerate(found["sides"].items()):
-            color = f"C{number}"
-            for curve in of_side["curves"]:
+            color, about = f"C{number}", of_side[measure]
+            there = [value for value in about["values"] if value is not None]
+            label = f"{NAMES[side]}: median {about['median']:,.0f}, {len(there)} of {len(about['values'])} seeds"
+            for curve, value in zip(of_side["curves"], about["values"], strict=True):
                 axes.plot(
                     [row[measure] for row in curve], [row["score"] for row in curve], color=color, alpha=0.5, lw=1
                 )
-            mean, interval = of_side[measure]["mean"], of_side[measure]["interval"]
-            if mean is not None:
-                spread = [[mean - interval[0]], [interval[1] - mean]]
-                label = f"{NAMES[side]}, rate {of_side['rate']:g}: {mean:,.3g} {measure}"
-                if measure == "episodes":
-                    label = f"{NAMES[side]}: {mean:,.0f} episodes"
-                axes.errorbar([mean], [target], xerr=spread, color=color, fmt="o", capsize=4, label=label, zorder=3)
+                if value is not None:
+                    axes.plot(value, curve[-1]["score"], "o", color=color, label=label)
+                    label = None
+            if about["mean"] is not None:
+                mean, (low, high) = about["mean"], about["interval"]
+                axes.errorbar(
+                    [mean], [target], xerr=[[mean - low], [high - mean]], color=color, fmt="|", capsize=4, lw=2
+                )
         axes.axhline(target, color="gray", lw=0.8, ls=":")
         axes.set(xlabel=measure, xlim=(0, None))
-        axes.legend(loc="upper left")
+        axes.legend(loc="lower right")
     figure.axes[0].set_ylabel("held-out reward")
     figure.savefig(picture)
 

@@ -1,0 +1,137 @@
+"""`jaxft launch -n 2 COMMAND`: starts a command as several processes of one run, on this machine.
+
+Each line of their output begins with the number of the process. The first process that fails ends the others, and a
+signal to the launcher goes to all.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from jaxft.errors import HostsError
+from jaxft.hosts.meeting import AUTHKEY
+from jaxft.hosts.start import VARIABLES
+
+GRACE_SECONDS = 30.0
+"""Time that processes have to end by themselves after one of them has failed."""
+
+DIVIDED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def launch(command: Sequence[str], count: int) -> int:
+    """Run a command as so many processes, and return the exit code: 0, or that of the first process that failed.
+
+    Raises:
+        HostsError: the command is not found, or the devices of this machine do not divide over the processes.
+    """
+    if count < 1:
+        raise HostsError(f"-n is {count}; wanted at least 1")
+    if not command or shutil.which(command[0]) is None:
+        raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
+    environments = environments_of(count, os.environ)
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
+        for environment in environments
+    ]
+    printing = [
+        threading.Thread(target=_print_lines, args=(index, process.stdout), daemon=True)
+        for index, process in enumerate(processes)
+    ]
+    for thread in printing:
+        thread.start()
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = _wait(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for thread in printing:
+        thread.join()
+    return code
+
+
+def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environment of each process: where the others are, and its part of the machine's devices.
+
+    Raises:
+        HostsError: the devices do not divide over the processes.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = dict(environment) | {
+        VARIABLES["coordinator"]: f"127.0.0.1:{port}",
+        VARIABLES["num_processes"]: str(count),
+        AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    found = DIVIDED.search(environment.get("XLA_FLAGS", ""))
+    if found is not None:
+        each = _share(int(found[1]), count, "CPU devices of XLA_FLAGS")
+        shared["XLA_FLAGS"] = DIVIDED.sub(f"--xla_force_host_platform_device_count={each}", environment["XLA_FLAGS"])
+    gpus = _gpus(environment)
+    size = _share(len(gpus), count, "GPUs") if gpus else 0
+    return [
+        shared
+        | {VARIABLES["process_id"]: str(index)}
+        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size : (index + 1) * size])} if gpus else {})
+        for index in range(count)
+    ]
+
+
+def _share(devices: int, count: int, what: str) -> int:
+    if devices % count:
+        raise HostsError(f"{devices} {what} do not divide over {count} processes")
+    return devices // count
+
+
+def _gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that this process may use, as CUDA names them."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    if shutil.which("nvidia-smi") is None or environment.get("JAX_PLATFORMS", "") == "cpu":
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def _print_lines(index: int, output: IO[bytes] | None) -> None:
+    assert output is not None
+    for line in iter(output.readline, b""):
+        sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
+        sys.stdout.flush()
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all processes; if one fails, the others get some seconds to end, then a signal, then none."""
+    code, deadline, is_told = 0, None, False
+    while any(process.poll() is None for process in processes):
+        failed = [process.returncode for process in processes if process.returncode not in (None, 0)]
+        if failed and deadline is None:
+            code, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill() if is_told else process.terminate()
+            is_told, deadline = True, time.monotonic() + GRACE_SECONDS
+        time.sleep(0.1)
+    failed = [process.returncode for process in processes if process.returncode != 0]
+    code = code or next(iter(failed), 0)
+    return 128 - code if code < 0 else code

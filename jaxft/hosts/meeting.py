@@ -1,0 +1,231 @@
+"""The meeting of the processes of a run: they find each other at the coordinator's address, and form a ring.
+
+It comes before that of JAX, which ends a process with a C++ trace if another one is missing. Here each fault is one
+sentence, in every process that has come.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from jaxft.errors import HostsError
+from jaxft.hosts.ring import Ring
+
+AUTHKEY = "JAXFT_AUTHKEY"
+"""Environment variable with a secret of the processes of a run; without it, whoever reaches the port may join."""
+
+HEARTBEAT_SECONDS = 10
+"""Time after which a host that does not answer at all counts as gone."""
+
+
+@dataclass(frozen=True)
+class _Visitor:
+    """What a process says when it comes to process 0."""
+
+    index: int
+    count: int
+    port: int  # where it awaits the process before it
+    about: dict[str, str]
+
+
+def meet(
+    address: str,
+    index: int,
+    count: int,
+    about: Mapping[str, str],
+    *,
+    within_seconds: float,
+    on_loss: Callable[[int], object],
+) -> Ring:
+    """Wait for the other processes, and return the ring of all.
+
+    Args:
+        address: host and port of process 0, as in `10.0.0.1:1234`.
+        index: number of this process, from 0.
+        count: number of processes.
+        about: facts that have to be the same in all processes, by name.
+        within_seconds: time that the others have to come.
+        on_loss: called once, in a thread, with the number of a process that is lost later.
+
+    Raises:
+        HostsError: a process is missing, process 0 is, two have the same number, or they differ.
+    """
+    host, port = _parsed(address)
+    if not 0 <= index < count:
+        raise HostsError(f"process_id is {index}; wanted a number from 0 to {count - 1}, as num_processes is {count}")
+    deadline = time.monotonic() + within_seconds
+    with _listening(0) as own:
+        visitor = _Visitor(index, count, own.getsockname()[1], dict(about))
+        if index == 0:
+            addresses, key = _receive(port, visitor, deadline, within_seconds)
+        else:
+            addresses, key = _visit(host, port, visitor, deadline, within_seconds)
+        # Each proves to the next that it knows the key, so none can wait for its own connection to be accepted first.
+        with ThreadPoolExecutor(1) as pool:
+            accepting = pool.submit(_accepted, own, key, deadline)
+            after = _connected(addresses[(index + 1) % count], key, deadline)
+            before, _ = accepting.result()
+    return Ring(index, count, before, after, on_loss)
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise HostsError(f"coordinator is {address!r}; wanted host:port, as in 10.0.0.1:1234")
+    return host.strip("[]"), int(port)
+
+
+def _receive(port: int, own: _Visitor, deadline: float, within_seconds: float) -> tuple[list[tuple[str, int]], bytes]:
+    """Receive the other processes as process 0; return the address of each, and the key of their connections."""
+    came = {0: ("", own.port)}  # whoever comes knows the host
+    waiting: list[Connection] = []
+    fault = None
+    try:
+        listening = _listening(port)
+    except OSError as error:
+        raise HostsError(f"process 0 cannot listen at port {port} ({error.strerror}): choose another port") from None
+    with listening:
+        while fault is None and len(came) < own.count:
+            try:
+                connection, host = _accepted(listening, _authkey(), deadline)
+            except TimeoutError:
+                missing = [index for index in range(own.count) if index not in came]
+                fault = f"{_named(missing)} of {own.count} did not come to port {port} within {within_seconds:g} s"
+                break
+            visitor: _Visitor = connection.recv()
+            fault = _why_refused(visitor, own, came)
+            came[visitor.index] = host, visitor.port
+            waiting.append(connection)
+    addresses, key = [came[index] for index in sorted(came)], secrets.token_bytes(32)
+    for connection in waiting:
+        connection.send(HostsError(fault) if fault is not None else (addresses, key))
+        connection.close()
+    if fault is not None:
+        raise HostsError(fault)
+    return addresses, key
+
+
+def _why_refused(visitor: _Visitor, own: _Visitor, came: Mapping[int, Any]) -> str | None:
+    index = visitor.index
+    if visitor.count != own.count:
+        return f"process {index} has {visitor.count} processes, and process 0 has {own.count}: give both one number"
+    if index in came:
+        return f"two processes are process {index}: give each a number of its own"
+    for name in own.about.keys() | visitor.about.keys():
+        mine, other = own.about.get(name, "nothing"), visitor.about.get(name, "nothing")
+        if mine != other:
+            return f"{name} is {other} in process {index}, and {mine} in process 0: all processes need the same"
+    return None
+
+
+def _visit(
+    host: str, port: int, own: _Visitor, deadline: float, within_seconds: float
+) -> tuple[list[tuple[str, int]], bytes]:
+    """Go to process 0; return the address of each process, and the key of their connections."""
+    try:
+        connection = _connected((host, port), _authkey(), deadline)
+    except AuthenticationError:
+        raise HostsError(f"process 0 at {host}:{port} has another {AUTHKEY}: give all processes the same") from None
+    except OSError as error:
+        raise HostsError(
+            f"process {own.index}: no process 0 answers at {host}:{port} within {within_seconds:g} s ({error}): start "
+            "it there, and see that the port is open"
+        ) from None
+    try:
+        connection.send(own)
+        answer = connection.recv()
+    except (EOFError, OSError):
+        raise HostsError(f"process 0 at {host}:{port} has gone before all had come") from None
+    finally:
+        connection.close()
+    if isinstance(answer, HostsError):
+        raise answer
+    addresses, key = answer
+    return [(host, addresses[0][1]), *addresses[1:]], key
+
+
+def _named(indices: list[int]) -> str:
+    """Return these processes as text, as in `processes 1, 4`.
+
+    >>> _named([1]), _named([1, 4])
+    ('process 1', 'processes 1, 4')
+    """
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def _authkey() -> bytes:
+    return os.environ.get(AUTHKEY, "jaxft").encode()
+
+
+def _listening(port: int) -> socket.socket:
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=1024)
+
+
+def _connected(address: tuple[str, int], key: bytes, deadline: float) -> Connection:
+    """Connect to an address, where nobody may listen yet.
+
+    Raises:
+        OSError: nobody did until the deadline.
+        AuthenticationError: whoever listens has another key.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return _known(socket.create_connection(address, timeout=max(left, 0.1)), key, challenges_first=False)
+        except (OSError, EOFError) as error:
+            if left <= 0:
+                raise OSError(str(error) or "the connection was closed") from error
+        time.sleep(0.1)
+
+
+def _accepted(listening: socket.socket, key: bytes, deadline: float) -> tuple[Connection, str]:
+    """Return the next connection that knows the key, and the host that it comes from.
+
+    Raises:
+        TimeoutError: none came until the deadline.
+    """
+    while True:
+        listening.settimeout(max(deadline - time.monotonic(), 0.001))
+        accepted, address = listening.accept()
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            return _known(accepted, key, challenges_first=True), address[0]
+
+
+def _known(connected: socket.socket, key: bytes, *, challenges_first: bool) -> Connection:
+    """Return a connection whose other end knows the key; it breaks soon after the other host has vanished."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, HEARTBEAT_SECONDS // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, HEARTBEAT_SECONDS // 2),
+        (socket.TCP_USER_TIMEOUT, HEARTBEAT_SECONDS * 1000),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    # A stranger that connects and says nothing must not keep the others waiting.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HEARTBEAT_SECONDS, 0))
+    connection = Connection(os.dup(connected.fileno()))
+    try:
+        for step in (
+            (deliver_challenge, answer_challenge) if challenges_first else (answer_challenge, deliver_challenge)
+        ):
+            step(connection, key)
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        connected.close()
+    return connection

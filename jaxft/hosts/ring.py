@@ -1,0 +1,132 @@
+"""Messages between the processes of a run, which travel around a ring of connections.
+
+A process sends to the next one only, and passes on what comes from the one before it, so that each link carries every
+message once, however many processes there are. A message has a name: which process asks first for which one does not
+matter, unlike with the collectives of devices, which all processes must begin in one order.
+"""
+
+import pickle
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+GONE, BYE = "gone", "bye"
+"""Names of the messages that a process was lost, and that one ends as it should."""
+
+
+class _Message(NamedTuple):
+    origin: int  # the process that sent it first, or that was lost
+    name: str
+    content: bytes = b""
+
+
+class Ring:
+    """The connections of one process, with a thread that reads and a thread that writes.
+
+    Attributes:
+        index: number of this process, from 0.
+        count: number of processes.
+    """
+
+    def __init__(
+        self, index: int, count: int, before: Connection, after: Connection, on_loss: Callable[[int], object]
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            index: number of this process.
+            count: number of processes.
+            before: connection from the process before this one.
+            after: connection to the process after it.
+            on_loss: called once, in a thread, with the number of a process that has gone without `close`.
+        """
+        self.index, self.count = index, count
+        self._before, self._after, self._on_loss = before, after, on_loss
+        self._changed = threading.Condition()  # guards the two below
+        self._contents: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        self._ended: set[int] = set()
+        self._lost: int | None = None
+        self._to_send: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=f"jaxft ring {target.__name__}", daemon=True)
+            for target in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the value that each process gives under this name, in the order of the processes.
+
+        Blocks until all have given theirs. A name is used once. The values are copies, this process's own included.
+
+        Raises:
+            ConnectionError: a process has gone.
+            TypeError, AttributeError, PicklingError: the value cannot be pickled.
+        """
+        content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        self._to_send.put(_Message(self.index, name, content))
+        with self._changed:
+            self._contents[name][self.index] = content
+            self._changed.wait_for(lambda: len(self._contents[name]) == self.count or self._lost is not None)
+            found = self._contents.pop(name)
+        if len(found) < self.count:
+            raise ConnectionError(f"process {self._lost} of {self.count} has gone")
+        return [pickle.loads(found[index]) for index in range(self.count)]
+
+    def close(self) -> None:
+        """Say that this process ends, and wait until all others have said so; none is then taken for lost."""
+        self._to_send.put(_Message(self.index, BYE))
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ended) == self.count - 1 or self._lost is not None)
+        self._to_send.put(None)
+        self._threads[1].join()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message: _Message = pickle.loads(self._before.recv_bytes())
+            except (EOFError, OSError):
+                with self._changed:
+                    is_expected = len(self._ended) == self.count - 1
+                if not is_expected:
+                    self._lose(_Message((self.index - 1) % self.count, GONE))
+                return
+            if (message.origin - self.index) % self.count != 1:  # the next process sent it: it has been everywhere
+                self._to_send.put(message)
+            if message.name == GONE:
+                self._lose(message)
+                return
+            with self._changed:
+                if message.name == BYE:
+                    self._ended.add(message.origin)
+                else:
+                    self._contents[message.name][message.origin] = message.content
+                self._changed.notify_all()
+
+    def _write(self) -> None:
+        while (message := self._to_send.get()) is not None:
+            try:
+                self._after.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            except OSError:
+                with self._changed:
+                    is_expected = (self.index + 1) % self.count in self._ended
+                if not is_expected:
+                    self._lose(_Message((self.index + 1) % self.count, GONE))
+                return
+
+    def _lose(self, message: _Message) -> None:
+        """Tell the processes behind this one which was lost, and whoever waits here."""
+        with self._changed:
+            if self._lost is not None:
+                return
+            self._lost = message.origin
+            self._changed.notify_all()
+        if message.origin == (self.index - 1) % self.count:  # noticed here first
+            self._to_send.put(message)
+        self._to_send.put(None)
+        if threading.current_thread() is not self._threads[1]:
+            self._threads[1].join(timeout=1.0)  # the others hear of it even if this process ends at once
+        self._on_loss(message.origin)

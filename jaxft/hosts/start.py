@@ -1,0 +1,160 @@
+"""Start of a process of several: it learns of the others by its options or from its cluster, and joins them.
+
+The processes first meet by themselves (`jaxft.hosts.meeting`), where a fault is one sentence, and then through JAX.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxft.errors import HostsError
+from jaxft.hosts.meeting import meet
+from jaxft.hosts.ring import Ring
+
+VARIABLES = {
+    "coordinator": "JAXFT_COORDINATOR",
+    "num_processes": "JAXFT_NUM_PROCESSES",
+    "process_id": "JAXFT_PROCESS_ID",
+}
+"""Environment variables that stand for the options of the same names."""
+
+CLUSTERS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "TPU_WORKER_HOSTNAMES": "a TPU pod",
+    "JOB_COMPLETION_INDEX": "Kubernetes",
+}
+"""Clusters by the environment variables that say how many processes they have started, as far as one says so."""
+
+MEETING_SECONDS = 300.0
+"""Time that the other processes have to come."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among several.
+
+    Attributes:
+        coordinator: host and port of process 0.
+        count: number of processes.
+        index: number of this one, from 0.
+        local_device_ids: the devices of its machine that it uses; None for all.
+    """
+
+    coordinator: str
+    count: int
+    index: int
+    local_device_ids: tuple[int, ...] | None = None
+
+
+def find_place(options: Mapping[str, str | int | None], environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return the place of this process; None if it is the only one.
+
+    Args:
+        options: `coordinator`, `num_processes` and `process_id`, each None if it was not given.
+        environment: the environment variables.
+
+    Raises:
+        HostsError: some of the three are missing, or no numbers; or the cluster does not say where process 0 is.
+
+    >>> find_place({"coordinator": "10.0.0.1:1234", "num_processes": 4, "process_id": 3}, {})
+    Place(coordinator='10.0.0.1:1234', count=4, index=3, local_device_ids=None)
+    >>> find_place({}, {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    True
+    """
+    given = {name: options.get(name) or environment.get(variable) for name, variable in VARIABLES.items()}
+    given["process_id"] = (
+        environment.get(VARIABLES["process_id"]) if (own := options.get("process_id")) is None else own
+    )
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) < len(given):
+        if missing:
+            raise HostsError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three")
+        return Place(str(given["coordinator"]), _number(given, "num_processes"), _number(given, "process_id"))
+    cluster = next((name for variable, name in CLUSTERS.items() if _has_several(environment.get(variable, ""))), None)
+    return None if cluster is None else _place_in(cluster)
+
+
+def _number(given: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(given[name])
+    except ValueError:
+        raise HostsError(f"{name} is {given[name]!r}; wanted a whole number") from None
+
+
+def _has_several(said: str) -> bool:
+    return "," in said or (said.isdecimal() and int(said) > 1)
+
+
+def _place_in(cluster: str) -> Place | None:
+    """Ask JAX, which knows these clusters, for the place of this process."""
+    from jax._src.clusters import ClusterEnv  # there is no public name; `jax.distributed.initialize` asks it, too
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(MEETING_SECONDS))
+    coordinator, count, index, local = found
+    if coordinator is None or count is None or index is None:
+        raise HostsError(
+            f"{cluster} has started several processes, but does not say where process 0 is: give --coordinator, "
+            "--num_processes and --process_id"
+        )
+    return None if count == 1 else Place(coordinator, count, index, None if local is None else tuple(local))
+
+
+def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Ring:
+    """Meet the other processes, make JAX know their devices, and return the ring of all.
+
+    Call it before JAX counts its devices.
+
+    Args:
+        place: the place of this process.
+        about: facts that have to be the same in all processes, by name.
+        on_loss: called once, in a thread, with the number of a process that is lost later; it ends this process.
+
+    Raises:
+        HostsError: a process is missing, or the processes differ.
+    """
+    ring = meet(place.coordinator, place.index, place.count, about, within_seconds=MEETING_SECONDS, on_loss=on_loss)
+    import jax  # after the meeting: a process that waits for others needs no devices
+
+    # Losses are heard of through the ring, and SIGTERM stops a run at a place where it can be saved. By itself JAX
+    # would end a process that hears of a loss, and take SIGTERM for a notice that nobody reads.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        place.coordinator,
+        place.count,
+        place.index,
+        None if place.local_device_ids is None else list(place.local_device_ids),
+        initialization_timeout=int(MEETING_SECONDS),
+    )
+    _end_when_aborted(on_loss)
+    return ring
+
+
+def leave(ring: Ring) -> None:
+    """Wait until all processes end, and let go of them; process 0, the coordinator, is the last to go."""
+    import jax
+
+    if ring.index != 0:
+        jax.distributed.shutdown()
+    ring.close()
+    if ring.index == 0:
+        jax.distributed.shutdown()
+
+
+_abort_handler: Any = None
+"""The handler of SIGABRT, which must live as long as the process."""
+
+
+def _end_when_aborted(on_loss: Callable[[int], object]) -> None:
+    """Call `on_loss(0)` when JAX aborts this process, as it does when the coordinator, process 0, has gone."""
+    global _abort_handler
+
+    def aborted(number: int) -> None:
+        on_loss(0)
+
+    _abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _abort_handler)

@@ -1,0 +1,62 @@
+"""`launch` starts processes on one machine, divides its devices, and ends all when one fails."""
+
+import sys
+
+import pytest
+
+from jaxft.errors import HostsError
+from jaxft.hosts import launch as launching
+from jaxft.hosts.launch import environments_of, launch
+
+
+def test_each_process_is_told_its_place():
+    first, second = environments_of(2, {"HOME": "/h"})
+    assert first["JAXFT_COORDINATOR"] == second["JAXFT_COORDINATOR"]
+    assert first["JAXFT_AUTHKEY"] == second["JAXFT_AUTHKEY"] != environments_of(2, {})[0]["JAXFT_AUTHKEY"]
+    assert [each["JAXFT_PROCESS_ID"] for each in (first, second)] == ["0", "1"]
+    assert first["JAXFT_NUM_PROCESSES"] == "2" and first["HOME"] == "/h"
+
+
+def test_devices_are_divided():
+    environment = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4 --b", "CUDA_VISIBLE_DEVICES": "0,3,5,6"}
+    first, second = environments_of(2, environment)
+    assert first["XLA_FLAGS"] == second["XLA_FLAGS"] == "--a=1 --xla_force_host_platform_device_count=2 --b"
+    assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("0,3", "5,6")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "4 CPU devices of XLA_FLAGS do not divide over 3"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "2 GPUs do not divide over 3 processes"),
+    ],
+)
+def test_devices_that_do_not_divide_are_refused(environment, said):
+    with pytest.raises(HostsError, match=said):
+        environments_of(3, environment)
+
+
+def test_lines_begin_with_the_number_of_the_process(capsys):
+    program = "import os; print('here', os.environ['JAXFT_PROCESS_ID'])"
+    assert launch([sys.executable, "-c", program], 2) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] here 0", "[1] here 1"]
+
+
+@pytest.mark.parametrize(("exit_of", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_one_that_fails_ends_the_others(monkeypatch, exit_of, code):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.2)
+    program = f"import os, sys, time\nif os.environ['JAXFT_PROCESS_ID'] == '1': {exit_of}\ntime.sleep(60)"
+    assert launch([sys.executable, "-c", program], 2) == code
+
+
+@pytest.mark.parametrize(
+    ("command", "count", "said"),
+    [
+        ([], 2, "there is no command"),
+        (["no-such-program"], 2, "'no-such-program' is no command"),
+        (["true"], 0, "-n is 0"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(command, count, said):
+    with pytest.raises(HostsError, match=said):
+        launch(command, count)

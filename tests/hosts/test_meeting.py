@@ -1,0 +1,143 @@
+"""Processes meet, exchange messages around the ring, and hear of each other's end; here each is a thread."""
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from jaxft.errors import HostsError
+from jaxft.hosts import meeting
+from jaxft.hosts.meeting import meet
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("", 0)) as free:
+        return free.getsockname()[1]
+
+
+def together(port, *calls, seconds=10.0):
+    """Let one thread for each call meet, and return the ring, or the fault, of each."""
+
+    def one(call):
+        try:
+            options = {"within_seconds": seconds, "on_loss": lambda index: None, "about": {}} | call
+            return meet(f"127.0.0.1:{port}", **options)
+        except HostsError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(one, calls))
+
+
+def of(count, **options):
+    return [{"index": index, "count": count} | options for index in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_each_gathers_what_all_give_whoever_asks_first(port, count):
+    rings = together(port, *of(count))
+
+    def work(ring):
+        names = ["a", "b"] if ring.index % 2 else ["b", "a"]
+        with ThreadPoolExecutor(2) as threads:
+            gathered = threads.map(lambda name: ring.gather(name, (name, ring.index, bytes(300_000))), names)
+            found = dict(zip(names, gathered, strict=True))
+        ring.close()
+        return found
+
+    with ThreadPoolExecutor(count) as pool:
+        for found in pool.map(work, rings):
+            assert {name: [(each[0], each[1]) for each in values] for name, values in found.items()} == {
+                name: [(name, index) for index in range(count)] for name in ("a", "b")
+            }
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
+    heard = []
+    calls = [
+        call | {"on_loss": partial(lambda mine, index: heard.append((mine, index)), call["index"])} for call in of(3)
+    ]
+    rings = together(port, *calls)
+    for connection in (rings[lost]._before, rings[lost]._after):  # as the system does for a process that is killed
+        with socket.socket(fileno=os.dup(connection.fileno())) as held:
+            held.shutdown(socket.SHUT_RDWR)
+    others = [ring for ring in rings if ring.index != lost]
+
+    def wait(ring):
+        with pytest.raises(ConnectionError, match=f"process {lost} of 3 has gone"):
+            ring.gather("never", None)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(wait, others))
+    assert sorted(each for each in heard if each[0] != lost) == [(ring.index, lost) for ring in others]
+
+
+def test_one_that_ends_as_it_should_is_not_taken_for_lost(port):
+    heard = []
+    rings = together(port, *[call | {"on_loss": heard.append} for call in of(3)])
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda ring: ring.close(), rings))
+    assert heard == []
+
+
+def test_a_missing_process_is_named(port):
+    said = together(port, *of(4)[:2], seconds=0.5)
+    assert said == [f"processes 2, 3 of 4 did not come to port {port} within 0.5 s"] * 2
+
+
+def test_a_missing_coordinator_is_named(port):
+    (said,) = together(port, *of(2)[1:], seconds=0.3)
+    assert f"no process 0 answers at 127.0.0.1:{port} within 0.3 s" in said
+
+
+def test_two_with_one_number_are_refused(port):
+    said = together(port, *of(3)[:2], of(3)[1])
+    assert said == ["two processes are process 1: give each a number of its own"] * 3
+
+
+def test_other_counts_are_refused(port):
+    said = together(port, of(2)[0], of(3)[1])
+    assert said == ["process 1 has 3 processes, and process 0 has 2: give both one number"] * 2
+
+
+def test_a_difference_is_named(port):
+    said = together(port, of(2, about={"jaxft": "1.0"})[0], of(2, about={"jaxft": "1.1"})[1])
+    assert said == ["jaxft is 1.1 in process 1, and 1.0 in process 0: all processes need the same"] * 2
+
+
+def test_a_process_with_another_key_is_refused_and_the_others_wait(port, monkeypatch):
+    came = threading.Event()
+    authkey = meeting._authkey
+
+    def of_thread():
+        return b"another" if threading.current_thread().name == "stranger" else authkey()
+
+    def be_a_stranger():
+        with pytest.raises(HostsError, match=f"another {meeting.AUTHKEY}"):
+            meet(f"127.0.0.1:{port}", 1, 2, {}, within_seconds=5.0, on_loss=lambda index: None)
+        came.set()
+
+    monkeypatch.setattr(meeting, "_authkey", of_thread)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[0])
+        threading.Thread(target=be_a_stranger, name="stranger").start()
+        assert came.wait(timeout=10.0)
+        (second,) = together(port, of(2)[1])
+        (first,) = waiting.result()
+    assert (first.index, second.index) == (0, 1)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1234", "host:port", "host:70000"])
+def test_an_address_is_host_and_port(address):
+    with pytest.raises(HostsError, match="wanted host:port"):
+        meet(address, 0, 2, {}, within_seconds=1.0, on_loss=lambda index: None)
+
+
+def test_the_number_of_a_process_is_below_their_count():
+    with pytest.raises(HostsError, match="process_id is 2; wanted a number from 0 to 1"):
+        meet("h:1", 2, 2, {}, within_seconds=1.0, on_loss=lambda index: None)

@@ -1,0 +1,109 @@
+"""Processes of one run find their place, join each other and JAX, and hear of a process that was killed."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxft.errors import HostsError
+from jaxft.hosts.start import Place, find_place
+
+PROGRAM = """
+import os, signal, sys, time
+from jaxft.hosts.start import find_place, join, leave
+
+def lost(index):
+    os.write(2, f"process {index} has gone\\n".encode())
+    os._exit(7)
+
+place, killed = find_place({}), int(sys.argv[1])
+ring = join(place, {"program": "the same"}, lost)
+import jax
+print(jax.process_count(), len(jax.devices()), len(jax.local_devices()), ring.gather("index", place.index), flush=True)
+if place.index == killed:
+    os.kill(os.getpid(), signal.SIGKILL)
+if killed >= 0:
+    time.sleep(60)
+leave(ring)
+"""
+
+
+def run(killed):
+    """Run the program in two processes, and return exit code, output and errors of each."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {**os.environ, "JAXFT_COORDINATOR": f"127.0.0.1:{port}", "JAXFT_NUM_PROCESSES": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(killed)],
+            env={**shared, "JAXFT_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+def test_two_processes_join_and_leave():
+    for code, said, errors in run(killed=-1):
+        assert (code, said) == (0, "2 2 1 [0, 1]\n"), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_with_its_name(killed):
+    ended = run(killed)
+    code, _, errors = ended[1 - killed]
+    assert code == 7 and errors.strip().splitlines()[-1] == f"process {killed} has gone", errors
+    assert ended[killed][0] == -9
+
+
+def test_options_come_before_the_environment():
+    environment = {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "4", "JAXFT_PROCESS_ID": "3"}
+    assert find_place({}, environment) == Place("a:1", 4, 3)
+    assert find_place({"coordinator": "b:2", "process_id": 0}, environment) == Place("b:2", 4, 0)
+
+
+def test_a_process_of_its_own_has_no_place():
+    assert find_place({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"coordinator": "a:1"}, "--num_processes and --process_id are missing: give all three"),
+        ({"coordinator": "a:1", "process_id": 0}, "--num_processes is missing: give all three"),
+        ({"num_processes": 2, "process_id": 0}, "--coordinator is missing: give all three"),
+    ],
+)
+def test_a_part_of_the_options_is_refused(options, said):
+    with pytest.raises(HostsError, match=said):
+        find_place(options, {})
+
+
+def test_a_count_that_is_no_number_is_refused():
+    with pytest.raises(HostsError, match="num_processes is 'two'; wanted a whole number"):
+        find_place({}, {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "two", "JAXFT_PROCESS_ID": "0"})
+
+
+def test_slurm_says_where_process_0_is():
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "16",
+        "SLURM_JOB_ID": "70001",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_NTASKS": "16",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    program = "from jaxft.hosts.start import find_place; print(*vars(find_place({})).values())"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **slurm}, capture_output=True, text=True, check=True
+    )
+    coordinator, count, index, local = ended.stdout.split()
+    assert coordinator.startswith("gpu07:") and (count, index, local) == ("16", "9", "(1,)")
