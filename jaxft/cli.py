@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from jaxft.errors import ConfigError
+from jaxft.errors import ConfigError, HostsError
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config
 from jaxft.harness.new_agent import write_agent
@@ -22,6 +22,7 @@ from jaxft.harness.runtime import (
 )
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.sweep import Program, sweep_arguments
+from jaxft.hosts.launch import launch
 from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
@@ -49,6 +50,10 @@ SERVE = """Serves the language models of a configuration to OpenAI's and Anthrop
 
 The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
 first."""
+LAUNCH = """Starts a command as several processes of one run on this machine, with a part of its devices each.
+
+Lines of their output begin with the number of the process. The first one that fails ends the others; a signal goes to
+all. On several machines each process is started there, with --coordinator, --num_processes and --process_id."""
 REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
 
 The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
@@ -86,6 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)
     if parsed.verb == "eval":
         return run_script(evaluate, parser, arguments)
+    if parsed.verb == "launch":
+        try:
+            return launch(parsed.command, parsed.n)
+        except HostsError as error:
+            print(f"jaxft: error: {error}", file=sys.stderr)
+            return error.exit_code
     if parsed.verb == "sweep":
         # -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
         program = Program(
@@ -189,6 +200,13 @@ def make_parser() -> argparse.ArgumentParser:
     serving.add_argument("--config_file", type=Path, required=True, help="the YAML file of a run")
     override_arguments(serving)
     log_arguments(serving)
+
+    launching = verbs.add_parser("launch", help="start a command as several processes of one run, on this machine")
+    launching.description, launching.formatter_class = LAUNCH, argparse.RawDescriptionHelpFormatter
+    launching.add_argument("-n", type=_count, required=True, help="number of processes")
+    launching.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command, as in jaxft eval --config_file run.yml"
+    )
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
     writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")

@@ -103,6 +103,7 @@ ADDED = {
     "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
+    "jaxft launch": "--set llms.policy.slots=8",
     "python benchmarks/run.py": "--shrink --repeats 1",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",

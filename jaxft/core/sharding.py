@@ -31,13 +31,17 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
 
     Raises:
         ValueError: a size is neither positive nor -1, two are -1, the sizes do not multiply to the number of devices,
-            or there are several processes.
+            or some are devices of another process.
 
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
-    check_one_process()
     devices = jax.devices() if devices is None else list(devices)
+    foreign = sum(device.process_index != jax.process_index() for device in devices)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of {len(devices)} devices are of other processes; wanted some of jax.local_devices()"
+        )
     sizes = mesh_sizes(data, fsdp, tensor, len(devices))
     return Mesh(np.array(devices).reshape(*sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -63,19 +67,6 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
             "for all remaining devices"
         )
     return full[0], full[1], full[2]
-
-
-def check_one_process() -> None:
-    """Raise if jax runs in several processes.
-
-    Raises:
-        ValueError: there are several processes; the message has their number.
-    """
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"jax.process_count() is {jax.process_count()}; jaxft runs in one process: start it once, with all devices "
-            "of one host and without jax.distributed.initialize"
-        )
 
 
 @dataclass(frozen=True)
@@ -290,7 +281,7 @@ def devices_of(sharding: Sharding | None) -> list[Any]:
         return list(sharding.mesh.devices.flat)
     config: Any = jax.config  # whose attributes are made at run time
     default = config.jax_default_device
-    return [default] if isinstance(default, jax.Device) else jax.devices()[:1]
+    return [default] if isinstance(default, jax.Device) else jax.local_devices()[:1]
 
 
 def platform_of(sharding: Sharding | None) -> str:

@@ -80,8 +80,8 @@ class Checkpointing:
         self._open().set_aside(after=-1)
         self._directory.cut_logs({})
 
-    async def check_dataset(self, items: Sequence[EvalInputItem]) -> None:
-        """Record the digest of the examples, and compare it to that of the checkpoint.
+    async def check_dataset(self, items: Sequence[EvalInputItem]) -> str:
+        """Record the digest of the examples, compare it to that of the checkpoint, and return it.
 
         Raises:
             RestoreError: the checkpoint was made with other examples, or another order of them.
@@ -95,6 +95,7 @@ class Checkpointing:
                 f"{before} and is {self._dataset_sha256}: put the dataset back as it was, or start another run, with "
                 "--overwrite or another output_dir"
             )
+        return self._dataset_sha256
 
     async def restore(self, trainer: Trainer) -> None:
         """Restore trainer, builder and adapter from the checkpoint; do nothing without one, or in a second call.

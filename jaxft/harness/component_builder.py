@@ -54,6 +54,7 @@ from jaxft.harness.registry import (
     WorkflowConfig,
     registry,
 )
+from jaxft.hosts.start import current_ring
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -348,6 +349,7 @@ class ComponentBuilder(ConfigBuilder):
             server_url=await self.get_server_url() if is_served else ENDPOINT,
             show_progress=self.console.status,
             log=self.console.message,
+            ring=current_ring(),
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jaxft.errors import ConfigError, PolicyError, UserCodeError, user_code
+from jaxft.errors import ConfigError, HostsError, PolicyError, UserCodeError, one_line, user_code
 from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.evaluators import (
@@ -33,6 +33,7 @@ from jaxft.harness.evaluators import (
 )
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
+from jaxft.hosts.ring import Ring
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
 
 OLD_SECONDS = 10.0
@@ -89,6 +90,10 @@ class EpisodeOutcome:
         )
 
 
+Outcomes = dict[tuple[int, int], EpisodeOutcome | BaseException]
+"""Outcomes, or the errors in their place, by number of the example and generation."""
+
+
 class Evaluation:
     """A workflow with its evaluators, ready to run.
 
@@ -116,6 +121,7 @@ class Evaluation:
         server_url: str = ENDPOINT,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
         log: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        ring: Ring | None = None,
     ) -> None:
         """Check the evaluators and the reward's name.
 
@@ -133,6 +139,7 @@ class Evaluation:
             server_url: address of the server that reaches the language models of episodes.
             show_progress: called when episodes start, with a function that returns their progress as text.
             log: shows a message, such as a warning; called from any thread.
+            ring: the processes that share the episodes, example by example; None for this one alone.
 
         Raises:
             ValueError: the reward's name is not among the evaluators.
@@ -169,6 +176,7 @@ class Evaluation:
         self.num_outside_calls = 0
         self.supervisor = Supervisor(log)
         self.log = log
+        self._ring, self._num_shared = ring, 0
 
     def start(
         self,
@@ -232,7 +240,13 @@ class Evaluation:
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
-        for item in items:
+        own_tasks: dict[tuple[int, int], asyncio.Task[EpisodeOutcome]] = {}
+        shared: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        for number, item in enumerate(items):
+            if self._ring is not None and number % self._ring.count != self._ring.index:
+                places = [(number, generation) for generation in range(num_generations)]
+                episodes += [asyncio.create_task(_received(shared, place)) for place in places]
+                continue
             group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
             identity = self._seed, stream, rollout_index, item.id
             record = partial(Episode, *identity, temperature=temperature, server_url=self._server_url)
@@ -245,9 +259,14 @@ class Evaluation:
             ]
             records += own
             episodes += tasks
+            own_tasks |= {(number, generation): task for generation, task in enumerate(tasks)}
             if group is not None:
                 group.wait_for(tasks)
                 group_tasks.append(group.evaluating)
+        if self._ring is not None:
+            self._num_shared += 1
+            name = f"episodes {stream}, {rollout_index}, {self._num_shared}"
+            group_tasks.append(asyncio.create_task(self._share(name, self._ring, own_tasks, shared)))
         for known, tasks in ((self._episodes, episodes), (self._group_tasks, group_tasks)):
             known.update(tasks)
             for task in tasks:
@@ -256,6 +275,24 @@ class Evaluation:
         self._show_progress(partial(_progress, what, episodes, records, time.perf_counter()))
         self._count_outside_calls(episodes)
         return episodes, group_tasks
+
+    async def _share(
+        self,
+        name: str,
+        ring: Ring,
+        own_tasks: Mapping[tuple[int, int], "asyncio.Task[EpisodeOutcome]"],
+        shared: "asyncio.Future[Outcomes]",
+    ) -> None:
+        """Give the other processes the outcomes of the episodes here, and set `shared` to those of all."""
+        ended = await asyncio.gather(*own_tasks.values(), return_exceptions=True)
+        try:
+            parts = await asyncio.to_thread(ring.gather, name, dict(zip(own_tasks, ended, strict=True)))
+            shared.set_result({place: outcome for part in parts for place, outcome in part.items()})
+        except HostsError as error:
+            shared.set_exception(error)
+        except Exception as error:  # pickle raises errors of many kinds
+            said = f"the outcome of an episode cannot be sent to the other processes ({one_line(error)}): return "
+            shared.set_exception(HostsError(f"{said}values that Python can pickle"))
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
         """Count the model calls outside of any episode until all episodes have ended; warn if there are any."""
@@ -367,6 +404,14 @@ class Evaluation:
             num_unscorable=len(outcomes) - len(failed) - len(rewards) if self.reward_name is not None else 0,
             first_error=failure_report(failed[0]) if failed else None,
         )
+
+
+async def _received(shared: "asyncio.Future[Outcomes]", place: tuple[int, int]) -> EpisodeOutcome:
+    """Return the outcome of an episode of another process, or raise what ended it there."""
+    outcome = (await asyncio.shield(shared))[place]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def failure_report(outcome: EpisodeOutcome) -> str:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -27,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jaxft.errors import ConfigError, JaxftError, Stopped
+from jaxft.errors import ConfigError, HostsError, JaxftError, Stopped
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
@@ -36,6 +37,7 @@ from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.harness.sweep import Program, execute, is_sweep, list_runs, prepare, shares_of, sweep_arguments
+from jaxft.hosts.start import VARIABLES, Place, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
@@ -44,6 +46,9 @@ T = TypeVar("T")
 
 Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 """Main function of a script, called with its configuration and its arguments."""
+
+LEAVE_SECONDS = 5.0
+"""Time that a process with an error waits for the others, which mostly end with the same."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -106,6 +111,7 @@ def run_arguments(
         metavar="SECONDS",
         help="seconds that this agent may send nothing (default: eval.general.timeout_seconds)",
     )
+    processes_arguments(parser)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--overwrite",
@@ -128,6 +134,14 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--override", nargs=2, action="append", dest=set_option.dest, metavar=("PATH", "VALUE"),
         help="the same, as in -o finetuning.num_epochs 5",
     )  # fmt: skip
+
+
+def processes_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--coordinator`, `--num_processes` and `--process_id`."""
+    group = parser.add_argument_group("several processes, where no cluster says so (see also `jaxft launch`)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, with a free port")
+    group.add_argument("--num_processes", metavar="N", help="number of processes of the run")
+    group.add_argument("--process_id", metavar="I", help="number of this process, from 0")
 
 
 def log_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +168,10 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
             return run_sweep(_this_script(), parsed, given)
     except ConfigError as error:
         return _complain(f"error: {error}", error.exit_code)
+    try:
+        place = find_place({name: vars(parsed)[name] for name in VARIABLES})
+    except HostsError as error:
+        return _complain(f"error: {error}", error.exit_code)
     run = _run_of(parsed)
 
     async def load_and_run() -> None:
@@ -163,7 +181,7 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         config_file.set(parsed.config_file)
         await main(config, parsed)
 
-    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level)
+    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, place=place)
 
 
 def run_sweep(program: Program, parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -288,6 +306,7 @@ def exit_code_of(
     log_level: str = "info",
     on_stderr: bool = False,
     computes: bool = True,
+    place: Place | None = None,
 ) -> int:
     """Run an asynchronous main and return 0, or show its error on standard error and return the error's exit code.
 
@@ -301,13 +320,15 @@ def exit_code_of(
         log_level: one of `LOG_LEVELS`.
         on_stderr: True to show messages and log records on standard error, as standard output has the program's result.
         computes: False for a program that leaves all computing to other processes, so that it needs no jax.
+        place: place of this process among several of one run, of which only the first shows messages.
     """
     shutdown = Shutdown()
+    is_quiet = place is not None and place.index > 0
     try:
-        with program_console(on_stderr=on_stderr) as console, _logging_to(console, log_level):
+        with program_console(on_stderr=on_stderr, is_quiet=is_quiet) as console, _logging_to(console, log_level):
             if title is not None:
                 console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
-            run_until_signalled(main, shutdown, computes=computes)
+            run_until_signalled(main, shutdown, computes=computes, place=place)
     except Stopped as error:
         return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:
@@ -321,8 +342,10 @@ def exit_code_of(
     return 0
 
 
-def run_until_signalled(main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True) -> T:
-    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; `computes` as in `exit_code_of`.
+def run_until_signalled(
+    main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True, place: Place | None = None
+) -> T:
+    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; options as in `exit_code_of`.
 
     Raises:
         CancelledError: a signal came while no run listened to it.
@@ -334,7 +357,22 @@ def run_until_signalled(main: Callable[[], Awaitable[T]], shutdown: Shutdown, *,
             return await main()
 
     prepare_process(computes=computes)
-    return asyncio.run(until_signalled())
+    if place is None:
+        return asyncio.run(until_signalled())
+
+    def end(index: int) -> None:
+        command = "" if shutdown.resume_command is None else f"; continue with:\n  {shutdown.resume_command}"
+        os.write(2, f"jaxft: process {index} of {place.count} has gone{command}\n".encode())
+        os._exit(1)
+
+    ring = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)
+    try:
+        result = asyncio.run(until_signalled())
+    except BaseException:
+        leave(ring, within_seconds=LEAVE_SECONDS)
+        raise
+    leave(ring)
+    return result
 
 
 def result_of(main: Callable[[], Awaitable[T]]) -> T:

@@ -1,7 +1,10 @@
 """Session: an open run with its directory and components, which evaluates, trains, exports and writes the result."""
 
 import asyncio
+import atexit
 import contextlib
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -13,6 +16,7 @@ from jaxft.errors import (
     CheckFailed,
     ConfigError,
     DiskFull,
+    HostsError,
     JobFailed,
     NoLearningSignal,
     Stopped,
@@ -21,7 +25,7 @@ from jaxft.errors import (
     without_secrets,
 )
 from jaxft.files import disk_errors
-from jaxft.harness.checkpointing import Checkpointing, check_changes, masked_paths, record
+from jaxft.harness.checkpointing import Checkpointing, changes_of, check_changes, masked_paths, record
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, differences_to_defaults, resolved_yaml, secrets_of, validation_config
 from jaxft.harness.contracts import Trainer, TrainerAdapter
@@ -36,6 +40,9 @@ from jaxft.harness.datasets import FileDatasetConfig
 from jaxft.harness.heap import frozen_heap
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.hosts.ring import Ring
+from jaxft.hosts.start import current_ring
 from jaxft.redaction import hiding, redacted_values, redactor
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, LOG_FILE, RESULT_FILE, RunDirectory, is_run
@@ -104,6 +111,8 @@ class Session:
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
         """
+        if current_ring() is not None:
+            raise ConfigError(["several processes can evaluate together, but not train: start one process"])
         trainer = await self.trainer()
         try:
             options = {"run_configuration": self._run_configuration()}
@@ -340,6 +349,10 @@ async def open_session(
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
     command = resume_command.get()
     shutdown = current_shutdown() if output_dir is None else None
+    ring = current_ring()
+    if ring is not None and ring.index > 0:  # the first process writes the files of the run, and this one none
+        path = Path(tempfile.mkdtemp(prefix="jaxft-"))
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
     directory = (
         RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
     )
@@ -357,7 +370,9 @@ async def open_session(
                         if shutdown is not None:
                             shutdown.resume_command = command
                         await _go_on(builder, checkpointing)
-                    await checkpointing.check_dataset(await builder.get_dataset())
+                    digest = await checkpointing.check_dataset(await builder.get_dataset())
+                    if ring is not None:
+                        await _check_alike(ring, config, digest)
                     if config.finetuning.enabled and output_dir is None:
                         await builder.get_loggers()  # before models, which take longer to make
                     await builder.open()
@@ -388,6 +403,24 @@ async def open_session(
             shown_on.message(CAME_BACK.format(path))
             if shutdown is not None:
                 shutdown.resume_command = None
+
+
+async def _check_alike(ring: Ring, config: Config, digest: str) -> None:
+    """Raise unless all processes have the same configuration and the same examples.
+
+    Raises:
+        HostsError: they differ; the message names the first difference.
+    """
+    mine = parse_yaml(resolved_yaml(config), "the configuration"), digest
+    first, *others = await asyncio.to_thread(ring.gather, "configuration and dataset", mine)
+    for index, (configuration, other_digest) in enumerate(others, 1):
+        changes = changes_of(first[0], configuration)
+        for path, (of_first, own) in changes.items():
+            raise HostsError(f"{path} is {own!r} in process {index}, and {of_first!r} in process 0: give all the same")
+        if other_digest != first[1]:
+            raise HostsError(
+                f"eval.general.dataset: process {index} has other examples than process 0: give all the same"
+            )
 
 
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:

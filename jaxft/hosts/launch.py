@@ -19,7 +19,7 @@ from typing import IO
 
 from jaxft.errors import HostsError
 from jaxft.hosts.meeting import AUTHKEY
-from jaxft.hosts.start import VARIABLES
+from jaxft.hosts.start import QUIET, VARIABLES
 
 GRACE_SECONDS = 30.0
 """Time that processes have to end by themselves after one of them has failed."""
@@ -81,6 +81,7 @@ def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str
         VARIABLES["num_processes"]: str(count),
         AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
         "PYTHONUNBUFFERED": "1",
+        QUIET: environment.get(QUIET, "2"),
     }
     found = DIVIDED.search(environment.get("XLA_FLAGS", ""))
     if found is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from jaxft.errors import HostsError
+
 GONE, BYE = "gone", "bye"
 """Names of the messages that a process was lost, and that one ends as it should."""
 
@@ -63,26 +65,30 @@ class Ring:
         Blocks until all have given theirs. A name is used once. The values are copies, this process's own included.
 
         Raises:
-            ConnectionError: a process has gone.
+            HostsError: a process has gone, or has ended before it gave its value.
             TypeError, AttributeError, PicklingError: the value cannot be pickled.
         """
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self._to_send.put(_Message(self.index, name, content))
         with self._changed:
             self._contents[name][self.index] = content
-            self._changed.wait_for(lambda: len(self._contents[name]) == self.count or self._lost is not None)
-            found = self._contents.pop(name)
+            found = self._contents[name]
+            self._changed.wait_for(lambda: len(found) == self.count or self._lost is not None or self._ended - {*found})
+            del self._contents[name]
+            missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), None)
         if len(found) < self.count:
-            raise ConnectionError(f"process {self._lost} of {self.count} has gone")
+            raise HostsError(f"process {missing} of {self.count} has ended, and this one needs something of it")
         return [pickle.loads(found[index]) for index in range(self.count)]
 
-    def close(self) -> None:
-        """Say that this process ends, and wait until all others have said so; none is then taken for lost."""
+    def close(self, within_seconds: float | None = None) -> None:
+        """Say that this process ends, so that nobody takes it for lost, and wait for the others, at most so long."""
         self._to_send.put(_Message(self.index, BYE))
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ended) == self.count - 1 or self._lost is not None)
+            self._changed.wait_for(
+                lambda: len(self._ended) == self.count - 1 or self._lost is not None, timeout=within_seconds
+            )
         self._to_send.put(None)
-        self._threads[1].join()
+        self._threads[1].join(timeout=1.0)
 
     def _read(self) -> None:
         while True:
@@ -90,7 +96,7 @@ class Ring:
                 message: _Message = pickle.loads(self._before.recv_bytes())
             except (EOFError, OSError):
                 with self._changed:
-                    is_expected = len(self._ended) == self.count - 1
+                    is_expected = (self.index - 1) % self.count in self._ended
                 if not is_expected:
                     self._lose(_Message((self.index - 1) % self.count, GONE))
                 return

@@ -29,6 +29,9 @@ CLUSTERS = {
 }
 """Clusters by the environment variables that say how many processes they have started, as far as one says so."""
 
+QUIET = "TF_CPP_MIN_LOG_LEVEL"
+"""Environment variable of XLA's logs; at 2 it does not warn of `jax_enable_recoverability`, which `join` turns on."""
+
 MEETING_SECONDS = 300.0
 """Time that the other processes have to come."""
 
@@ -117,6 +120,7 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
         HostsError: a process is missing, or the processes differ.
     """
     ring = meet(place.coordinator, place.index, place.count, about, within_seconds=MEETING_SECONDS, on_loss=on_loss)
+    os.environ.setdefault(QUIET, "2")
     import jax  # after the meeting: a process that waits for others needs no devices
 
     # Losses are heard of through the ring, and SIGTERM stops a run at a place where it can be saved. By itself JAX
@@ -131,16 +135,28 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
         initialization_timeout=int(MEETING_SECONDS),
     )
     _end_when_aborted(on_loss)
+    global _ring
+    _ring = ring
     return ring
 
 
-def leave(ring: Ring) -> None:
-    """Wait until all processes end, and let go of them; process 0, the coordinator, is the last to go."""
+_ring: Ring | None = None
+
+
+def current_ring() -> Ring | None:
+    """Return the ring of the processes of this run; None if there is one process only."""
+    return _ring
+
+
+def leave(ring: Ring, within_seconds: float | None = None) -> None:
+    """Wait until all processes end, or so long, and let go of them; process 0, the coordinator, is the last to go."""
     import jax
 
+    global _ring
+    _ring = None
     if ring.index != 0:
         jax.distributed.shutdown()
-    ring.close()
+    ring.close(within_seconds)
     if ring.index == 0:
         jax.distributed.shutdown()
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Sharding, check_one_process, constrain
+from jaxft.core.sharding import Sharding, constrain
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
@@ -55,11 +55,10 @@ def init_model(
         strict: True to raise, instead of warning, if a dimension does not divide over the mesh.
 
     Raises:
-        ValueError: no preset has this name, `dtype` or `compute_dtype` is not supported, the model does not divide over
-            `mesh`, or there are several processes.
+        ValueError: no preset has this name, `dtype` or `compute_dtype` is not supported, or the model does not divide
+            over `mesh`.
         ModelFileError: the folder of adapters is damaged, or its adapters belong to another base.
     """
-    check_one_process()
     config = model_preset(config) if isinstance(config, str) else config
     dtype = _checked_dtype("dtype", dtype)
     model = _make_model(config, compute_dtype, remat, lora, mesh, strict)
@@ -97,10 +96,8 @@ def load_model(
     Raises:
         ModelFileError: the download failed, a file is absent, is corrupt or does not match `config.json`, or the
             adapters belong to another base.
-        ValueError: `dtype` or `compute_dtype` is not supported, the model does not divide over `mesh`, or there are
-            several processes.
+        ValueError: `dtype` or `compute_dtype` is not supported, or the model does not divide over `mesh`.
     """
-    check_one_process()
     dtype = _checked_dtype("dtype", dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)

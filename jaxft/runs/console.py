@@ -279,9 +279,10 @@ _of_program: ContextVar[Console | None] = ContextVar("jaxft_console", default=No
 
 
 @contextlib.contextmanager
-def program_console(*, on_stderr: bool = False) -> Iterator[Console]:
-    """Yield the console of a program, on standard output or error, and close it at the end of the block."""
-    console = Console(cast(io.TextIOBase, sys.stderr) if on_stderr else None)
+def program_console(*, on_stderr: bool = False, is_quiet: bool = False) -> Iterator[Console]:
+    """Yield the console of a program, on standard output, error or nowhere, and close it at the end of the block."""
+    stream = io.StringIO() if is_quiet else cast(io.TextIOBase, sys.stderr) if on_stderr else None
+    console = Console(stream)
     token = _of_program.set(console)
     try:
         yield console

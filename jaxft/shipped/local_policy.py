@@ -181,12 +181,12 @@ def lora_of(config: LoraConfig | None) -> Lora | None:
 
 
 def mesh_of(config: MeshConfig) -> Mesh:
-    """Make the mesh of all devices.
+    """Make the mesh of all devices of this process.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    return make_mesh(config.data, config.fsdp, config.tensor)
+    return make_mesh(config.data, config.fsdp, config.tensor, jax.local_devices())
 
 
 def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
@@ -197,7 +197,7 @@ def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     """
     if config.sampler_mesh is None:
         return None if config.mesh is None else mesh_of(config.mesh), None
-    devices, trains, samples = jax.devices(), config.mesh or MeshConfig(data=1), config.sampler_mesh
+    devices, trains, samples = jax.local_devices(), config.mesh or MeshConfig(data=1), config.sampler_mesh
     count = num_devices(trains)
     if count is None:
         own = num_devices(samples)

@@ -69,7 +69,7 @@ def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
     others = [ring for ring in rings if ring.index != lost]
 
     def wait(ring):
-        with pytest.raises(ConnectionError, match=f"process {lost} of 3 has gone"):
+        with pytest.raises(HostsError, match=f"process {lost} of 3 has ended"):
             ring.gather("never", None)
 
     with ThreadPoolExecutor(2) as pool:
@@ -83,6 +83,17 @@ def test_one_that_ends_as_it_should_is_not_taken_for_lost(port):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda ring: ring.close(), rings))
     assert heard == []
+
+
+def test_one_that_ended_before_it_gave_something_is_named(port):
+    rings = together(port, *of(3))
+    with ThreadPoolExecutor(3) as pool:
+        ending = pool.submit(rings[1].close, 5.0)
+        for ring in (rings[0], rings[2]):
+            with pytest.raises(HostsError, match="process 1 of 3 has ended, and this one needs something of it"):
+                ring.gather("late", None)
+            ring.close(0.1)
+        ending.result()
 
 
 def test_a_missing_process_is_named(port):
