@@ -140,7 +140,9 @@ def processes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--coordinator`, `--num_processes` and `--process_id`."""
     group = parser.add_argument_group("several processes, where no cluster says so (see also `jaxft launch`)")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, with a free port")
-    group.add_argument("--num_processes", metavar="N", help="number of processes of the run")
+    group.add_argument(
+        "--num_processes", metavar="N", help="number of processes of the run; 1 alone ignores the cluster"
+    )
     group.add_argument("--process_id", metavar="I", help="number of this process, from 0")
 
 

@@ -57,7 +57,8 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
     """Return the place of this process; None if it is the only one.
 
     Args:
-        options: `coordinator`, `num_processes` and `process_id`, each None if it was not given.
+        options: `coordinator`, `num_processes` and `process_id`, each None if it was not given. `num_processes` alone
+            may be 1, where a cluster has started several processes that are runs of their own.
         environment: the environment variables.
 
     Raises:
@@ -73,6 +74,8 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
         environment.get(VARIABLES["process_id"]) if (own := options.get("process_id")) is None else own
     )
     missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == 2 and str(given["num_processes"]) == "1":  # tasks of a cluster that are runs of their own
+        return None
     if len(missing) < len(given):
         if missing:
             raise HostsError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three")

@@ -73,6 +73,12 @@ def test_a_process_of_its_own_has_no_place():
     assert find_place({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}) is None
 
 
+def test_tasks_of_a_cluster_may_be_runs_of_their_own():
+    environment = {"SLURM_STEP_NUM_TASKS": "4"}
+    assert find_place({"num_processes": "1"}, environment) is None
+    assert find_place({}, environment | {"JAXFT_NUM_PROCESSES": "1"}) is None
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
