@@ -63,7 +63,7 @@ def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
         call | {"on_loss": partial(lambda mine, index: heard.append((mine, index)), call["index"])} for call in of(3)
     ]
     rings = together(port, *calls)
-    for connection in (rings[lost]._before, rings[lost]._after):  # as the system does for a process that is killed
+    for connection in (rings[lost]._after, rings[lost]._before):  # one that is killed sends nothing any more
         with socket.socket(fileno=os.dup(connection.fileno())) as held:
             held.shutdown(socket.SHUT_RDWR)
     others = [ring for ring in rings if ring.index != lost]
