@@ -74,6 +74,9 @@ def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(wait, others))
+    for ring in others:
+        for thread in ring._threads:
+            thread.join(timeout=10.0)  # each ends once the loss was reported
     assert sorted(each for each in heard if each[0] != lost) == [(ring.index, lost) for ring in others]
 
 
