@@ -14,7 +14,7 @@ from jaxft.report.intervals import mean_interval
 DOCS = Path(__file__).parents[1] / "docs"
 SECTION = "## Nine algorithms"
 TABLES = {"learning rate 1e-3": "configuration of `loss`", "learning rate 3e-4": "| algorithm | after |"}
-"""What the head of each table says, by the label of its points."""
+"""Words in the head of each table, by the label of its points."""
 
 
 def main() -> None:

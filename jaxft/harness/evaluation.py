@@ -266,7 +266,9 @@ class Evaluation:
         if self._ring is not None:
             self._num_shared += 1
             name = f"episodes {stream}, {rollout_index}, {self._num_shared}"
-            group_tasks.append(asyncio.create_task(self._share(name, self._ring, own_tasks, shared)))
+            sharing = asyncio.create_task(self._share(name, self._ring, own_tasks, shared))
+            shared.add_done_callback(lambda _: sharing.cancel())  # does nothing unless the episodes are cancelled
+            group_tasks.append(sharing)
         for known, tasks in ((self._episodes, episodes), (self._group_tasks, group_tasks)):
             known.update(tasks)
             for task in tasks:
@@ -283,16 +285,22 @@ class Evaluation:
         own_tasks: Mapping[tuple[int, int], "asyncio.Task[EpisodeOutcome]"],
         shared: "asyncio.Future[Outcomes]",
     ) -> None:
-        """Give the other processes the outcomes of the episodes here, and set `shared` to those of all."""
+        """Give the other processes the outcomes of the episodes here, and set `shared` to those of all.
+
+        Nothing is given if episodes were cancelled: this process ends, and the others hear of that.
+        """
         ended = await asyncio.gather(*own_tasks.values(), return_exceptions=True)
+        if any(isinstance(outcome, asyncio.CancelledError) for outcome in ended):
+            shared.cancel()
+            return
         try:
             parts = await asyncio.to_thread(ring.gather, name, dict(zip(own_tasks, ended, strict=True)))
             shared.set_result({place: outcome for part in parts for place, outcome in part.items()})
         except HostsError as error:
             shared.set_exception(error)
         except Exception as error:  # pickle raises errors of many kinds
-            said = f"the outcome of an episode cannot be sent to the other processes ({one_line(error)}): return "
-            shared.set_exception(HostsError(f"{said}values that Python can pickle"))
+            fault = f"the outcome of an episode cannot be sent to the other processes: {one_line(error)}"
+            shared.set_exception(HostsError(fault))
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
         """Count the model calls outside of any episode until all episodes have ended; warn if there are any."""
@@ -408,7 +416,7 @@ class Evaluation:
 
 async def _received(shared: "asyncio.Future[Outcomes]", place: tuple[int, int]) -> EpisodeOutcome:
     """Return the outcome of an episode of another process, or raise what ended it there."""
-    outcome = (await asyncio.shield(shared))[place]
+    outcome = (await shared)[place]
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome

@@ -29,7 +29,7 @@ HEARTBEAT_SECONDS = 10
 
 @dataclass(frozen=True)
 class _Visitor:
-    """What a process says when it comes to process 0."""
+    """The introduction of a process to process 0."""
 
     index: int
     count: int

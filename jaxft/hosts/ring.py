@@ -47,10 +47,11 @@ class Ring:
         """
         self.index, self.count = index, count
         self._before, self._after, self._on_loss = before, after, on_loss
-        self._changed = threading.Condition()  # guards the two below
+        self._changed = threading.Condition()  # guards the four below
         self._contents: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         self._ended: set[int] = set()
         self._lost: int | None = None
+        self._is_cut = False  # the process before this one has ended, and nothing comes through it any more
         self._to_send: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"jaxft ring {target.__name__}", daemon=True)
@@ -73,9 +74,12 @@ class Ring:
         with self._changed:
             self._contents[name][self.index] = content
             found = self._contents[name]
-            self._changed.wait_for(lambda: len(found) == self.count or self._lost is not None or self._ended - {*found})
+            self._changed.wait_for(
+                lambda: len(found) == self.count or self._lost is not None or self._is_cut or self._ended - {*found}
+            )
             del self._contents[name]
-            missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), None)
+            before = (self.index - 1) % self.count
+            missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), before)
         if len(found) < self.count:
             raise HostsError(f"process {missing} of {self.count} has ended, and this one needs something of it")
         return [pickle.loads(found[index]) for index in range(self.count)]
@@ -85,7 +89,7 @@ class Ring:
         self._to_send.put(_Message(self.index, BYE))
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._ended) == self.count - 1 or self._lost is not None, timeout=within_seconds
+                lambda: len(self._ended) == self.count - 1 or self._lost is not None or self._is_cut, within_seconds
             )
         self._to_send.put(None)
         self._threads[1].join(timeout=1.0)
@@ -96,8 +100,9 @@ class Ring:
                 message: _Message = pickle.loads(self._before.recv_bytes())
             except (EOFError, OSError):
                 with self._changed:
-                    is_expected = (self.index - 1) % self.count in self._ended
-                if not is_expected:
+                    self._is_cut = (self.index - 1) % self.count in self._ended
+                    self._changed.notify_all()
+                if not self._is_cut:
                     self._lose(_Message((self.index - 1) % self.count, GONE))
                 return
             if (message.origin - self.index) % self.count != 1:  # the next process sent it: it has been everywhere

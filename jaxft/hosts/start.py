@@ -6,12 +6,13 @@ The processes first meet by themselves (`jaxft.hosts.meeting`), where a fault is
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxft.errors import HostsError
-from jaxft.hosts.meeting import meet
+from jaxft.hosts.meeting import HEARTBEAT_SECONDS, meet
 from jaxft.hosts.ring import Ring
 
 VARIABLES = {
@@ -69,10 +70,10 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
     >>> find_place({}, {"SLURM_STEP_NUM_TASKS": "1"}) is None
     True
     """
-    given = {name: options.get(name) or environment.get(variable) for name, variable in VARIABLES.items()}
-    given["process_id"] = (
-        environment.get(VARIABLES["process_id"]) if (own := options.get("process_id")) is None else own
-    )
+    given = {
+        name: environment.get(variable) if (option := options.get(name)) is None else option
+        for name, variable in VARIABLES.items()
+    }
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if len(missing) == 2 and str(given["num_processes"]) == "1":  # tasks of a cluster that are runs of their own
         return None
@@ -137,7 +138,8 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
         None if place.local_device_ids is None else list(place.local_device_ids),
         initialization_timeout=int(MEETING_SECONDS),
     )
-    _end_when_aborted(on_loss)
+    if ring.index > 0:
+        _wait_when_aborted()
     global _ring
     _ring = ring
     return ring
@@ -168,12 +170,15 @@ _abort_handler: Any = None
 """The handler of SIGABRT, which must live as long as the process."""
 
 
-def _end_when_aborted(on_loss: Callable[[int], object]) -> None:
-    """Call `on_loss(0)` when JAX aborts this process, as it does when the coordinator, process 0, has gone."""
+def _wait_when_aborted() -> None:
+    """Let the ring speak first when JAX aborts this process, as it does as soon as the coordinator has gone.
+
+    `on_loss` ends the process meanwhile, with the name of the lost one. If nothing was lost, the abort goes on.
+    """
     global _abort_handler
 
-    def aborted(number: int) -> None:
-        on_loss(0)
+    def wait(number: int) -> None:
+        time.sleep(HEARTBEAT_SECONDS + 1)
 
-    _abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    _abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(wait)
     ctypes.CDLL(None).signal(signal.SIGABRT, _abort_handler)

@@ -157,9 +157,9 @@ class ModelRunner:
         pieces = PIECE_PAGES.get(platform, PIECE_PAGES_ELSEWHERE)
         self.piece_pages = tuple(sorted({min(pages, widest) for pages in pieces}))
         self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
-        few = FEW_ROWS.get(platform)
-        has_few = few is not None and model.sharding is None and slots >= 4 * few
-        self._few_rows = max(few, slots // FEW_SHARE) if few is not None and has_few else None
+        least, self._few_rows = FEW_ROWS.get(platform), None
+        if least is not None and model.sharding is None and slots >= 4 * least:
+            self._few_rows = max(least, slots // FEW_SHARE)
         self._arrays: _Arrays | None = None
 
     def cache_bytes(self, dtype: Any) -> int:

@@ -99,6 +99,19 @@ def test_one_that_ended_before_it_gave_something_is_named(port):
         ending.result()
 
 
+def test_one_behind_a_process_that_left_does_not_wait_for_what_cannot_come(port):
+    rings = together(port, *of(3))
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(rings[1].close, 0.1)
+        leaving.result()
+        for connection in (rings[1]._after, rings[1]._before):
+            with socket.socket(fileno=os.dup(connection.fileno())) as held:
+                held.shutdown(socket.SHUT_RDWR)
+        waiting = pool.submit(rings[2].close)  # the message that process 0 ends would come through process 1
+        rings[0].close(0.1)
+        waiting.result(timeout=10.0)
+
+
 def test_a_missing_process_is_named(port):
     said = together(port, *of(4)[:2], seconds=0.5)
     assert said == [f"processes 2, 3 of 4 did not come to port {port} within 0.5 s"] * 2

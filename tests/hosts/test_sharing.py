@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 AGENT = """
-import os, signal
+import asyncio, os, signal
 import jaxft
 
 async def agent(row, llm):
     if row["question"] == os.environ.get("FATAL"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if row["question"] == os.environ.get("STOPPED"):
+        if jaxft.episode().generation == 0:  # a second signal ends a process at once
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
     if row["question"] == os.environ.get("UNSENDABLE"):
         return lambda: None
     reply = await llm.chat([{"role": "user", "content": row["question"]}], max_tokens=8)
@@ -95,7 +99,14 @@ def test_a_process_that_dies_ends_the_others_with_its_name(folder):
 def test_an_output_that_cannot_be_sent_ends_all(folder):
     ended = jaxft(folder, *EVAL, processes=2, UNSENDABLE="b")
     assert ended.returncode == 2
-    assert "[1] jaxft: error: the outcome of an episode cannot be sent to the other processes (" in ended.stdout
+    assert "[1] jaxft: error: the outcome of an episode cannot be sent to the other processes: " in ended.stdout
+    assert "[0] jaxft: error: process 1 of 2 has ended, and this one needs something of it" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_ends_with_its_code_and_the_others_say_so(folder):
+    ended = jaxft(folder, *EVAL, processes=2, STOPPED="b")
+    assert "[1] jaxft: terminated" in ended.stdout and ended.returncode in (2, 128 + signal.SIGTERM), ended.stdout
     assert "[0] jaxft: error: process 1 of 2 has ended, and this one needs something of it" in ended.stdout
 
 
