@@ -29,21 +29,18 @@ Rules = tuple[tuple[str, Axes], ...]
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh of these devices, by default all; one size may be -1, which takes the remaining devices.
 
+    All devices are those of all processes (`jax.distributed`), those of the first one first.
+
     Raises:
-        ValueError: a size is neither positive nor -1, two are -1, the sizes do not multiply to the number of devices,
-            or some are devices of another process.
+        ValueError: a size is neither positive nor -1, two are -1, or the sizes do not multiply to the devices.
 
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
-    devices = jax.devices() if devices is None else list(devices)
-    foreign = sum(device.process_index != jax.process_index() for device in devices)
-    if foreign:
-        raise ValueError(
-            f"{foreign} of {len(devices)} devices are of other processes; wanted some of jax.local_devices()"
-        )
+    if devices is None:
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     sizes = mesh_sizes(data, fsdp, tensor, len(devices))
-    return Mesh(np.array(devices).reshape(*sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array(list(devices)).reshape(*sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
@@ -329,7 +326,46 @@ def commit_like(params: Any, tree: Any) -> Any:
 def _placed(tree: Any, shardings: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree, shardings)
-    return jax.device_put(tree, shardings)
+    if all(to.is_fully_addressable for to in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(_placed_in_parts, tree, shardings)
+
+
+def _placed_in_parts(array: Any, to: NamedSharding) -> jax.Array:
+    """Copy an array that each process has as a whole to the devices of several: each copies the parts of its own."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, to)
+    whole = np.asarray(array)  # `device_put` would compare it with those of the other processes
+    return jax.make_array_from_callback(whole.shape, to, lambda part: whole[part])
+
+
+def spans_processes(sharding: Sharding | None) -> bool:
+    """Return True if a mesh has devices of several processes.
+
+    >>> spans_processes(Sharding(make_mesh(devices=jax.devices()[:1])))
+    False
+    """
+    return sharding is not None and isinstance(sharding.mesh, Mesh) and sharding.mesh.is_multi_process
+
+
+def to_host(tree: Any) -> Any:
+    """Return the arrays of a tree as numpy arrays.
+
+    An array on the devices of several processes is gathered first: they all call this alike.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        assert isinstance(leaf.sharding, NamedSharding)
+        return _replicated(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+@partial(jax.jit, static_argnums=1)
+def _replicated(array: Any, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def path_text(path: Any) -> str:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxft.errors import CheckpointError, ConfigError, DiskFull, RestoreError
@@ -19,6 +20,7 @@ from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.datasets import digest_of
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.hosts.ring import Ring
 from jaxft.redaction import redacted
 from jaxft.runs.directory import METRICS_FILE, RESUMES_FILE, RunDirectory
 
@@ -39,12 +41,29 @@ class Checkpointing:
         log: shows a message.
     """
 
-    def __init__(self, directory: RunDirectory, config: CheckpointConfig, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: CheckpointConfig,
+        log: Callable[[str], None],
+        ring: Ring | None = None,
+        shared: Path | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            directory: the run directory.
+            config: when checkpoints are made, and how many are kept.
+            log: shows a message.
+            ring: the processes of the run; None for one.
+            shared: the run directory of process 0, for another one, whose own directory holds no checkpoints.
+        """
         self.notes: dict[str, Any] = {}
         self.found: Checkpoint | None = None
         self.when_restored: Callable[[], None] = lambda: None
         self.log = log
         self._directory, self._config = directory, config
+        self._ring, self._shared = ring, shared
         self._checkpoints: Checkpoints | None = None
         self._dataset_sha256: str | None = None
         self._boundary: dict[str, Any] | None = None
@@ -64,7 +83,8 @@ class Checkpointing:
         Raises:
             RestoreError: checkpoints exist but none verifies, or the run was trained but has no checkpoint.
         """
-        self.found = await asyncio.to_thread(self._open().newest, self.log)
+        checkpoints = await asyncio.to_thread(self._open)
+        self.found = await asyncio.to_thread(checkpoints.newest, self.log)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
             self._seconds_before = self.found.seconds
@@ -77,7 +97,7 @@ class Checkpointing:
                 "checkpoints/ back, or start anew with --overwrite"
             )
         self.log("no checkpoint was finished: the run starts from its beginning")
-        self._open().set_aside(after=-1)
+        await asyncio.to_thread(checkpoints.set_aside, -1)
         self._directory.cut_logs({})
 
     async def check_dataset(self, items: Sequence[EvalInputItem]) -> str:
@@ -124,7 +144,7 @@ class Checkpointing:
         for component, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):
             if not saved:
                 self.log(f"warning: {type(component).__name__} saved no state: it continues in its initial state")
-        checkpoints.set_aside(after=found.step)
+        await asyncio.to_thread(checkpoints.set_aside, found.step)
         self._begun_step, self._is_restored = found.step, True
         self.when_restored()
 
@@ -156,6 +176,16 @@ class Checkpointing:
         if is_last or (self.saved_step is None and self._begun_step != step):
             await self.wait()
 
+    async def can_save(self, trainer: Trainer) -> int | None:
+        """Return the step that `save_boundary` would; it makes no step of its own."""
+        state = self._boundary
+        if state is None:
+            return None
+        is_same = self._is_saved or await _bound(trainer)[1].save_state(
+            lambda values, arrays: _plain(values) == state["adapter"]
+        )
+        return state["step"] if is_same else None
+
     async def save_boundary(self, trainer: Trainer) -> int | None:
         """Save the latest captured state if needed, and return its step; None if the adapter has changed since."""
         if self._boundary is None:
@@ -184,7 +214,8 @@ class Checkpointing:
         try:
             yield
         except (CheckpointError, DiskFull) as error:
-            if self._config.when_unwritable == "stop":
+            # What fails in one of several processes may leave the others waiting for it.
+            if self._config.when_unwritable == "stop" or self._ring is not None:
                 raise
             self.log(f"warning: {error}; the run continues without this checkpoint")
 
@@ -214,10 +245,16 @@ class Checkpointing:
     def _open(self) -> "Checkpoints":
         if self._checkpoints is None:
             # orbax and jax take seconds to import: a run that saves nothing does without them.
-            from jaxft.runs.checkpoint import Checkpoints
+            from jaxft.runs.checkpoint import FOLDER, Checkpoints
 
             config = self._config
-            self._checkpoints = Checkpoints(self._directory, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
+            self._checkpoints = Checkpoints(
+                self._directory,
+                max_to_keep=config.max_to_keep,
+                keep_best=config.keep_best,
+                ring=self._ring,
+                folder=None if self._shared is None else self._shared / FOLDER,
+            )
         return self._checkpoints
 
 

@@ -284,7 +284,9 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _make_loggers(self) -> Loggers:
         loggers = Loggers(self.console)
-        for number, config in enumerate(self.config.finetuning.loggers):
+        ring = current_ring()
+        shown = self.config.finetuning.loggers if ring is None or ring.index == 0 else []
+        for number, config in enumerate(shown):
             place = f"finetuning.loggers.{number}"
             made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
             loggers.add(f"{place} ({config.type_name})", made, config.timeout_seconds)
@@ -336,12 +338,15 @@ class ComponentBuilder(ConfigBuilder):
             timeout_seconds = None  # which the workers have
         else:
             workflow = await self.get_workflow()
+        ring = current_ring()
+        # Several processes have the episodes between them.
+        max_concurrency = -(-general.max_concurrency // (1 if ring is None else ring.count))
         is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
             workflow,
             await self._evaluators(),
             None if reward is None else reward.name,
-            general.max_concurrency,
+            max_concurrency,
             self.config.finetuning.seed,
             timeout_seconds=timeout_seconds,
             result_json_path=general.result_json_path,
@@ -349,7 +354,7 @@ class ComponentBuilder(ConfigBuilder):
             server_url=await self.get_server_url() if is_served else ENDPOINT,
             show_progress=self.console.status,
             log=self.console.message,
-            ring=current_ring(),
+            ring=ring,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation

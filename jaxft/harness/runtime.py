@@ -368,10 +368,12 @@ def run_until_signalled(
         os._exit(1)
 
     ring = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)
+    ring.on_stop, shutdown.tell = shutdown.hear, ring.stop
     try:
         result = asyncio.run(until_signalled())
-    except BaseException:
-        leave(ring, within_seconds=LEAVE_SECONDS)
+    except BaseException as error:
+        is_stopped = isinstance(error, Stopped | asyncio.CancelledError)
+        leave(ring, within_seconds=LEAVE_SECONDS, has_failed=not is_stopped)
         raise
     leave(ring)
     return result

@@ -41,11 +41,21 @@ from jaxft.harness.heap import frozen_heap
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.hosts.accord import Accord
 from jaxft.hosts.ring import Ring
-from jaxft.hosts.start import current_ring
+from jaxft.hosts.start import current_accord, current_ring
 from jaxft.redaction import hiding, redacted_values, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, LOG_FILE, RESULT_FILE, RunDirectory, is_run
+from jaxft.runs.directory import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    LOG_FILE,
+    PAIRS_FILE,
+    RESULT_FILE,
+    RUN_FILES,
+    RunDirectory,
+    is_run,
+)
 from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
 
@@ -111,8 +121,6 @@ class Session:
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
         """
-        if current_ring() is not None:
-            raise ConfigError(["several processes can evaluate together, but not train: start one process"])
         trainer = await self.trainer()
         try:
             options = {"run_configuration": self._run_configuration()}
@@ -217,10 +225,17 @@ class Session:
                 await asyncio.wait({running, listening})
 
     async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]", shutdown: Shutdown) -> None:
-        """Wait for a running update within the grace time, cancel everything else, save the run and raise `Stopped`."""
+        """Wait for a running update within the grace time, cancel everything else, save the run and raise `Stopped`.
+
+        Several processes stop before the same update, and save the same state.
+        """
         trainer.is_stopping = True
-        grace = self.config.finetuning.grace_seconds
-        if (await self.adapter()).is_busy() and not running.done():
+        grace, accord = self.config.finetuning.grace_seconds, current_accord()
+        is_computing = (await self.adapter()).is_busy()
+        if accord is not None:
+            await accord.settled()
+            is_computing = is_computing and not accord.is_stopped
+        if is_computing and not running.done():
             self.console.message(f"finishing the update, in at most {grace:g} seconds")
             await asyncio.wait({running}, timeout=grace)
         if running.done() and running.exception() is not None:
@@ -228,8 +243,8 @@ class Session:
         running.cancel()
         await asyncio.wait({running})
         step = None
-        with contextlib.suppress(TimeoutError):
-            step = await asyncio.wait_for(self.checkpointing.save_boundary(trainer), timeout=max(grace, 1.0))
+        with contextlib.suppress(TimeoutError, HostsError):
+            step = await asyncio.wait_for(self._save_stopped(trainer, accord), timeout=max(grace, 1.0))
         await self.checkpointing.wait()
         shutdown.end_within(max(grace, 1.0))  # an update past its grace time still occupies the device
         saved = self.checkpointing.saved_step
@@ -240,6 +255,15 @@ class Session:
         shutdown.resume_command = None
         makes_none = self.config.finetuning.checkpoints.every is None
         raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
+
+    async def _save_stopped(self, trainer: Trainer, accord: Accord | None) -> int | None:
+        """Save the latest state between two epochs, and return its step; None if that is not possible any more."""
+        if accord is not None:
+            await accord.stop()
+            steps = await accord.gather("step to save", await self.checkpointing.can_save(trainer))
+            if len({*steps}) > 1 or None in steps:
+                return None
+        return await self.checkpointing.save_boundary(trainer)
 
     async def trainer(self) -> Trainer:
         """Make the trainer with its builder and adapter, not yet initialised.
@@ -350,19 +374,22 @@ async def open_session(
     command = resume_command.get()
     shutdown = current_shutdown() if output_dir is None else None
     ring = current_ring()
-    if ring is not None and ring.index > 0:  # the first process writes the files of the run, and this one none
-        path = Path(tempfile.mkdtemp(prefix="jaxft-"))
-        atexit.register(shutil.rmtree, path, ignore_errors=True)
-    directory = (
-        RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
-    )
+    shared = None
+    if ring is None or ring.index == 0:
+        directory = (
+            RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
+        )
+    else:
+        shared, directory = path.absolute(), _own_directory()
+    if ring is not None and resume:
+        await _copy_run(ring, directory, shared)
     if directory.came_back:
         shown_on.message(CAME_BACK.format(path))
         directory.came_back = False
     try:
         with hiding(secrets), without_secrets(), directory:
             shown_on.mask = redactor()
-            checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message)
+            checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, ring, shared)
             try:
                 async with ComponentBuilder(config, directory, shown_on) as builder:
                     is_continued = resume and directory.holds(CONFIG_FILE)
@@ -403,6 +430,36 @@ async def open_session(
             shown_on.message(CAME_BACK.format(path))
             if shutdown is not None:
                 shutdown.resume_command = None
+
+
+def _own_directory() -> RunDirectory:
+    """Return a directory that is removed with this process: of several processes the first one writes the files."""
+    path = Path(tempfile.mkdtemp(prefix="jaxft-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return RunDirectory.create(path)
+
+
+async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) -> None:
+    """Copy what a resumed run goes on from into the directory of a process that is not the first.
+
+    Args:
+        ring: the processes of the run.
+        directory: the directory of this process.
+        shared: that of the first process; None in the first one.
+
+    Raises:
+        HostsError: this process does not find the run.
+    """
+    is_begun = (await asyncio.to_thread(ring.gather, "run directory", directory.holds(CONFIG_FILE)))[0]
+    if shared is None:
+        return
+    if is_begun and not (shared / CONFIG_FILE).is_file():
+        raise HostsError(f"process {ring.index} does not find the run in '{shared}': all processes need to reach it")
+    for name in RUN_FILES:
+        if (shared / name).is_file() and name != RESULT_FILE:
+            shutil.copyfile(shared / name, directory.file(name))
+    if (shared / PAIRS_FILE).is_file():
+        shutil.copyfile(shared / PAIRS_FILE, directory.file(PAIRS_FILE))
 
 
 async def _check_alike(ring: Ring, config: Config, digest: str) -> None:

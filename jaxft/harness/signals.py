@@ -36,11 +36,14 @@ class Shutdown:
     Attributes:
         signal: the first signal received; None before.
         resume_command: the command that resumes the run; None without a run.
+        tell: called with the first signal, to tell the other processes of the run.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.resume_command: str | None = None
+        self.tell: Callable[[signal.Signals], object] = lambda number: None
+        self._is_told = False  # another process got the signal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
@@ -56,6 +59,8 @@ class Shutdown:
         the first one would.
         """
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self.signal is not None:  # told while this process was starting
+            self._loop.call_soon(self._stop)
         if threading.current_thread() is not threading.main_thread():
             token = _shutdown.set(self)
             try:
@@ -150,16 +155,29 @@ class Shutdown:
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 self._loop.call_soon_threadsafe(interrupt)
             return
-        if self.signal is not None:  # both came before this thread could run
+        if self.signal is not None and not self._is_told:  # both came before this thread could run
             _tell(f"{number.name} again: ended at once")
             os._exit(128 + number)
-        self.signal = number
         for each in SIGNALS:
             _LIBC.signal(each, None)  # the system ends the process
+        if self._is_told:  # as all processes of a terminal get its Ctrl-C
+            self._is_told = False
+            return
+        self.signal = number
+        self.tell(number)
         _tell(f"{number.name}: stopping; a second signal ends at once")
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed just now
             self._loop.call_soon_threadsafe(self._stop)
+
+    def hear(self, number: int) -> None:
+        """Stop as by this signal, which another process of the run got; its own first signal changes nothing then."""
+        if self.signal is not None:
+            return
+        self.signal, self._is_told = signal.Signals(number), True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+                self._loop.call_soon_threadsafe(self._stop)
 
     def stop(self) -> None:
         """Stop and save the run as the first Ctrl-C does; a second call gives up saving. For any other thread."""

@@ -39,7 +39,14 @@ def launch(command: Sequence[str], count: int) -> int:
         raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
     environments = environments_of(count, os.environ)
     processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            process_group=0,  # a terminal's Ctrl-C reaches them through this process alone, and so once
+        )
         for environment in environments
     ]
     printing = [

@@ -8,15 +8,21 @@ matter, unlike with the collectives of devices, which all processes must begin i
 import pickle
 import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from jaxft.errors import HostsError
 
-GONE, BYE = "gone", "bye"
-"""Names of the messages that a process was lost, and that one ends as it should."""
+GONE, BYE, STOP = "gone", "bye", "stop"
+"""Names of the messages that a process was lost, that one ends, and that a signal stops the run."""
+
+FAILED = b"failed"
+"""Content of the `BYE` of a process that ends with an error."""
+
+FAILED_SECONDS = 5.0
+"""Time that a process has to end by itself after another one has ended with an error."""
 
 
 class _Message(NamedTuple):
@@ -25,12 +31,17 @@ class _Message(NamedTuple):
     content: bytes = b""
 
 
+_Given = defaultdict[int, deque[bytes]]
+"""What each process has given under a name and has not been read yet; one that has given nothing is not in it."""
+
+
 class Ring:
     """The connections of one process, with a thread that reads and a thread that writes.
 
     Attributes:
         index: number of this process, from 0.
         count: number of processes.
+        on_stop: called in a thread with the number of a signal that another process got; see `stop`.
     """
 
     def __init__(
@@ -43,14 +54,17 @@ class Ring:
             count: number of processes.
             before: connection from the process before this one.
             after: connection to the process after it.
-            on_loss: called once, in a thread, with the number of a process that has gone without `close`.
+            on_loss: called once, in a thread, with the number of a process that has gone without `close`, or has ended
+                with an error some seconds ago.
         """
         self.index, self.count = index, count
+        self.on_stop: Callable[[int], object] = lambda number: None
         self._before, self._after, self._on_loss = before, after, on_loss
-        self._changed = threading.Condition()  # guards the four below
-        self._contents: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        self._changed = threading.Condition()  # guards the five below
+        self._contents: defaultdict[str, _Given] = defaultdict(lambda: defaultdict(deque))
         self._ended: set[int] = set()
         self._lost: int | None = None
+        self._is_closing = False
         self._is_cut = False  # the process before this one has ended, and nothing comes through it any more
         self._to_send: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._threads = [
@@ -63,7 +77,8 @@ class Ring:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return the value that each process gives under this name, in the order of the processes.
 
-        Blocks until all have given theirs. A name is used once. The values are copies, this process's own included.
+        Blocks until all have given theirs. A name can be used again after that, as each process gives its values in the
+        same order. The values are copies, this process's own included.
 
         Raises:
             HostsError: a process has gone, or has ended before it gave its value.
@@ -72,21 +87,36 @@ class Ring:
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self._to_send.put(_Message(self.index, name, content))
         with self._changed:
-            self._contents[name][self.index] = content
             found = self._contents[name]
+            found[self.index].append(content)
             self._changed.wait_for(
                 lambda: len(found) == self.count or self._lost is not None or self._is_cut or self._ended - {*found}
             )
-            del self._contents[name]
-            before = (self.index - 1) % self.count
-            missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), before)
-        if len(found) < self.count:
-            raise HostsError(f"process {missing} of {self.count} has ended, and this one needs something of it")
-        return [pickle.loads(found[index]) for index in range(self.count)]
+            if len(found) < self.count:
+                before = (self.index - 1) % self.count
+                missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), before)
+                raise HostsError(f"process {missing} of {self.count} has ended, and this one needs something of it")
+            contents = [found[index].popleft() for index in range(self.count)]
+            for index in range(self.count):
+                if not found[index]:
+                    del found[index]
+        return [pickle.loads(each) for each in contents]
 
-    def close(self, within_seconds: float | None = None) -> None:
-        """Say that this process ends, so that nobody takes it for lost, and wait for the others, at most so long."""
-        self._to_send.put(_Message(self.index, BYE))
+    def stop(self, number: int) -> None:
+        """Tell the other processes that a signal stops the run; can be called from any thread."""
+        self._to_send.put(_Message(self.index, STOP, bytes([number])))
+
+    def close(self, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
+        """Say that this process ends, so that nobody takes it for lost, and wait for the others, at most so long.
+
+        Args:
+            within_seconds: time to wait; None: without a limit.
+            has_failed: True if it ends with an error. The others mostly do, too; one that has not ended
+                `FAILED_SECONDS` later waits in vain for something of this one, and hears of a loss.
+        """
+        with self._changed:
+            self._is_closing = True
+        self._to_send.put(_Message(self.index, BYE, FAILED if has_failed else b""))
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._ended) == self.count - 1 or self._lost is not None or self._is_cut, within_seconds
@@ -113,9 +143,13 @@ class Ring:
             with self._changed:
                 if message.name == BYE:
                     self._ended.add(message.origin)
-                else:
-                    self._contents[message.name][message.origin] = message.content
+                    if message.content == FAILED:
+                        self._lose_later(message.origin)
+                elif message.name != STOP:
+                    self._contents[message.name][message.origin].append(message.content)
                 self._changed.notify_all()
+            if message.name == STOP:
+                self.on_stop(message.content[0])
 
     def _write(self) -> None:
         while (message := self._to_send.get()) is not None:
@@ -127,6 +161,17 @@ class Ring:
                 if not is_expected:
                     self._lose(_Message((self.index + 1) % self.count, GONE))
                 return
+
+    def _lose_later(self, origin: int) -> None:
+        """Report a process that ended with an error, unless this one ends soon, too."""
+
+        def lose() -> None:
+            if not self._is_closing:
+                self._on_loss(origin)
+
+        timer = threading.Timer(FAILED_SECONDS, lose)
+        timer.daemon = True
+        timer.start()
 
     def _lose(self, message: _Message) -> None:
         """Tell the processes behind this one which was lost, and whoever waits here."""

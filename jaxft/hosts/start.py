@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxft.errors import HostsError
+from jaxft.hosts.accord import Accord
 from jaxft.hosts.meeting import HEARTBEAT_SECONDS, meet
 from jaxft.hosts.ring import Ring
 
@@ -140,12 +141,13 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
     )
     if ring.index > 0:
         _wait_when_aborted()
-    global _ring
-    _ring = ring
+    global _ring, _accord
+    _ring, _accord = ring, Accord(ring)
     return ring
 
 
 _ring: Ring | None = None
+_accord: Accord | None = None
 
 
 def current_ring() -> Ring | None:
@@ -153,15 +155,23 @@ def current_ring() -> Ring | None:
     return _ring
 
 
-def leave(ring: Ring, within_seconds: float | None = None) -> None:
-    """Wait until all processes end, or so long, and let go of them; process 0, the coordinator, is the last to go."""
+def current_accord() -> Accord | None:
+    """Return the accord of the processes of this run; None if there is one process only."""
+    return _accord
+
+
+def leave(ring: Ring, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
+    """Wait until all processes end, or so long, and let go of them; process 0, the coordinator, is the last to go.
+
+    `has_failed` is that of `Ring.close`.
+    """
     import jax
 
-    global _ring
-    _ring = None
+    global _ring, _accord
+    _ring = _accord = None
     if ring.index != 0:
         jax.distributed.shutdown()
-    ring.close(within_seconds)
+    ring.close(within_seconds, has_failed=has_failed)
     if ring.index == 0:
         jax.distributed.shutdown()
 

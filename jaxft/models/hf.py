@@ -17,7 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
-from jaxft.core.sharding import Sharding
+from jaxft.core.sharding import Sharding, to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig
@@ -229,6 +229,7 @@ def save_model(
     *,
     max_shard_bytes: float = 5e9,
     card: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Write a model folder that transformers and `load_model` read: `config.json`, safetensors, and the tokenizer.
 
@@ -244,6 +245,7 @@ def save_model(
         tokenizer: an object with transformers' `save_pretrained`.
         max_shard_bytes: maximum bytes of a weights file; more weights are split over several files with an index.
         card: text of the model card, `README.md`, which the manifest does not list; None writes none.
+        writes: False for a process that only helps another one to gather parameters on the devices of both.
 
     Raises:
         ModelFileError: the folder holds files, the model is no decoder, or `params` do not fit its config.
@@ -255,6 +257,11 @@ def save_model(
         raise ModelFileError(f"the model's config is a {type(model.config).__name__}; only a decoder can be written")
     flat = flatten_dict(params, sep="/")
     _check_params(model.config, flat)
+    if not writes:
+        for tensor in tensors_of(model.config):
+            for layer in range(len(tensor.names)):
+                _for_file(flat, tensor, layer)
+        return
     dtypes = {leaf.dtype.name for leaf in flat.values()}
     source = source_files(model.config)
     values = source[CONFIG] | config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
@@ -323,6 +330,6 @@ def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
         whole = flat[path]
         if isinstance(whole, jax.Array) and is_on_one_cpu(whole):
             whole = np.asarray(whole)
-        values = np.asarray(whole[layer] if tensor.is_per_layer else whole)
+        values = np.asarray(to_host(whole[layer] if tensor.is_per_layer else whole))
         parts.append(values.T if tensor.is_transposed else values)
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

@@ -131,17 +131,17 @@ def base_place(folder: str | os.PathLike[str]) -> str | Path:
     return place
 
 
-def on_mesh(model: Model, mesh: Mesh, *, compute_dtype: Any = None, strict: bool = False) -> Model:
+def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None, strict: bool = False) -> Model:
     """Return the same model on another mesh.
 
     Args:
         model: result of `init_model` or `load_model`.
-        mesh: the other mesh.
+        mesh: the other mesh; None for one device.
         compute_dtype: dtype of products, as for `init_model`.
         strict: as for `init_model`.
     """
     assert isinstance(model.config, DecoderConfig) and isinstance(model.lora, LoraSpec | None)
-    sharding = sharding_for(model.config, mesh, strict=strict)
+    sharding = None if mesh is None else sharding_for(model.config, mesh, strict=strict)
     return decoder(model.config, compute_dtype=compute_dtype, lora=model.lora, sharding=sharding)
 
 

@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Sharding
+from jaxft.core.sharding import Sharding, to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
@@ -84,6 +84,7 @@ def save_adapter(
     base: str | None = None,
     tokenizer: Any = None,
     card: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Write the adapters of a model, in one step, for `load_adapter` and for `PeftModel.from_pretrained`.
 
@@ -92,6 +93,7 @@ def save_adapter(
         base: path or hub id of the base; None writes the base into the subfolder `base`.
         tokenizer: an object with transformers' `save_pretrained`.
         card: text of the model card, `README.md`; None writes none.
+        writes: as for `save_model`.
 
     Raises:
         ModelFileError: the model has no adapters, or the folder holds files.
@@ -111,7 +113,7 @@ def save_adapter(
         for layer in range(config.num_layers):
             matrices = _fuse(
                 [
-                    {kind: np.asarray(adapters[f"{part}/{kind}"][layer]).T for kind in LORA_NAMES}
+                    {kind: to_host(adapters[f"{part}/{kind}"][layer]).T for kind in LORA_NAMES}
                     if lora.is_target(part)
                     else kernels[f"{part}/kernel"].shape[-1]
                     for part in parts
@@ -136,6 +138,10 @@ def save_adapter(
         "use_rslora": lora.use_rslora,
         "target_modules": targets,
     }
+    if not writes:
+        if base is None:
+            save_model(folder, model, params[BASE], writes=False)
+        return
     with new_folder(folder, card) as unfinished:
         write_json(unfinished / CONFIG, values)
         # Not by save_file, whose files nobody but their owner may read.
@@ -234,7 +240,7 @@ def base_fingerprint(base: Params) -> str:
     for path in first + sorted(flat.keys() - first):
         leaf = flat[path]
         rows = leaf[:, :FINGERPRINT_ROWS] if path.startswith("layers/") else leaf[:FINGERPRINT_ROWS]
-        digest.update(np.asarray(jnp.asarray(rows, jnp.bfloat16)).tobytes())
+        digest.update(to_host(jnp.asarray(rows, jnp.bfloat16)).tobytes())
     return digest.hexdigest()
 
 

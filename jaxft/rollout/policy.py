@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool
 
 from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import BASE, combine, partition
-from jaxft.core.sharding import devices_of, platform_of
+from jaxft.core.sharding import devices_of, platform_of, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.models.config import DecoderConfig, LoraSpec
@@ -26,7 +26,7 @@ from jaxft.models.peft import base_fingerprint, save_adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
 from jaxft.rollout.engine import Engine
-from jaxft.rollout.relayout import Relayout, SentRelayout, copy_trained
+from jaxft.rollout.relayout import GatheredRelayout, Relayout, SentRelayout, copy_trained
 from jaxft.rollout.requests import Request
 from jaxft.rollout.snapshot import Snapshot
 
@@ -45,12 +45,13 @@ class Held(NamedTuple):
     Attributes:
         params: the weights, in the layout for decoding.
         version: version of the policy that they are.
-        adapters: with adapters, these as they were trained, from which a checkpoint makes the weights again.
+        trained: with adapters these, and on the devices of several processes the parameters, as they were trained, from
+            which a checkpoint makes the weights again; None where a checkpoint has the weights themselves.
     """
 
     params: Params
     version: int
-    adapters: Params | None = None
+    trained: Params | None = None
 
 
 class Policy:
@@ -97,8 +98,8 @@ class Policy:
             max_context_tokens: maximum number of tokens of a prompt with its answer.
             cache_tokens: number of tokens whose keys and values fit in the cache; see `Engine`.
             base: folder or hub id that the base of adapters was loaded from; None if there is none.
-            sampler: the same model on a mesh of other devices, which then sample alone; None to sample where the
-                parameters are.
+            sampler: the same model on a mesh of other devices, which then sample alone, or of those devices of the mesh
+                that are of this process, where it has some of several; None to sample where the parameters are.
 
         Raises:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
@@ -122,7 +123,11 @@ class Policy:
         self._queued: Any = None  # computed by the microbatch before the latest
         self._lost: str | None = None
         self._sampler = model if sampler is None else sampler
-        self.relayout = Relayout(model) if sampler is None else SentRelayout(model, sampler)
+        self._spans_processes = spans_processes(model.sharding)
+        if sampler is None:
+            self.relayout = Relayout(model)
+        else:
+            self.relayout = (GatheredRelayout if self._spans_processes else SentRelayout)(model, sampler)
         self._device = DeviceThread()
         self._make_engine = partial(
             Engine,
@@ -138,6 +143,8 @@ class Policy:
             cache_tokens=cache_tokens,
         )
         self.snapshots: dict[str, Snapshot] = {}
+        if self._spans_processes:
+            self._device.submit(self._lay_out)
 
     def add_snapshot(
         self,
@@ -200,6 +207,7 @@ class Policy:
                 self.version += 1
                 if not self.is_sampler_held:
                     self._follow()
+            self._lay_out()
             return result
 
         return await self._device.run(run, "training")
@@ -227,7 +235,7 @@ class Policy:
     @property
     def has_own_sampler(self) -> bool:
         """True if other devices than those of the parameters sample."""
-        return self._sampler is not self.model
+        return self._sampler is not self.model and not self._spans_processes
 
     async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
         """Sample with the present weights until the next call of this or of `release_sampler`, whatever is trained.
@@ -250,10 +258,11 @@ class Policy:
         self.held, self.is_sampler_held = None, False
         self._follow()
         held = self.relayout(self._params, is_shared=False)
-        adapters = None
-        if self.model.lora is not None:
-            adapters = copy_trained(self.model, str(compute_dtype(held)), self._params)
-        self.held, self.is_sampler_held = Held(held, self.version, adapters), True
+        trained = None
+        if self.model.lora is not None or self._spans_processes:
+            trained = copy_trained(self.model, str(compute_dtype(held)), self._params)
+        self.held, self.is_sampler_held = Held(held, self.version, trained), True
+        self._lay_out()
 
     async def release_sampler(self) -> None:
         """Sample with the newest weights again, after the running requests; weights that were held stay in `held`."""
@@ -263,12 +272,20 @@ class Policy:
                 self._stop_sampling()
                 self.is_sampler_held = False
                 self._follow()
+                self._lay_out()
 
         await self._device.run(run)
 
     def _follow(self) -> None:
         for snapshot in self.snapshots.values():
             snapshot.follow(self.version)
+
+    def _lay_out(self) -> None:
+        """Make the weights to decode with, in which several processes take part; a single one does so on demand."""
+        if self._spans_processes:
+            self.sampling_params()
+            for snapshot in self.snapshots.values():
+                snapshot.sampling_params()
 
     @property
     def sampled_version(self) -> int:
@@ -291,6 +308,7 @@ class Policy:
             self._lost = "a restore was cut off"
             self._params = job(self._params)
             self._lost, self.version = None, version
+            self._lay_out()
 
         await self._device.run(run)
 
@@ -354,9 +372,11 @@ class Policy:
     async def save(self, folder: str | Path, card: ModelCard | None = None) -> Path:
         """Write model and tokenizer in Hugging Face's file format, or adapters in PEFT's, and the model card if given.
 
-        Adapters are written with their base if it was changed or was not loaded from a folder or the hub.
+        Adapters are written with their base if it was changed or was not loaded from a folder or the hub. Of several
+        processes, which all call this, the first one writes.
         """
         path, lora = Path(folder), self.model.lora
+        writes = not self._spans_processes or jax.process_index() == 0
         assert lora is None or isinstance(lora, LoraSpec)
 
         def save(params: Params) -> None:
@@ -364,9 +384,10 @@ class Policy:
             weights = Weights(str(self.dtype), lora, has_base=lora is not None and base is None)
             text = None if card is None else card_text(card, weights)
             if lora is None:
-                save_model(path, self.model, params, tokenizer=self.tokenizer, card=text)
+                save_model(path, self.model, params, tokenizer=self.tokenizer, card=text, writes=writes)
             else:
-                save_adapter(path, self.model, params, base=base, tokenizer=self.tokenizer, card=text)
+                parts = {"base": base, "tokenizer": self.tokenizer, "card": text}
+                save_adapter(path, self.model, params, **parts, writes=writes)
 
         await self.read(save)
         return path
@@ -412,19 +433,26 @@ class Policy:
             "version": self.held.version,
             "dtype": str(compute_dtype(self.held.params)),
             "tensor_shards": self._tensor_shards,
+            "is_as_trained": self.held.trained is not None,
         }
 
     def held_arrays(self) -> Params:
-        """Return the arrays of the weights that the sampler holds; with adapters, the adapters as they were trained."""
+        """Return the arrays of the weights that the sampler holds, or those from which they are made again."""
         assert self.held is not None
-        return self.held.params if self.held.adapters is None else self.held.adapters
+        return self.held.params if self.held.trained is None else self.held.trained
 
     def held_like(self, state: dict[str, Any], params: Params) -> Params:
         """Return new arrays of the shapes, dtypes and shardings that the `held_arrays` of a `held_state` have."""
-        if self.model.lora is not None:
+        if self._is_as_trained(state):
             return copy_trained(self.model, state["dtype"], params)
         laid_out = self.relayout(params, is_shared=False)
+        if isinstance(self.relayout, GatheredRelayout):
+            laid_out = self.relayout.whole_like(laid_out)
         return jax.tree.map(lambda leaf: leaf.astype(state["dtype"]), laid_out)
+
+    def _is_as_trained(self, state: dict[str, Any]) -> bool:
+        """Return True if the arrays of a `held_state` are those of `Held.trained`; earlier versions do not say so."""
+        return bool(state.get("is_as_trained", self.model.lora is not None))
 
     def restore_held(self, state: dict[str, Any], arrays: Params, params: Params) -> bool:
         """Hold the weights of a `held_state`, in the job of a `restore`; `params` are the restored ones.
@@ -432,13 +460,19 @@ class Policy:
         Returns:
             False if they are laid out for another mesh, or in another dtype of products: then nothing is held.
         """
-        adapters = None
-        if self.model.lora is not None:
-            adapters = arrays
-            arrays = self.relayout(combine(adapters, partition(self.model, params)[1]), is_shared=False)
-        elif (state["dtype"], state["tensor_shards"]) != (str(self.relayout.dtype(params)), self._tensor_shards):
+        if self._is_as_trained(state):
+            if self.model.lora is None and state["dtype"] != str(self.relayout.dtype(params)):
+                return False
+            laid_out = self.relayout(combine(arrays, partition(self.model, params)[1]), is_shared=False)
+            self.held, self.is_sampler_held = Held(laid_out, state["version"], arrays), True
+            return True
+        is_same_layout = (state["dtype"], state["tensor_shards"]) == (
+            str(self.relayout.dtype(params)),
+            self._tensor_shards,
+        )
+        if not is_same_layout or self._spans_processes:
             return False
-        self.held, self.is_sampler_held = Held(arrays, state["version"], adapters), True
+        self.held, self.is_sampler_held = Held(arrays, state["version"]), True
         return True
 
     @property

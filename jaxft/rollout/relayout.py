@@ -1,14 +1,17 @@
 """The weights to decode with: the trained parameters, laid out for decoding, and sent to the devices that sample."""
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import combine, partition, trainable
-from jaxft.core.sharding import constrain, device_bytes
+from jaxft.core.sharding import AXES, Sharding, constrain, device_bytes, make_mesh, path_text
 from jaxft.core.types import Model, Params
 
 
@@ -116,3 +119,83 @@ class SentRelayout(Relayout):
     def _send(self, params: Params) -> Params:
         assert self._model.sharding is not None
         return self._model.sharding.place(params)
+
+
+class GatheredRelayout(SentRelayout):
+    """The same for parameters on the devices of several processes, of which each samples on its own ones.
+
+    One program gathers them, in the dtype of products, so that each process has them whole on its devices, cut along
+    `tensor` only. All processes call it alike, and nothing passes through the memory of the hosts.
+    """
+
+    def __init__(self, model: Model, sampler: Model) -> None:
+        """Take the trained model, and the same on devices of this process, the mesh of `sampling_mesh`."""
+        super().__init__(model, sampler)
+        mesh = _whole_mesh(model)
+        self._gathered = replace(_sharding(model), mesh=mesh).gathered()
+        self._gather = jax.jit(self._gathered.constrain)
+
+    def own_parts(self, gathered: Any) -> Any:
+        """Return the arrays of this process, of a tree of arrays that each process has whole, without a copy."""
+
+        def own(leaf: jax.Array) -> jax.Array:
+            parts = [shard.data for shard in leaf.addressable_shards]
+            if self._model.sharding is None:
+                return parts[0]
+            assert isinstance(leaf.sharding, NamedSharding)
+            to = NamedSharding(_mesh(self._model), leaf.sharding.spec)
+            return jax.make_array_from_single_device_arrays(leaf.shape, to, parts)
+
+        return jax.tree.map(own, gathered)
+
+    def whole_like(self, own: Any) -> Any:
+        """Return arrays that each process has whole, of the arrays of this process: the inverse of `own_parts`."""
+
+        def whole(path: Any, leaf: jax.Array) -> jax.Array:
+            to = self._gathered.leaf_sharding(path_text(path), leaf.shape)
+            parts = [shard.data for shard in leaf.addressable_shards]
+            return jax.make_array_from_single_device_arrays(leaf.shape, to, parts)
+
+        return jax.tree_util.tree_map_with_path(whole, own)
+
+    def _send(self, params: Params) -> Params:
+        return self.own_parts(self._gather(params))
+
+
+def sampling_mesh(trained: Mesh) -> Mesh | None:
+    """Return the mesh of this process's devices to sample on; None for a single one.
+
+    It has the axis `tensor` of the mesh that is trained on, as far as it lies within a process.
+
+    Raises:
+        ValueError: the processes have different numbers of devices, or the axis does not divide over those of one.
+    """
+    own = [device for device in trained.devices.flat if device.process_index == jax.process_index()]
+    processes = {device.process_index for device in trained.devices.flat}
+    if len(own) * len(processes) != trained.size:
+        raise ValueError(f"process {jax.process_index()} has {len(own)} of {trained.size} devices; wanted equal parts")
+    tensor = trained.shape["tensor"]
+    if math.gcd(tensor, len(own)) != min(tensor, len(own)):
+        raise ValueError(
+            f"mesh axis tensor has {tensor} devices, and a process {len(own)}; wanted one number that divides the other"
+        )
+    return None if len(own) == 1 else make_mesh(tensor=min(tensor, len(own)), devices=own)
+
+
+def _whole_mesh(model: Model) -> Mesh:
+    """Return the mesh of all devices on which arrays that are cut along `tensor` are whole in each process."""
+    mesh = _mesh(model)
+    each = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    sizes = -1, 1, min(mesh.shape["tensor"], each)
+    return Mesh(mesh.devices.reshape(*sizes), AXES, axis_types=mesh.axis_types)
+
+
+def _sharding(model: Model) -> Sharding:
+    assert model.sharding is not None
+    return model.sharding
+
+
+def _mesh(model: Model) -> Mesh:
+    mesh = _sharding(model).mesh
+    assert isinstance(mesh, Mesh)
+    return mesh

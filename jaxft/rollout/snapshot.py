@@ -76,7 +76,7 @@ class Snapshot:
         self._dtype = policy.relayout.dtype(policy.trained_params())
         self._kept: Kept | None = None  # None: the parameters are the policy's own
         self._decode_params: Params | None = None
-        self.engine = make_engine(self._sampling_params)
+        self.engine = make_engine(self.sampling_params)
 
     @property
     def version(self) -> int:
@@ -139,7 +139,8 @@ class Snapshot:
         """Return all parameters of the snapshot, with the frozen base of `params`, the policy's."""
         return params if kept is None else combine(kept.params, partition(self._policy.model, params)[1])
 
-    def _sampling_params(self) -> tuple[Params, int]:
+    def sampling_params(self) -> tuple[Params, int]:
+        """Return the weights that requests are answered with, and their version."""
         if self._kept is None or self._kept.version == self._policy.sampled_version:
             return self._policy.sampling_params()
         if self._decode_params is None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jaxft.files import (
     verify_manifest,
     write_manifest,
 )
+from jaxft.hosts.ring import Ring
 from jaxft.runs.directory import RunDirectory
 
 FOLDER = "checkpoints"
@@ -54,10 +56,28 @@ class Checkpoints:
         saved_step: the newest step that this object has saved; None before the first.
     """
 
-    def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, keep_best: bool = True) -> None:
-        """Keep the newest `max_to_keep` steps and, with `keep_best`, also the step of the best score."""
-        self._directory = directory
-        self.folder = directory.file(f"{FOLDER}/step").parent
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        max_to_keep: int = 2,
+        keep_best: bool = True,
+        ring: Ring | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Open the folder `checkpoints` of a run.
+
+        Args:
+            directory: the run directory.
+            max_to_keep: number of the newest steps that are kept.
+            keep_best: True to keep also the step of the best score.
+            ring: the processes of the run, which all write their arrays, and make, save and restore alike; the first
+                one does all else. None for this process alone.
+            folder: the folder of all processes, for one that has a run directory of its own.
+        """
+        self._directory, self._ring, self._num_together = directory, ring, 0
+        self._leads = ring is None or ring.index == 0
+        self.folder = directory.file(f"{FOLDER}/step").parent if folder is None else folder
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -68,8 +88,43 @@ class Checkpoints:
         self._manager = self._new_manager()
 
     def _new_manager(self) -> Any:
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True)
+        more: dict[str, Any] = {}
+        if self._ring is not None:
+            # Named processes meet through JAX's coordinator; all without names do so by a program on their devices, in
+            # another thread than the one that computes.
+            processes = set(range(self._ring.count))
+            more["multiprocessing_options"] = ocp.options.MultiprocessingOptions(active_processes=processes)
+            more["create"] = False
+            self._together(lambda: self.folder.mkdir(exist_ok=True) if self._leads else None)
+            self._together(self._check_shared)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True, **more)
         return ocp.CheckpointManager(self.folder, options=options)
+
+    def _check_shared(self) -> None:
+        if self._ring is not None and not self.folder.is_dir():
+            raise CheckpointError(
+                f"process {self._ring.index} does not find '{self.folder}': several processes need an output_dir that "
+                "all of them reach"
+            )
+
+    def _together(self, step: Callable[[], object]) -> None:
+        """Make a step, and wait until all processes have; if it fails in one of them, raise in all."""
+        if self._ring is None:
+            step()
+            return
+        fault: Exception | None = None
+        try:
+            step()
+        except Exception as error:
+            fault = error
+        self._num_together += 1
+        said = None if fault is None else f"{type(fault).__name__}: {fault}"
+        answers = self._ring.gather(f"checkpoints {self._num_together}", said)
+        if fault is not None:
+            raise fault
+        for index, each in enumerate(answers):
+            if each is not None:
+                raise CheckpointError(f"process {index} failed: {each}")
 
     def steps(self) -> list[int]:
         """Return the numbers of all step directories, verified or not, ascending."""
@@ -82,6 +137,16 @@ class Checkpoints:
         Raises:
             RestoreError: finished steps exist but none verifies, or the newest has a newer format.
         """
+        found = self._newest_verified(log) if self._leads else None
+        if self._ring is not None:  # each file is read once
+            found = self._ring.gather("newest checkpoint", found)[0]
+        if found is None:
+            return None
+        step, seconds = found
+        return Checkpoint(step, self._state(step), seconds)
+
+    def _newest_verified(self, log: Callable[[str], None]) -> tuple[int, float] | None:
+        """Return the newest step that verifies, and the seconds that the run had taken."""
         faults = []
         for step in reversed(self.steps()):
             folder = self.folder / str(step)
@@ -92,7 +157,7 @@ class Checkpoints:
                         f"{folder} is of checkpoint_format {manifest['checkpoint_format']}, newer than this program "
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
-                return Checkpoint(step, self._state(step), manifest.get("seconds", 0.0))
+                return step, manifest.get("seconds", 0.0)
             except NewerFormatError as error:  # it is not damaged, so no older step may replace it
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
@@ -109,6 +174,10 @@ class Checkpoints:
 
     def set_aside(self, after: int) -> None:
         """Rename all steps after `after`; the run saves them again, and each renamed step is removed then."""
+        self._together(lambda: self._rename_aside(after) if self._leads else None)
+        self._manager.reload()
+
+    def _rename_aside(self, after: int) -> None:
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{step}{DAMAGED}"
@@ -116,7 +185,6 @@ class Checkpoints:
                     raise RestoreError(f"'{aside}' is in the way of checkpoint {step}: move it elsewhere")
                 shutil.rmtree(aside, ignore_errors=True)
                 (self.folder / str(step)).rename(aside)
-        self._manager.reload()
 
     def _state(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(state=ocp.args.JsonRestore())
@@ -189,16 +257,23 @@ class Checkpoints:
         about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds}
         try:
             with self._failing(step):
-                self._manager.wait_until_finished()
-                self._manager.check_for_errors()
-                write_manifest(folder, about)
-                sync_folder(self.folder)
-                verify_manifest(folder)
+                self._together(self._wait_for_arrays)
+                self._together(lambda: self._complete(folder, about) if self._leads else None)
                 self.saved_step = step
-                self._directory.commit()
-                self._drop_old(step)
+                if self._leads:
+                    self._directory.commit()
+                    self._drop_old(step)
         except BaseException as error:  # raised by `wait`
             self._error = error
+
+    def _wait_for_arrays(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def _complete(self, folder: Path, about: dict[str, Any]) -> None:
+        write_manifest(folder, about)
+        sync_folder(self.folder)
+        verify_manifest(folder)
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
@@ -216,7 +291,7 @@ class Checkpoints:
         """Remove the files of an unfinished step."""
         with contextlib.suppress(Exception):  # a manager raises the error of a failed save again from every method
             self._manager.close()
-        for entry in self.folder.glob(f"{step}*"):
+        for entry in self.folder.glob(f"{step}*") if self._leads else ():
             is_unfinished = entry.name == str(step) and not (entry / MANIFEST).exists()
             if entry.is_dir() and (is_unfinished or entry.name.startswith(f"{step}.orbax-checkpoint-tmp")):
                 shutil.rmtree(entry, ignore_errors=True)

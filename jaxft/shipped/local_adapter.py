@@ -25,6 +25,7 @@ from jaxft.harness.data_models import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from jaxft.hosts.start import current_accord
 from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
@@ -42,6 +43,7 @@ from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes
 from jaxft.training.rows import (
     Gathered,
     collect_rewards,
+    digests_of,
     gather_examples,
     gather_pairs,
     gather_rows,
@@ -278,6 +280,10 @@ class LocalTrainerAdapter(TrainerAdapter):
         kept: list[str] = []
         try:
             with user_code(), self._memory_errors():  # whatever stops the job becomes its status
+                if (accord := current_accord()) is not None and not await accord.begin(
+                    job.status.run_id, digests_of(data, rewards)
+                ):
+                    await asyncio.Event().wait()  # for the end of this process, which saves what was before the job
                 metrics = await self.policy.update(
                     partial(self._learn, job, data, rewards, bad_updates, kept_tokens),
                     has_changed=lambda metrics: metrics["applied_updates"] > 0,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, Sharding, devices_of, make_mesh, platform_of
+from jaxft.core.sharding import AXES, Sharding, devices_of, make_mesh, platform_of, spans_processes
 from jaxft.errors import ComponentError
 from jaxft.harness.registry import LLMConfig
 from jaxft.models.config import DecoderConfig, model_preset
@@ -23,6 +23,7 @@ from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.relayout import sampling_mesh
 from jaxft.rollout.token_text import num_token_ids
 from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
 
@@ -47,8 +48,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
         "lora": lora_of(config.lora),
     }
-    if config.mesh is not None:
-        options |= {"mesh": mesh, "strict": config.mesh.strict}
+    if mesh is not None:
+        options |= {"mesh": mesh, "strict": config.mesh is not None and config.mesh.strict}
     if folder is not None:
         model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
     else:
@@ -58,15 +59,17 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
         sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype, strict=config.sampler_mesh.strict)
+    elif mesh is not None and spans_processes(model.sharding):
+        sampler = on_mesh(model, sampling_mesh(mesh), compute_dtype=compute_dtype)
     policy = Policy(
         model,
         params,
         tokenizer,
         stop_ids=find_stop_ids(tokenizer, folder),
         seed=sampling_seed(seed, name, builder.config.llms),
-        slots=config.slots,
+        slots=share_of("slots", config.slots),
         max_context_tokens=config.max_context_tokens,
-        cache_tokens=config.cache_tokens,
+        cache_tokens=None if config.cache_tokens is None else share_of("cache_tokens", config.cache_tokens),
         base=None if config.path is None else base_name(config.path),
         sampler=sampler,
     )
@@ -109,9 +112,9 @@ async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) ->
         name,
         every=own.snapshot_every,
         seed=sampling_seed(builder.config.finetuning.seed, name, llms),
-        slots=own.slots,
+        slots=share_of("slots", own.slots),
         max_context_tokens=own.max_context_tokens,
-        cache_tokens=own.cache_tokens,
+        cache_tokens=None if own.cache_tokens is None else share_of("cache_tokens", own.cache_tokens),
     )
     return ChatClient(snapshot, name, own.long_prompts)
 
@@ -181,22 +184,31 @@ def lora_of(config: LoraConfig | None) -> Lora | None:
 
 
 def mesh_of(config: MeshConfig) -> Mesh:
-    """Make the mesh of all devices of this process.
+    """Make the mesh of all devices, those of other processes included.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    return make_mesh(config.data, config.fsdp, config.tensor, jax.local_devices())
+    return make_mesh(config.data, config.fsdp, config.tensor)
 
 
 def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     """Make the mesh of the parameters and that of the sampler; None for a single device, or no sampler of its own.
 
+    Several processes without `mesh` train on a device of each.
+
     Raises:
         ValueError: their sizes do not add up to the number of devices, or both are to take all that are left.
     """
     if config.sampler_mesh is None:
-        return None if config.mesh is None else mesh_of(config.mesh), None
+        if config.mesh is not None or jax.process_count() == 1:
+            return None if config.mesh is None else mesh_of(config.mesh), None
+        of_process = {device.process_index: device for device in reversed(jax.devices())}
+        return make_mesh(devices=[of_process[index] for index in sorted(of_process)]), None
+    if jax.process_count() > 1:
+        raise ValueError(
+            "sampler_mesh is given, but each of several processes samples on its own devices: leave it out"
+        )
     devices, trains, samples = jax.local_devices(), config.mesh or MeshConfig(data=1), config.sampler_mesh
     count = num_devices(trains)
     if count is None:
@@ -213,6 +225,18 @@ def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     split = (trains, devices[:count]), (samples, devices[count:])
     mesh, sampler_mesh = (make_mesh(each.data, each.fsdp, each.tensor, own) for each, own in split)
     return None if config.mesh is None else mesh, sampler_mesh
+
+
+def share_of(name: str, number: int) -> int:
+    """Return the part of slots, or of tokens in caches, that each process has.
+
+    Raises:
+        ValueError: there are not as many for each.
+    """
+    count = jax.process_count()
+    if number % count:
+        raise ValueError(f"{name} is {number}, which {count} processes cannot share; wanted a multiple of {count}")
+    return number // count
 
 
 def num_devices(config: MeshConfig) -> int | None:

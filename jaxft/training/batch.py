@@ -24,6 +24,7 @@ from jaxft.core.advantages import (
     whiten,
 )
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
+from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, Scored
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import DistillationConfig, LossConfig
@@ -313,7 +314,7 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
         scores[job.tokens] = np.concatenate(wide)[job.tokens]
         return scores
 
-    return jax.tree.map(joined, *jax.device_get(scored))
+    return jax.tree.map(joined, *to_host(scored))
 
 
 def compute_advantages(

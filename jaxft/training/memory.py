@@ -50,7 +50,7 @@ def device_mebibytes(sharding: Sharding | None) -> float | None:
 
     None where the device does not say.
     """
-    device = devices_of(sharding)[0]
+    device = _own_devices(sharding)[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
@@ -63,6 +63,11 @@ def peak_bytes(sharding: Sharding | None) -> dict[str, int]:
     The device is the fullest one. Devices that do not say, as CPUs, are left out.
     """
     found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices_of(sharding)]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in _own_devices(sharding)]
     known = [size for size in peaks if size is not None]
     return found | ({"device_peak_bytes": max(known)} if known else {})
+
+
+def _own_devices(sharding: Sharding | None) -> list[jax.Device]:
+    """Return the devices that compute and are of this process; others do not say what they have."""
+    return [device for device in devices_of(sharding) if device.process_index == jax.process_index()]

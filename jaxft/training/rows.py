@@ -4,6 +4,7 @@
 an error that names the episode.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, Trajecto
 from jaxft.rollout.calls import call_of
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence, token_sequences
-from jaxft.training.batch import CollectedRewards, Row
+from jaxft.training.batch import RECORDED, CollectedRewards, Row
 from jaxft.training.config import LossConfig
 
 
@@ -517,3 +518,30 @@ def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_l
         temperatures=[1.0] * len(ids),
         policy_versions=[-1] * len(ids),
     )
+
+
+def digests_of(data: Gathered, rewards: CollectedRewards | None) -> dict[str, list[str]]:
+    """Return a digest of each row of a job and of each trajectory's rewards, to compare them between processes."""
+    rows = [
+        _digest(
+            *(
+                np.array(getattr(row.sequence, name), dtype)
+                for name, dtype in (*RECORDED.items(), ("policy_versions", np.int64), ("turns", np.int64))
+            ),
+            np.array([row.trajectory, row.sequence.truncated, row.sequence.episode_truncated]),
+        )
+        for row in data.rows
+    ]
+    if rewards is None:
+        return {"row": rows}
+    tables = (rewards.rewards, rewards.group_ids, rewards.named_rewards, rewards.step_rewards)
+    columns = [table for table in tables if table is not None]
+    of_rewards = [_digest(*(np.asarray(column[index]) for column in columns)) for index in range(len(rewards.rewards))]
+    return {"row": rows, "trajectory's reward": of_rewards}
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
