@@ -16,6 +16,7 @@ from jaxft.harness.runtime import (
     exit_code_of,
     log_arguments,
     override_arguments,
+    processes_arguments,
     run_arguments,
     run_script,
     run_sweep,
@@ -23,6 +24,7 @@ from jaxft.harness.runtime import (
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.sweep import Program, sweep_arguments
 from jaxft.hosts.launch import launch
+from jaxft.hosts.start import VARIABLES, find_place
 from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
@@ -145,7 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             doctor(config, sharding=parsed.sharding)
 
     if parsed.verb == "resume":
-        return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level)
+        try:
+            place = find_place({name: vars(parsed)[name] for name in VARIABLES})
+        except HostsError as error:
+            print(f"jaxft: error: {error}", file=sys.stderr)
+            return error.exit_code
+        return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level, place=place)
     if parsed.verb == "serve":
         return exit_code_of(run, title=f"serve {parsed.config_file}", log_level=parsed.log_level)
     if parsed.verb == "chat":
@@ -177,6 +184,7 @@ def make_parser() -> argparse.ArgumentParser:
     continuing.add_argument("folder", type=Path, help="the run directory")
     override_arguments(continuing)
     log_arguments(continuing)
+    processes_arguments(continuing)
     continuing.set_defaults(resume=True, overwrite=False)
 
     sweeping = verbs.add_parser("sweep", help="train a grid of configurations, and compare the runs")

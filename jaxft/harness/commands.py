@@ -1,6 +1,7 @@
 """The verbs `finetune` (with `--dry-run`), `resume`, `eval` and `serve` of the command line."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import shlex
@@ -25,8 +26,9 @@ from jaxft.harness.session import (
     resume_command,
 )
 from jaxft.harness.signals import current_shutdown
+from jaxft.hosts.start import current_ring
 from jaxft.redaction import hiding, redactor
-from jaxft.runs.console import Console, current_console
+from jaxft.runs.console import current_console
 from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, RunDirectory, bring_back_earlier_run, holds_run
 from jaxft.runs.environment import secrets_of_environment
 
@@ -60,8 +62,11 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     Raises:
         ConfigError: the folder holds no run, a script made it, or a secret that it does not store is missing.
     """
-    if bring_back_earlier_run(folder):
-        Console().message(CAME_BACK.format(folder))
+    ring = current_ring()
+    if (ring is None or ring.index == 0) and bring_back_earlier_run(folder):
+        current_console().message(CAME_BACK.format(folder))
+    if ring is not None:  # the others read it after that
+        await asyncio.to_thread(ring.gather, "earlier run", None)
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(

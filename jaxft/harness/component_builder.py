@@ -172,6 +172,9 @@ class ComponentBuilder(ConfigBuilder):
                 [f"llms.{others[0]}.serve: differs from llms.{first}.serve: a run has one address, for all its llms"]
             )
         config = asked.get(first) or default or ServeConfig(port=0)
+        ring = current_ring()
+        if ring is not None and config.port:  # several processes of a machine
+            config = config.model_copy(update={"port": config.port + ring.index})
         # Imported here, as they import JAX and packages of an extra, which a run without a server does not need.
         try:
             from jaxft.rollout.language_model import LanguageModel

@@ -104,6 +104,7 @@ class Evaluation:
         num_validations: the same for the validation stream.
         supervisor: runs the user's code, and counts calls that it had to abandon.
         num_outside_calls: number of model calls made outside of any episode while episodes ran.
+        num_abandoned_elsewhere: number of calls that other processes had to abandon.
         log: shows a message.
     """
 
@@ -173,7 +174,7 @@ class Evaluation:
         self._show_progress = show_progress
         self.num_rollouts = 0
         self.num_validations = 0
-        self.num_outside_calls = 0
+        self.num_outside_calls = self.num_abandoned_elsewhere = 0
         self.supervisor = Supervisor(log)
         self.log = log
         self._ring, self._num_shared = ring, 0
@@ -223,6 +224,11 @@ class Evaluation:
         """`run` on the validation stream, greedy by default; each call takes the next rollout index."""
         return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
 
+    @property
+    def num_abandoned(self) -> int:
+        """Number of calls so far, in all processes, that did not end when cancelled."""
+        return self.supervisor.num_abandoned + self.num_abandoned_elsewhere
+
     async def close(self) -> None:
         """Cancel every running episode, and wait for its end."""
         await _cancel(list(self._episodes), list(self._group_tasks))
@@ -266,7 +272,8 @@ class Evaluation:
         if self._ring is not None:
             self._num_shared += 1
             name = f"episodes {stream}, {rollout_index}, {self._num_shared}"
-            sharing = asyncio.create_task(self._share(name, self._ring, own_tasks, shared))
+            before = self.supervisor.num_abandoned, outside_calls()
+            sharing = asyncio.create_task(self._share(name, self._ring, own_tasks, shared, before))
             shared.add_done_callback(lambda _: sharing.cancel())  # does nothing unless the episodes are cancelled
             group_tasks.append(sharing)
         for known, tasks in ((self._episodes, episodes), (self._group_tasks, group_tasks)):
@@ -274,7 +281,7 @@ class Evaluation:
             for task in tasks:
                 task.add_done_callback(known.discard)
         what = "validating: " if stream == VALIDATION else ""
-        self._show_progress(partial(_progress, what, episodes, records, time.perf_counter()))
+        self._show_progress(partial(_progress, what, list(own_tasks.values()), records, time.perf_counter()))
         self._count_outside_calls(episodes)
         return episodes, group_tasks
 
@@ -284,9 +291,11 @@ class Evaluation:
         ring: Ring,
         own_tasks: Mapping[tuple[int, int], "asyncio.Task[EpisodeOutcome]"],
         shared: "asyncio.Future[Outcomes]",
+        before: tuple[int, int],
     ) -> None:
         """Give the other processes the outcomes of the episodes here, and set `shared` to those of all.
 
+        The abandoned calls and those outside of episodes, of which `before` has the numbers before, are shared, too.
         Nothing is given if episodes were cancelled: this process ends, and the others hear of that.
         """
         ended = await asyncio.gather(*own_tasks.values(), return_exceptions=True)
@@ -294,8 +303,14 @@ class Evaluation:
             shared.cancel()
             return
         try:
-            parts = await asyncio.to_thread(ring.gather, name, dict(zip(own_tasks, ended, strict=True)))
-            shared.set_result({place: outcome for part in parts for place, outcome in part.items()})
+            counts = self.supervisor.num_abandoned - before[0], outside_calls() - before[1]
+            own = dict(zip(own_tasks, ended, strict=True)), counts
+            parts = await asyncio.to_thread(ring.gather, name, own)
+            for index, (_, (abandoned, outside)) in enumerate(parts):
+                if index != ring.index:
+                    self.num_abandoned_elsewhere += abandoned
+                    self.num_outside_calls += outside
+            shared.set_result({place: outcome for outcomes, _ in parts for place, outcome in outcomes.items()})
         except HostsError as error:
             shared.set_exception(error)
         except Exception as error:  # pickle raises errors of many kinds

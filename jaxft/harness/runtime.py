@@ -363,8 +363,7 @@ def run_until_signalled(
         return asyncio.run(until_signalled())
 
     def end(index: int) -> None:
-        command = "" if shutdown.resume_command is None else f"; continue with:\n  {shutdown.resume_command}"
-        os.write(2, f"jaxft: process {index} of {place.count} has gone{command}\n".encode())
+        os.write(2, f"jaxft: process {index} of {place.count} has gone{shutdown.way_on}\n".encode())
         os._exit(1)
 
     ring = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from jaxft.hosts.start import LAUNCHER
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -223,8 +225,13 @@ class Shutdown:
     def message(self) -> str:
         """Message with the signal's name and the command to resume."""
         assert self.signal is not None
-        command = "" if self.resume_command is None else f"; continue with:\n  {self.resume_command}"
-        return f"{WORDS[self.signal]}{command}"
+        return f"{WORDS[self.signal]}{self.way_on}"
+
+    @property
+    def way_on(self) -> str:
+        """How to continue the run, as the end of a message; empty without a run."""
+        launcher = os.environ.get(LAUNCHER, "")
+        return "" if self.resume_command is None else f"; continue with:\n  {launcher}{self.resume_command}"
 
 
 _LIBC = ctypes.CDLL(None)

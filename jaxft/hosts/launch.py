@@ -19,10 +19,13 @@ from typing import IO
 
 from jaxft.errors import HostsError
 from jaxft.hosts.meeting import AUTHKEY
-from jaxft.hosts.start import QUIET, VARIABLES
+from jaxft.hosts.start import LAUNCHER, QUIET, VARIABLES
 
 GRACE_SECONDS = 30.0
 """Time that processes have to end by themselves after one of them has failed."""
+
+GLOO = b"[Gloo] Rank "
+"""Beginning of the lines in which the library of collectives on CPUs says that all are connected."""
 
 DIVIDED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
@@ -38,17 +41,23 @@ def launch(command: Sequence[str], count: int) -> int:
     if not command or shutil.which(command[0]) is None:
         raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
     environments = environments_of(count, os.environ)
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            process_group=0,  # a terminal's Ctrl-C reaches them through this process alone, and so once
+    has_gpus = "CUDA_VISIBLE_DEVICES" in environments[0]
+    every = sorted(os.sched_getaffinity(0))
+    cores = [every] * count if has_gpus else cores_of(count, every)
+    processes = []
+    for environment, own in zip(environments, cores, strict=True):
+        os.sched_setaffinity(0, own)  # of this thread, from which the process has it
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                process_group=0,  # a terminal's Ctrl-C reaches them through this process alone, and so once
+            )
         )
-        for environment in environments
-    ]
+    os.sched_setaffinity(0, every)
     printing = [
         threading.Thread(target=_print_lines, args=(index, process.stdout), daemon=True)
         for index, process in enumerate(processes)
@@ -89,6 +98,7 @@ def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str
         AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
         "PYTHONUNBUFFERED": "1",
         QUIET: environment.get(QUIET, "2"),
+        LAUNCHER: f"jaxft launch -n {count} ",
     }
     found = DIVIDED.search(environment.get("XLA_FLAGS", ""))
     if found is not None:
@@ -120,9 +130,21 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
     return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
+def cores_of(count: int, cores: Sequence[int]) -> list[Sequence[int]]:
+    """Return the cores of each process: equal parts, or all for each where there are fewer than processes.
+
+    >>> cores_of(2, [0, 1, 2, 3, 4])
+    [[0, 1], [2, 3]]
+    """
+    each = len(cores) // count
+    return [cores[index * each : (index + 1) * each] if each else cores for index in range(count)]
+
+
 def _print_lines(index: int, output: IO[bytes] | None) -> None:
     assert output is not None
     for line in iter(output.readline, b""):
+        if line.startswith(GLOO):
+            continue
         sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
         sys.stdout.flush()
 

@@ -34,6 +34,9 @@ CLUSTERS = {
 QUIET = "TF_CPP_MIN_LOG_LEVEL"
 """Environment variable of XLA's logs; at 2 it does not warn of `jax_enable_recoverability`, which `join` turns on."""
 
+LAUNCHER = "JAXFT_LAUNCHER"
+"""Environment variable with the beginning of the command line that started this process as one of several."""
+
 MEETING_SECONDS = 300.0
 """Time that the other processes have to come."""
 
@@ -83,7 +86,7 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
             raise HostsError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three")
         return Place(str(given["coordinator"]), _number(given, "num_processes"), _number(given, "process_id"))
     cluster = next((name for variable, name in CLUSTERS.items() if _has_several(environment.get(variable, ""))), None)
-    return None if cluster is None else _place_in(cluster)
+    return None if cluster is None else _place_in(cluster, environment)
 
 
 def _number(given: Mapping[str, Any], name: str) -> int:
@@ -97,7 +100,20 @@ def _has_several(said: str) -> bool:
     return "," in said or (said.isdecimal() and int(said) > 1)
 
 
-def _place_in(cluster: str) -> Place | None:
+def is_alone(environment: Mapping[str, str]) -> bool:
+    """Return True if a cluster has started one process on each machine, which then uses all devices of it.
+
+    >>> is_alone({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4"})
+    True
+    >>> is_alone({"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4"})
+    False
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    is_one_task = tasks is not None and tasks == environment.get("SLURM_STEP_NUM_NODES")
+    return is_one_task or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+
+
+def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
     """Ask JAX, which knows these clusters, for the place of this process."""
     from jax._src.clusters import ClusterEnv  # there is no public name; `jax.distributed.initialize` asks it, too
 
@@ -108,7 +124,11 @@ def _place_in(cluster: str) -> Place | None:
             f"{cluster} has started several processes, but does not say where process 0 is: give --coordinator, "
             "--num_processes and --process_id"
         )
-    return None if count == 1 else Place(coordinator, count, index, None if local is None else tuple(local))
+    if count == 1:
+        return None
+    # JAX takes a device for each process of a machine.
+    own = None if local is None or is_alone(environment) else tuple(local)
+    return Place(coordinator, count, index, own)
 
 
 def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Ring:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxft.core.sharding import AXES
-from jaxft.errors import CheckFailed, ConfigError
+from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness.config import Config
 from jaxft.models.attention import MOST_SCORES
 from jaxft.models.decoder import AUTO_REMATS, Remat
@@ -23,6 +24,7 @@ from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.programs import Programs, Run, mesh_shape
 from jaxft.planning.targets import Target, find_target
+from jaxft.planning.traffic import messages
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_policy import dtypes_of, shape_of
 from jaxft.training.memory import peak, phases
@@ -273,7 +275,13 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
             compiler.versions(interpreter)
     except CompilerError as error:
         raise CheckFailed(str(error)) from error
-    made = make_plan(run, target, interpreter, show)
+    try:
+        made = make_plan(run, target, interpreter, show)
+    except CheckFailed as error:
+        if target.hosts == 1:
+            raise
+        show(f"the compiler fails for so many chips, and figures are estimated: {one_line(error)}")
+        made = make_plan(run, target, None, show)
     for line in lines(made, run):
         show(line)
     if not made.fits:
@@ -290,7 +298,7 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
     if chips < made.target.chips:
         yield f"{'':<12} llms.{run.adapter.llm}.mesh uses {chips} of the {made.target.chips} chips"
     if made.target.hosts > 1:
-        yield f"{'':<12} {made.target.hosts} hosts: jaxft runs in one process, on the chips of one host"
+        yield f"{'':<12} {made.target.hosts} hosts, with a process on each"
     dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
     yield (
         f"{'model':<12} {made.parameters / 1e6:,.1f} M parameters in {dtype}, {made.trained_parameters / 1e6:,.1f} M "
@@ -315,6 +323,31 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
         yield from _program_lines(made, run, name, program)
     if is_estimated:
         yield f"{'gradient':<12} {made.model_flops:.3e} flops a chip that count for MFU"
+    if is_estimated or made.target.hosts > 1:
+        yield from _message_lines(made, run)
+
+
+def _message_lines(made: Plan, run: Run) -> Iterator[str]:
+    """Yield what a chip receives of others, by the sharding rules, and what that takes at least."""
+    chip, (data, fsdp, _) = made.target.chip, made.mesh
+    dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
+    sent = messages(
+        run.model,
+        made.mesh,
+        parameters=made.parameters,
+        trained=made.trained_parameters,
+        tokens=made.rows * made.width // (data * fsdp),
+        compute_bytes=jnp.dtype(compute_dtype or dtype).itemsize,
+        chips_per_host=made.target.chips // made.target.hosts,
+    )
+    for each in sent:
+        rate = chip.network_bytes_per_second if each.crosses_hosts else chip.link_bytes_per_second
+        when = "update" if each.is_per_update else "microbatch"
+        place = f"{each.axis}{' between hosts' if each.crosses_hosts else ''}"
+        yield (
+            f"{'messages':<12} {each.size / 1e6:,.1f} MB a chip for each {when} along {place}: {each.what}, at least "
+            f"{each.size / rate * 1e3:,.1f} ms (estimated)"
+        )
 
 
 def _program_lines(made: Plan, run: Run, name: str, program: Compiled) -> Iterator[str]:

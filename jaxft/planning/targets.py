@@ -20,6 +20,8 @@ class Chip(NamedTuple):
         bytes_per_second: bandwidth of its memory.
         flops_per_second: dense bfloat16 operations.
         link_bytes_per_second: bytes that it sends to other chips of its host or pod, all links together.
+        network_bytes_per_second: bytes that it sends to chips of other hosts: of a pod the same, of GPUs its part of a
+            usual network (an adapter of 200 Gbit/s for each A100, of 400 for each H100 and H200).
     """
 
     name: str
@@ -28,15 +30,16 @@ class Chip(NamedTuple):
     bytes_per_second: float
     flops_per_second: float
     link_bytes_per_second: float
+    network_bytes_per_second: float
 
 
 CHIPS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", "gpu", 85_094_825_984, 2_039e9, 312e12, 300e9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", "gpu", 84_929_347_584, 3_350e9, 989e12, 450e9),
-    "h200": Chip("NVIDIA H200", "gpu", 150_754_820_096, 4_800e9, 989e12, 450e9),
-    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 200e9),
-    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1_640e9, 918e12, 448e9),
-    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2_765e9, 459e12, 600e9),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", "gpu", 85_094_825_984, 2_039e9, 312e12, 300e9, 25e9),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "gpu", 84_929_347_584, 3_350e9, 989e12, 450e9, 50e9),
+    "h200": Chip("NVIDIA H200", "gpu", 150_754_820_096, 4_800e9, 989e12, 450e9, 50e9),
+    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 200e9, 200e9),
+    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1_640e9, 918e12, 448e9, 448e9),
+    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2_765e9, 459e12, 600e9, 600e9),
 }
 """Chips by the first part of a target's name."""
 
@@ -47,13 +50,16 @@ CHIPS_PER_HOST = {"v5e": 8, "v6e": 8, "v5p": 4, "a100": 8, "h100": 8, "h200": 8}
 """Largest number of chips in one host, and so in one process of jaxft."""
 
 TOPOLOGIES = {
-    "v5e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"},
-    "v6e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"},
-    "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"},
+    "v5e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+    "v6e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+    "v5p": {
+        **{4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
+        **{512: "8x8x8", 1024: "8x8x16"},
+    },
 }
 """Shapes of TPU slices by number of chips; a single chip is compiled for as one of four."""
 
-SIZES_OF_GPUS = (1, 2, 4, 8)
+SIZES_OF_GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 GPU_DEVICE = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -80,7 +86,7 @@ class PlannedDevice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A number of equal chips: a host, or a slice of a TPU pod."""
+    """A number of equal chips: of a host, of a slice of a TPU pod, or of several hosts with GPUs."""
 
     name: str
     kind: str
@@ -99,14 +105,14 @@ class Target(NamedTuple):
 
     @property
     def hosts(self) -> int:
-        """The number of hosts; jaxft runs on one."""
+        """The number of hosts."""
         return -(-self.chips // CHIPS_PER_HOST[self.kind])
 
     @property
     def topology(self) -> str:
         """The name by which the compiler knows it, such as `v5e:2x4`; for GPUs `1x1x8`."""
         if self.chip.platform == "gpu":
-            return f"1x1x{self.chips}"
+            return f"1x{self.hosts}x{self.chips // self.hosts}"
         return f"{self.kind}:{TOPOLOGIES[self.kind][self.chips]}"
 
     @property

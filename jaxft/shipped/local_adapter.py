@@ -25,7 +25,7 @@ from jaxft.harness.data_models import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from jaxft.hosts.start import current_accord
+from jaxft.hosts.start import current_accord, current_ring
 from jaxft.models.config import DecoderConfig
 from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
@@ -162,12 +162,20 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Take episodes of up to `max_staleness` versions before, with a correction of the loss, and share the device.
 
         Raises:
-            ConfigError: the loss is dpo or sft, which nothing corrects for staleness.
+            ConfigError: the loss is dpo or sft, which nothing corrects for staleness, or several processes are to be
+                more than one version behind.
         """
         loss = self.adapter_config.loss
         if not loss.is_policy_loss:
             raise ConfigError(
                 [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]
+            )
+        if max_staleness > 1 and current_ring() is not None:
+            raise ConfigError(
+                [
+                    f"max_staleness: is {max_staleness}, but which episodes end first differs between processes: "
+                    "set it to 1 or 0"
+                ]
             )
         self.max_staleness = max_staleness
         self.policy.sampling_share = self.adapter_config.sampling_share

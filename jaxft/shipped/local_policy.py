@@ -206,9 +206,7 @@ def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
         of_process = {device.process_index: device for device in reversed(jax.devices())}
         return make_mesh(devices=[of_process[index] for index in sorted(of_process)]), None
     if jax.process_count() > 1:
-        raise ValueError(
-            "sampler_mesh is given, but each of several processes samples on its own devices: leave it out"
-        )
+        raise ValueError("sampler_mesh is given, but each of several processes samples on its devices: leave it out")
     devices, trains, samples = jax.local_devices(), config.mesh or MeshConfig(data=1), config.sampler_mesh
     count = num_devices(trains)
     if count is None:

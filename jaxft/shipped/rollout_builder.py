@@ -77,7 +77,7 @@ class RolloutBuilder(TrajectoryBuilder):
                     f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others"
                 )
             examples = [by_id[example_id] for example_id in meta["example_ids"]]
-        counts = self.evaluation.supervisor.num_abandoned, self.evaluation.num_outside_calls
+        counts = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
         self._started[run_id] = _Start(time.perf_counter(), *counts)
         self.evaluation_runs[run_id] = self.evaluation.start(
             examples, stream=TRAINING, num_generations=self.num_generations
@@ -125,7 +125,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 "penalized_episodes": len(penalized),
                 "dropped_episodes": len(unfinished) - len(failed),
                 "truncated_prompts": sum(call.truncated_tokens > 0 for call in calls),
-                "abandoned_episodes": self.evaluation.supervisor.num_abandoned - started.abandoned_episodes,
+                "abandoned_episodes": self.evaluation.num_abandoned - started.abandoned_episodes,
                 "calls": len(calls),
                 "tool_calls": sum(len(call.tool_calls) for call in calls),
                 "malformed_tool_calls": sum(call.has_malformed_tool_call for call in calls),

@@ -36,13 +36,6 @@ def test_sizes_that_make_no_mesh(sizes, said):
         make_mesh(*sizes, devices=jax.devices()[:1])
 
 
-def test_devices_of_other_processes_are_refused(monkeypatch):
-    count = len(jax.devices())
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with pytest.raises(ValueError, match=rf"{count} of {count} devices are of other processes; .* jax\.local_devices"):
-        make_mesh()
-
-
 def test_the_rest_of_the_devices():
     assert dict(make_mesh(1, -1, 1, devices=jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 

@@ -61,7 +61,8 @@ def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], Any]:
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     with ocp.CheckpointManager(run / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(), state=ocp.args.JsonRestore())
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # several processes may have written it
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(fallback_sharding=here), state=ocp.args.JsonRestore())
         restored = manager.restore(step, args=args)
     leaves = jax.tree_util.tree_leaves_with_path(restored.arrays)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

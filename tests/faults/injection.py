@@ -2,8 +2,9 @@
 
     python tests/faults/injection.py update:2 -m jaxft.cli finetune --config_file tests/faults/grpo.yml
 
-runs the command and kills it, with SIGKILL, when the point `update` is reached for the third time. What the points are
-is `KILL_POINTS`; more are one line each. Nothing in the package knows of them: functions are wrapped from outside.
+runs the command and kills it, with SIGKILL, when the point `update` is reached for the third time; `1/update:2` does so
+in process 1 of several. What the points are is `KILL_POINTS`; more are one line each. Nothing in the package knows of
+them: functions are wrapped from outside.
 """
 
 import contextlib
@@ -150,7 +151,9 @@ def small_disk(folder: Path, size_bytes: int) -> Any:
 
 if __name__ == "__main__":
     where, _, number = sys.argv[1].partition(":")
-    kill_at(where, int(number or 0))
+    process, _, where = where.rpartition("/")
+    if process in ("", os.environ.get("JAXFT_PROCESS_ID")):
+        kill_at(where, int(number or 0))
     sys.argv = sys.argv[2:]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]

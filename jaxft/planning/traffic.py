@@ -1,0 +1,71 @@
+"""The bytes that a chip receives from others, by purpose, from shapes and the mesh alone.
+
+Parameters are gathered along `fsdp` and gradients summed as by ZeRO-3 (arXiv 1910.02054), activations along `tensor` as
+by Megatron-LM (arXiv 1909.08053). Of `n` chips a ring brings a chip `(n - 1) / n` of what is gathered or scattered, and
+twice that of a sum.
+"""
+
+from typing import NamedTuple
+
+from jaxft.models.config import DecoderConfig
+
+Mesh = tuple[int, int, int]
+"""Sizes of the axes `data`, `fsdp` and `tensor`; chips along `tensor` are neighbours, then those along `fsdp`."""
+
+
+class Message(NamedTuple):
+    """What a chip receives for one purpose.
+
+    Attributes:
+        what: the purpose.
+        axis: the mesh axis that it goes along.
+        size: bytes, for each microbatch or for each update.
+        is_per_update: True if it is sent once for an update, whatever the microbatches.
+        crosses_hosts: True if chips along the axis are of several hosts.
+    """
+
+    what: str
+    axis: str
+    size: float
+    is_per_update: bool
+    crosses_hosts: bool
+
+
+def messages(
+    model: DecoderConfig,
+    mesh: Mesh,
+    *,
+    parameters: int,
+    trained: int,
+    tokens: int,
+    compute_bytes: int,
+    chips_per_host: int,
+) -> list[Message]:
+    """Return what a chip receives; purposes that need nothing are left out.
+
+    Args:
+        model: shape of the model.
+        mesh: sizes of the mesh's axes.
+        parameters: number of all parameters.
+        trained: number of those that are trained.
+        tokens: tokens of a microbatch on a row shard.
+        compute_bytes: bytes of a number in products, in which weights are gathered, and gradients and activations sent.
+        chips_per_host: chips of a host that the mesh uses.
+
+    >>> sizes = {"parameters": 8000, "trained": 8000, "tokens": 1, "compute_bytes": 2, "chips_per_host": 8}
+    >>> [(each.what, each.size) for each in messages(DecoderConfig(), (2, 1, 1), **sizes)]
+    [('sums of gradients', 16000.0)]
+    """
+    data, fsdp, tensor = mesh
+    of_fsdp, of_data, of_tensor = ((size - 1) / size for size in (fsdp, data, tensor))
+    own, moved = parameters / tensor * compute_bytes, trained / tensor * compute_bytes
+    activations = 4 * model.num_layers * 2 * of_tensor * tokens * model.hidden_size * compute_bytes
+    spans = {"tensor": tensor, "fsdp": tensor * fsdp, "data": tensor * fsdp * data}
+    found = [
+        ("weights, forward and backward", "fsdp", 2 * of_fsdp * own, False),
+        ("parts of gradients", "fsdp", of_fsdp * moved, False),
+        ("sums of gradients", "data", 2 * of_data * moved / fsdp, False),
+        ("sums of activations", "tensor", activations, False),
+        ("weights to sample with", "fsdp", of_fsdp * moved, True),
+    ]
+    return [Message(*each, crosses_hosts=spans[each[1]] > chips_per_host) for each in found if each[2]]

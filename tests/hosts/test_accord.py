@@ -1,0 +1,140 @@
+"""Processes begin a job together or not at all, and hear of a difference between its inputs; here each is a thread."""
+
+import asyncio
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jaxft.errors import HostsError
+from jaxft.hosts import ring as rings_module
+from jaxft.hosts.accord import Accord
+from jaxft.hosts.meeting import meet
+from jaxft.rollout.sequences import TokenSequence
+from jaxft.training.batch import CollectedRewards, Row
+from jaxft.training.rows import NOTHING_SAMPLED, Gathered, digests_of
+
+
+@pytest.fixture
+def rings():
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+
+    def one(index):
+        return meet(f"127.0.0.1:{port}", index, 3, {}, within_seconds=10.0, on_loss=lambda index: None)
+
+    with ThreadPoolExecutor(3) as pool:
+        yield list(pool.map(one, range(3)))
+
+
+def each(rings, work):
+    """What `work(accord, index)` returns in each process, or the fault as text."""
+
+    def one(ring):
+        try:
+            return asyncio.run(work(Accord(ring), ring.index))
+        except HostsError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(rings)) as pool:
+        return list(pool.map(one, rings))
+
+
+def test_all_begin_the_same_jobs(rings):
+    async def work(accord, index):
+        return [await accord.begin(name, {"row": ["a", "b"]}) for name in ("first", "second")]
+
+    assert each(rings, work) == [[True, True]] * 3
+
+
+def test_one_that_stops_keeps_all_from_the_next_job(rings):
+    async def work(accord, index):
+        begun = [await accord.begin("first", {})]
+        if index == 1:
+            await accord.stop()
+        else:
+            begun.append(await accord.begin("second", {}))
+        await accord.stop()  # decided already
+        return begun, accord.is_stopped
+
+    assert each(rings, work) == [([True, False], True), ([True], True), ([True, False], True)]
+
+
+def test_a_stop_waits_for_the_job_that_is_being_decided_upon(rings):
+    async def work(accord, index):
+        if index > 0:
+            await asyncio.sleep(0.2)
+            return await accord.begin("job", {})
+        beginning = asyncio.create_task(accord.begin("job", {}))
+        await asyncio.sleep(0)
+        beginning.cancel()  # the trainer is cancelled, the decision is not
+        await accord.settled()
+        return not accord.is_stopped
+
+    assert each(rings, work) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("input_of", "said"),
+    [
+        (lambda index: ("job", {"row": ["a", "b", "c" if index == 2 else "b"]}),
+         "job job: row 2 differs between process 2 and process 0"),
+        (lambda index: ("job", {"row": ["a"] * (1 + index)}), "job job has 2 rows in process 1, and 1 in 0"),
+        (lambda index: (f"job {index // 2}", {}), "process 2 begins job job 1, and process 0 job 0"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_named_in_all_processes(rings, input_of, said):
+    async def work(accord, index):
+        return await accord.begin(*input_of(index))
+
+    assert [fault[: len(said)] for fault in each(rings, work)] == [said] * 3
+
+
+def test_a_signal_is_passed_on_once(rings):
+    heard = []
+    for ring in rings:
+        ring.on_stop = lambda number, mine=ring.index: heard.append((mine, number))
+    rings[1].stop(15)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda ring: ring.gather("after it", None), rings))
+    assert sorted(heard) == [(0, 15), (2, 15)]
+
+
+def test_one_that_waits_for_a_failed_process_hears_of_a_loss(rings, monkeypatch):
+    monkeypatch.setattr(rings_module, "FAILED_SECONDS", 0.2)
+    lost = []
+    for ring in rings:
+        ring._on_loss = lambda index, mine=ring.index: lost.append((mine, index))
+    rings[2].close(0.0, has_failed=True)
+    rings[1].close(0.0)  # ends by itself in time
+    time.sleep(0.6)
+    assert lost == [(0, 2)]
+
+
+def sequence(*tokens, sampler_logprobs=None):
+    count = len(tokens)
+    return TokenSequence(
+        tokens=list(tokens),
+        completion_mask=[True] * count,
+        sampler_logprobs=sampler_logprobs or [-1.0] * count,
+        behavior_logprobs=[-1.0] * count,
+        temperatures=[1.0] * count,
+        policy_versions=[0] * count,
+    )
+
+
+def gathered(*sequences):
+    return Gathered([Row(each, index) for index, each in enumerate(sequences)], [], {}, NOTHING_SAMPLED)
+
+
+def test_digests_tell_which_row_or_reward_differs():
+    rewards = CollectedRewards(np.array([0.0, 1.0]), np.array([0, 0]), None, None, {})
+    mine = digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
+    assert mine == digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
+    by_a_bit = sequence(3, sampler_logprobs=[float(np.nextafter(np.float32(-1.0), 0))])
+    theirs = digests_of(gathered(sequence(1, 2), by_a_bit), rewards._replace(rewards=np.array([0.0, 1.5])))
+    assert [mine[name][0] == theirs[name][0] for name in mine] == [True, True]
+    assert [mine[name][1] == theirs[name][1] for name in mine] == [False, False]
+    assert digests_of(gathered(sequence(1)), None).keys() == {"row"}

@@ -1,0 +1,167 @@
+"""Two processes train what one trains: the same tokens, gradients and checkpoints; what cannot be shared is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxft.models.load import load_merged
+from tests.faults.compare import differences
+
+AGENT = """
+import atexit, os
+import jaxft
+from jaxft.shipped import local_adapter
+
+own = os.environ.get("JAXFT_PROCESS_ID", "0")
+counts = {}
+
+if os.environ.get("DIVERGES") and own == "1":
+    gather_rows = local_adapter.gather_rows
+
+    def gathered(*arguments, **options):
+        data = gather_rows(*arguments, **options)
+        data.rows[3].sequence.tokens[0] += 1
+        return data
+
+    local_adapter.gather_rows = gathered
+
+class AgentConfig(jaxft.WorkflowConfig, name="trained_agent"):
+    llm: jaxft.LLMRef
+
+@jaxft.register_workflow(config_type=AgentConfig)
+async def trained_agent(config, builder):
+    llm = await builder.get_llm(config.llm)
+    async def run(row):
+        reply = await llm.chat([{"role": "user", "content": row["question"]}], max_tokens=8)
+        counts[own] = counts.get(own, 0) + len(reply.token_ids)
+        return sum(token % 2 for token in reply.token_ids) / 8
+    yield run
+    with open(f"tokens_of_{own}", "w") as file:
+        file.write(str(counts.get(own, 0)))
+
+class PointsConfig(jaxft.EvaluatorConfig, name="points"):
+    pass
+
+@jaxft.register_evaluator(config_type=PointsConfig)
+async def points(config, builder):
+    yield lambda item: item.output_obj
+"""
+CONFIGURATION = """
+imports: [trained_agent.py]
+llms:
+  policy: {_type: local_policy, preset: qwen3-50k, max_context_tokens: 32, slots: 8, mesh: {data: 1, fsdp: -1},
+           lora: {rank: 2}}
+workflow: {_type: trained_agent, llm: policy}
+eval:
+  general: {dataset: {_type: jsonl, file_path: rows.jsonl, structure: {answer_key: null}}}
+  evaluators: {points: {_type: points}}
+trajectory_builders: {rollouts: {_type: grpo_trajectory_builder, num_generations: 4}}
+trainer_adapters:
+  local: {_type: local_trainer_adapter, llm: policy, optimizer: {name: sgd, learning_rate: 1.0}}
+trainers: {loop: {_type: grpo_trainer, save_episodes: all}}
+finetuning:
+  {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer_adapter: local, num_epochs: 3,
+   reward_function: {name: points}, output_dir: run}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "trained_agent.py").write_text(AGENT)
+    (tmp_path / "run.yml").write_text(CONFIGURATION)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{letter}"}}\n' for letter in "abcd"))
+    return tmp_path
+
+
+def jaxft(folder: Path, *arguments: str, processes: int = 2, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run jaxft in so many processes, which have two devices in all."""
+    run = [sys.executable, "-P", "-m", "jaxft.cli"]
+    command = [*run, *(["launch", "-n", str(processes), *run] if processes > 1 else []), *arguments]
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **devices, **variables}, capture_output=True, text=True, timeout=300
+    )
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training_metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains(folder):
+    for processes in (1, 2):
+        set_output = ("--set", f"finetuning.output_dir=of_{processes}")
+        ended = jaxft(folder, "finetune", "--config_file", "run.yml", *set_output, processes=processes)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        if processes == 1:
+            (folder / "tokens_of_0").rename(folder / "tokens")
+    one, two = folder / "of_1", folder / "of_2"
+
+    # What is sampled is the same while the weights are; rewards are those of all processes.
+    first, second = ([json.loads(line) for line in (each / SAMPLES).read_text().splitlines()] for each in (one, two))
+    assert [row for row in first if row["epoch"] == 0] == [row for row in second if row["epoch"] == 0]
+    assert len(first) == len(second) == 48
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine["reward_mean"] == theirs["reward_mean"] and mine["grad_norm"] > 0
+        assert abs(mine["grad_norm"] - theirs["grad_norm"]) <= 1e-5 * mine["grad_norm"]
+
+    # Each process sampled its part: two of four examples.
+    tokens = {name: int((folder / name).read_text()) for name in ("tokens", "tokens_of_0", "tokens_of_1")}
+    assert tokens["tokens_of_0"] + tokens["tokens_of_1"] == tokens["tokens"]
+    assert abs(tokens["tokens_of_0"] - tokens["tokens"] / 2) <= 4 * 8
+
+    # Adapters exported by both are those of one, to rounding, and can be merged.
+    mine, theirs = (load_file(each / "model" / "adapter_model.safetensors") for each in (one, two))
+    for name, values in mine.items():
+        np.testing.assert_allclose(theirs[name], values, rtol=0, atol=1e-5 * max(1.0, np.abs(values).max()))
+    load_merged(two / "model")
+
+    # One process reads the checkpoint of two, bit for bit: at its end nothing is left to do.
+    shutil.copytree(two, folder / "again")
+    ended = jaxft(folder, "resume", "again", processes=1)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = differences(folder / "again", two)  # the card of the model says where it was made
+    assert found in ([], ["model/README.md: bytes differ"])
+
+    # A file that one of the processes wrote is damaged: it is named, and the checkpoint before is taken.
+    damaged = max((two / "checkpoints" / "3").rglob("ocdbt.process_1/d/*"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(b"\x00" + damaged.read_bytes()[1:])
+    ended = jaxft(folder, "resume", "of_2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "checkpoint 3 is damaged and is passed over" in ended.stdout and damaged.name in ended.stdout
+    assert "continuing from checkpoint 2" in ended.stdout
+
+
+SAMPLES = "trajectories/samples.jsonl"
+
+
+@pytest.mark.slow
+def test_an_input_that_differs_ends_all_with_its_place(folder):
+    ended = jaxft(folder, "finetune", "--config_file", "run.yml", DIVERGES="yes")
+    assert ended.returncode == 1
+    for process in "01":
+        assert f"[{process}] jaxft: error: job 'epoch_00000' failed: HostsError: job epoch_00000" in ended.stdout, (
+            ended.stdout
+        )
+        assert "row 3 differs between process 1 and process 0" in ended.stdout, ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("llms.policy.mesh={data: 3}", "mesh is data 3 x fsdp 1 x tensor 1, which does not multiply to 2 devices"),
+        ("trainers.loop.max_staleness=2", "which episodes end first differs between processes: set it to 1 or 0"),
+        ("finetuning.output_dir=run_of_${JAXFT_PROCESS_ID}", "finetuning.output_dir is"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused(folder, setting, said):
+    ended = jaxft(folder, "finetune", "--config_file", "run.yml", "--set", setting)
+    assert ended.returncode in (1, 2) and said in ended.stdout, ended.stdout
