@@ -326,14 +326,15 @@ def commit_like(params: Any, tree: Any) -> Any:
 def _placed(tree: Any, shardings: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree, shardings)
-    if all(to.is_fully_addressable for to in jax.tree.leaves(shardings)):
-        return jax.device_put(tree, shardings)
-    return jax.tree.map(_placed_in_parts, tree, shardings)
+    meshes = {to.mesh for to in jax.tree.leaves(shardings)}
+    if any(isinstance(mesh, Mesh) and mesh.is_multi_process for mesh in meshes):
+        return jax.tree.map(_placed_in_parts, tree, shardings)
+    return jax.device_put(tree, shardings)
 
 
 def _placed_in_parts(array: Any, to: NamedSharding) -> jax.Array:
     """Copy an array that each process has as a whole to the devices of several: each copies the parts of its own."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, to)
     whole = np.asarray(array)  # `device_put` would compare it with those of the other processes
     return jax.make_array_from_callback(whole.shape, to, lambda part: whole[part])

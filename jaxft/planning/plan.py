@@ -381,14 +381,17 @@ def collectives(program: Compiled) -> dict[str, tuple[int, int]]:
 def least_seconds(target: Target, program: Compiled, flops: int) -> dict[str, float]:
     """Return the least times of a program by the chip's limits: arithmetic, memory, and links to other chips.
 
-    A ring sends `(n - 1) / n` of an array that is gathered or scattered over n chips, and twice that of a sum.
+    A ring sends `(n - 1) / n` of an array that is gathered or scattered over n chips, and twice that of a sum. One of
+    more chips than a host has is as slow as the network between hosts.
     """
-    chip, sent = target.chip, 0.0
+    chip, links = target.chip, 0.0
     for kind, _, group, times, size in program.collectives:
         share = (group - 1) / group if group > 1 else 0.0
-        sent += times * size * share * (2 if kind == "all-reduce" else 1)
+        is_within = group <= target.chips // target.hosts
+        rate = chip.link_bytes_per_second if is_within else chip.network_bytes_per_second
+        links += times * size * share * (2 if kind == "all-reduce" else 1) / rate
     seconds = {"arithmetic": flops / chip.flops_per_second, "memory": program.bytes / chip.bytes_per_second}
-    return seconds | ({"links": sent / chip.link_bytes_per_second} if sent else {})
+    return seconds | ({"links": links} if links else {})
 
 
 def advice(made: Plan, run: Run) -> list[str]:

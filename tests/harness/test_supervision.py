@@ -63,6 +63,45 @@ def test_what_holds_the_event_loop_is_named_with_its_line():
     assert abandoned == 0
 
 
+def test_a_signal_of_another_process_stops_this_one_and_its_own_signal_changes_nothing():
+    async def program(shutdown):
+        with shutdown.installed(), shutdown.listening() as signalled:
+            threading.Thread(target=shutdown.hear, args=(signal.SIGTERM,)).start()
+            await asyncio.wait_for(signalled.wait(), 10.0)
+            os.kill(os.getpid(), signal.SIGTERM)  # the whole group of processes gets it
+            await asyncio.sleep(0.2)
+        return shutdown.signal, shutdown.exit_code
+
+    told = []
+    shutdown = Shutdown()
+    shutdown.tell = told.append
+    assert asyncio.run(program(shutdown)) == (signal.SIGTERM, 143) and not told
+
+
+def test_a_signal_is_told_to_the_other_processes():
+    async def program(shutdown):
+        with shutdown.installed(), shutdown.listening() as signalled:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(signalled.wait(), 10.0)
+
+    told = []
+    shutdown = Shutdown()
+    shutdown.tell = told.append
+    asyncio.run(program(shutdown))
+    assert told == [signal.SIGINT]
+
+
+def test_a_process_that_was_told_while_it_started_stops_at_once():
+    async def program(shutdown):
+        with shutdown.installed():
+            await asyncio.sleep(10.0)
+
+    shutdown = Shutdown()
+    shutdown.hear(signal.SIGTERM)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(program(shutdown))
+
+
 @pytest.fixture
 def listens_to_signals():
     """As in a program of the command line, where Ctrl-C raises nothing."""

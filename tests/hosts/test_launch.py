@@ -1,5 +1,6 @@
 """`launch` starts processes on one machine, divides its devices, and ends all when one fails."""
 
+import os
 import sys
 
 import pytest
@@ -22,6 +23,22 @@ def test_devices_are_divided():
     first, second = environments_of(2, environment)
     assert first["XLA_FLAGS"] == second["XLA_FLAGS"] == "--a=1 --xla_force_host_platform_device_count=2 --b"
     assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("0,3", "5,6")
+
+
+def test_cores_are_divided(monkeypatch):
+    if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        pytest.skip("one core cannot be divided")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = "import os; assert sorted(os.sched_getaffinity(0)) == [int(c) for c in os.environ['CORES'].split()]"
+    each = len(cores) // 2
+    monkeypatch.setenv("CORES", " ".join(map(str, cores[:each])))
+    same = f"{program} if os.environ['JAXFT_PROCESS_ID'] == '0' else True"
+    assert launch([sys.executable, "-c", same], 2) == 0
+    assert sorted(os.sched_getaffinity(0)) == cores  # the launcher has all of them again
+
+
+def test_what_goes_on_is_said_with_the_launcher():
+    assert environments_of(3, {})[2]["JAXFT_LAUNCHER"] == "jaxft launch -n 3 "
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,27 @@ def test_a_plan_without_compilers_is_estimated(planned, capsys):
     assert "(estimated)" in shown and "(auto)" in shown
 
 
+def test_a_plan_for_many_hosts_says_what_is_sent(planned, capsys):
+    assert plan("v5p-256", "llms.policy.mesh={data: 4, fsdp: 32}", "llms.policy.slots=128") == 0
+    shown = capsys.readouterr().out
+    assert "v5p-256: 128 x TPU v5p; mesh data 4, fsdp 32, tensor 1 (estimated)" in shown
+    assert "32 hosts, with a process on each" in shown
+    # 596,049,920 parameters of bfloat16: 31 of 32 parts, twice; gradients once, in their parts between 4 copies.
+    assert "2,309.7 MB a chip for each microbatch along fsdp between hosts: weights, forward and backward" in shown
+    assert "1,154.8 MB a chip for each microbatch along fsdp between hosts: parts of gradients" in shown
+    assert "55.9 MB a chip for each microbatch along data between hosts: sums of gradients, at least 0.1 ms" in shown
+    assert "1,154.8 MB a chip for each update along fsdp between hosts: weights to sample with" in shown
+
+
+def test_messages_within_a_host_take_its_links_and_those_of_adapters_are_few(planned, capsys):
+    assert plan("h200x16", "llms.policy.mesh={data: 2, fsdp: 8}", "llms.policy.lora.rank=16") == 0
+    shown = capsys.readouterr().out
+    assert "2 hosts, with a process on each" in shown
+    # The frozen base is gathered, too: 606,141,440 parameters, 7 of 8 parts, twice, at 450 GB/s.
+    assert "2,121.5 MB a chip for each microbatch along fsdp: weights, forward and backward, at least 4.7 ms" in shown
+    assert "2.5 MB a chip for each microbatch along data between hosts: sums of gradients, at least 0.1 ms" in shown
+
+
 def test_a_sampler_that_holds_its_weights_needs_them_once_more(planned, capsys):
     assert plan("v5e-8", "trainers.loop.max_staleness=1") == 0
     shown = capsys.readouterr().out
@@ -236,7 +257,7 @@ def test_a_plan_is_told_in_lines():
     assert "1.25 times the model's flops; at most 80% MFU" in text
     assert "all-gather: 10 times, 8,000.0 MB in all" in text
     hosts = "\n".join(lines(made_plan(target=find_target("v5e-16")), RUN_OF_V5E))
-    assert "2 hosts" in hosts and "8 of the 16 chips" in hosts
+    assert "2 hosts, with a process on each" in hosts and "8 of the 16 chips" in hosts
 
 
 def test_advice_begins_with_what_costs_least():

@@ -25,7 +25,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.registry import TrainerAdapterConfig, register_trainer_adapter
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.shipped.configs import LocalPolicyConfig
-from jaxft.shipped.local_policy import meshes_of
+from jaxft.shipped.local_policy import meshes_of, share_of
 from jaxft.shipped.schedule import GroupStream
 from tests.faults.compare import differences
 
@@ -334,6 +334,15 @@ def test_meshes_take_what_the_other_leaves():
         meshes({"data": -1}, {"data": devices})
     with pytest.raises(ValueError, match=f"mesh has {devices} of {devices} devices"):
         meshes({"data": devices}, {"data": -1})
+
+
+def test_several_processes_share_slots_and_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert share_of("slots", 64) == 16
+    with pytest.raises(ValueError, match="slots is 6, which 4 processes cannot share; wanted a multiple of 4"):
+        share_of("slots", 6)
+    with pytest.raises(ValueError, match="sampler_mesh is given, but each of several processes samples on its devices"):
+        meshes_of(LocalPolicyConfig(preset="qwen3-50k", sampler_mesh={"data": 1}))
 
 
 # --- What is refused, and what is said.
