@@ -1,5 +1,6 @@
 """`_type: local_policy`: a model that samples and is trained in this process, or a snapshot of one."""
 
+import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator, Mapping
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, Sharding, devices_of, make_mesh, platform_of, spans_processes
+from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, platform_of, spans_processes
 from jaxft.errors import ComponentError
 from jaxft.harness.registry import LLMConfig
+from jaxft.hosts.start import current_ring
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
@@ -41,6 +43,10 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     shape = shape_of(config)
     check_vocabulary(tokenizer, shape)  # before weights are read
     mesh, sampler_mesh = meshes_of(config)
+    ring = current_ring()
+    if ring is not None and mesh is not None:
+        await asyncio.to_thread(ring.gather, f"mesh of llms.{name}", None)
+        connect(mesh)
     dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -74,6 +80,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
         sampler=sampler,
     )
     policy.compiles.show = builder.console.compiling
+    if ring is not None:  # its weights to decode with are there before anything else is computed on all devices
+        await policy.read(lambda params: None)
     builder.add_devices(policy.devices())
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     yield ChatClient(policy, name, config.long_prompts)
