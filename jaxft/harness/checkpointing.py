@@ -21,6 +21,7 @@ from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.datasets import digest_of
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.hosts.ring import Ring
+from jaxft.hosts.start import current_accord
 from jaxft.redaction import redacted
 from jaxft.runs.directory import METRICS_FILE, RESUMES_FILE, RunDirectory
 
@@ -156,6 +157,12 @@ class Checkpointing:
         """
         if self._config.every is None:
             return
+        accord = current_accord()
+        async with contextlib.nullcontext() if accord is None else accord.checkpoint(f"checkpoint {step}"):
+            await self._capture(trainer, step, score, is_last=is_last)
+
+    async def _capture(self, trainer: Trainer, step: int, score: float | None, *, is_last: bool) -> None:
+        assert self._config.every is not None
         builder, adapter = _bound(trainer)
         state = {
             "step": step,
@@ -176,21 +183,11 @@ class Checkpointing:
         if is_last or (self.saved_step is None and self._begun_step != step):
             await self.wait()
 
-    async def can_save(self, trainer: Trainer) -> int | None:
-        """Return the step that `save_boundary` would; it makes no step of its own."""
-        state = self._boundary
-        if state is None:
-            return None
-        is_same = self._is_saved or await _bound(trainer)[1].save_state(
-            lambda values, arrays: _plain(values) == state["adapter"]
-        )
-        return state["step"] if is_same else None
-
     async def save_boundary(self, trainer: Trainer) -> int | None:
         """Save the latest captured state if needed, and return its step; None if the adapter has changed since."""
         if self._boundary is None:
             return None
-        state, checkpoints = self._boundary, self._open()
+        state, checkpoints = self._boundary, await asyncio.to_thread(self._open)
 
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from jaxft.errors import ConfigError, TrajectoryError
 from jaxft.harness.curriculum import checked_state, choose_groups, initial_state
@@ -163,7 +163,11 @@ class TrainerAdapter(ABC):
     Attributes:
         adapter_config: configuration of this adapter.
         run_config: the section `finetuning`; None until `initialize`.
+        joins_processes: True if several processes submit a job together, each the whole of it; otherwise a run of
+            several processes is refused.
     """
+
+    joins_processes: ClassVar[bool] = False
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
@@ -278,6 +282,7 @@ class Trainer(ABC):
             `metrics` and `samples`.
         save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
         is_stopping: set by a signal; `run` then returns after the present epoch.
+        is_collecting: True while `run` waits for episodes, which a signal cuts off where several processes share them.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
             from the start; otherwise a run that trained nothing has failed.
         failure: set by `run` to an error that it returns as a FAILED status; the session raises the error, so that the
@@ -293,7 +298,7 @@ class Trainer(ABC):
         self.reward: RewardFunctionConfig | None = None
         self.loggers = Loggers()
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
-        self.is_stopping = False
+        self.is_stopping = self.is_collecting = False
         self.needs_no_training = False
         self.failure: BaseException | None = None
         self._curriculum_state: dict[str, Any] | None = None

@@ -363,6 +363,9 @@ def run_until_signalled(
         return asyncio.run(until_signalled())
 
     def end(index: int) -> None:
+        if shutdown.signal is not None:
+            os.write(2, f"jaxft: {shutdown.message}\n".encode())
+            os._exit(shutdown.exit_code)
         os.write(2, f"jaxft: process {index} of {place.count} has gone{shutdown.way_on}\n".encode())
         os._exit(1)
 

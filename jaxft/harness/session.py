@@ -5,10 +5,12 @@ import atexit
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,9 @@ MODEL_FOLDER = "model"
 
 CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
 
+POLL_SECONDS = 0.05
+"""Time between two looks at what the processes of a run are at, while they stop."""
+
 UNHEALTHY = "the trainer adapter is not healthy: its backend cannot take jobs"
 
 config_file: ContextVar[Path | None] = ContextVar("jaxft_config_file", default=None)
@@ -121,7 +126,11 @@ class Session:
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
         """
-        trainer = await self.trainer()
+        trainer, accord = await self.trainer(), current_accord()
+        if accord is not None:
+            if not (adapter := await self.adapter()).joins_processes:
+                raise ConfigError([f"{type(adapter).__name__} takes jobs of one process only: start one process"])
+            accord.on_stopping = partial(setattr, trainer, "is_stopping", True)
         try:
             options = {"run_configuration": self._run_configuration()}
             await trainer.initialize(self.config.finetuning.model_copy(update=options))
@@ -229,15 +238,14 @@ class Session:
 
         Several processes stop before the same update, and save the same state.
         """
-        trainer.is_stopping = True
         grace, accord = self.config.finetuning.grace_seconds, current_accord()
-        is_computing = (await self.adapter()).is_busy()
         if accord is not None:
-            await accord.settled()
-            is_computing = is_computing and not accord.is_stopped
-        if is_computing and not running.done():
-            self.console.message(f"finishing the update, in at most {grace:g} seconds")
-            await asyncio.wait({running}, timeout=grace)
+            await self._end_together(trainer, running, accord)
+        else:
+            trainer.is_stopping = True
+            if (await self.adapter()).is_busy() and not running.done():
+                self.console.message(f"finishing the update, in at most {grace:g} seconds")
+                await asyncio.wait({running}, timeout=grace)
         if running.done() and running.exception() is not None:
             return
         running.cancel()
@@ -245,7 +253,8 @@ class Session:
         step = None
         with contextlib.suppress(TimeoutError, HostsError):
             step = await asyncio.wait_for(self._save_stopped(trainer, accord), timeout=max(grace, 1.0))
-        await self.checkpointing.wait()
+        with contextlib.suppress(HostsError):
+            await self.checkpointing.wait()
         shutdown.end_within(max(grace, 1.0))  # an update past its grace time still occupies the device
         saved = self.checkpointing.saved_step
         if saved is not None:
@@ -256,13 +265,26 @@ class Session:
         makes_none = self.config.finetuning.checkpoints.every is None
         raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
+    async def _end_together(self, trainer: Trainer, running: "asyncio.Task[Any]", accord: Accord) -> None:
+        """Wait until the run may be cancelled: when it waits for episodes, or has decided with the others to stop.
+
+        What the processes compute together is finished within the grace time. An update is followed by the logs of its
+        epoch and by what the next checkpoint holds, and then the run ends by itself.
+        """
+        grace = self.config.finetuning.grace_seconds
+        accord.wants_stop = True
+        if accord.is_busy:
+            self.console.message(f"finishing the update, in at most {grace:g} seconds")
+        deadline = time.monotonic() + grace
+        while not running.done() and not accord.is_over and time.monotonic() < deadline:
+            if not accord.is_busy and trainer.is_collecting:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _save_stopped(self, trainer: Trainer, accord: Accord | None) -> int | None:
         """Save the latest state between two epochs, and return its step; None if that is not possible any more."""
         if accord is not None:
             await accord.stop()
-            steps = await accord.gather("step to save", await self.checkpointing.can_save(trainer))
-            if len({*steps}) > 1 or None in steps:
-                return None
         return await self.checkpointing.save_boundary(trainer)
 
     async def trainer(self) -> Trainer:
@@ -413,6 +435,8 @@ async def open_session(
                         try:
                             yield session
                         except BaseException as error:
+                            if ring is not None:
+                                ring.expect_end()
                             await session.end_loggers(error)
                             raise
                         await session.end_loggers()

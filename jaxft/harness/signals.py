@@ -25,6 +25,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
+JOINT_SECONDS = 30.0
+"""Time that one of several processes has to close after a signal that came while no run was listening to it.
+
+It may wait in a program on the devices of all processes, for one that has ended; then nothing else ends it.
+"""
+
 SA_RESETHAND = 0x80000000
 """Flag of a handler that is good for one signal, after which the system's own is back."""
 
@@ -38,14 +44,15 @@ class Shutdown:
     Attributes:
         signal: the first signal received; None before.
         resume_command: the command that resumes the run; None without a run.
-        tell: called with the first signal, to tell the other processes of the run.
+        tell: called with the first signal, to tell the other processes of the run; None for a single one.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.resume_command: str | None = None
-        self.tell: Callable[[signal.Signals], object] = lambda number: None
+        self.tell: Callable[[signal.Signals], object] | None = None
         self._is_told = False  # another process got the signal
+        self._deciding = threading.Lock()  # which signal is the first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
@@ -82,10 +89,12 @@ class Shutdown:
         for number in SIGNALS:
             _handle_once(number)
         token = _shutdown.set(self)
+        if self.signal is not None and self.tell is not None:
+            self.end_within(JOINT_SECONDS)
         try:
             yield
         finally:
-            if self._timer is not None:
+            if self._timer is not None and self.tell is None:
                 self._timer.cancel()
             _shutdown.reset(token)
             for number in SIGNALS:
@@ -157,16 +166,20 @@ class Shutdown:
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 self._loop.call_soon_threadsafe(interrupt)
             return
-        if self.signal is not None and not self._is_told:  # both came before this thread could run
-            _tell(f"{number.name} again: ended at once")
-            os._exit(128 + number)
-        for each in SIGNALS:
-            _LIBC.signal(each, None)  # the system ends the process
-        if self._is_told:  # as all processes of a terminal get its Ctrl-C
-            self._is_told = False
-            return
-        self.signal = number
-        self.tell(number)
+        with self._deciding:
+            was_told, self._is_told = self._is_told, False
+            if self.signal is not None and not was_told:  # both came before this thread could run
+                _tell(f"{number.name} again: ended at once")
+                os._exit(128 + number)
+            for each in SIGNALS:
+                _LIBC.signal(each, None)  # the system ends the process
+            if was_told:  # as all processes of a terminal get its Ctrl-C
+                return
+            self.signal = number
+        if self.tell is not None:
+            self.tell(number)
+            if self._listener is None:
+                self.end_within(JOINT_SECONDS)
         _tell(f"{number.name}: stopping; a second signal ends at once")
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed just now
@@ -174,9 +187,12 @@ class Shutdown:
 
     def hear(self, number: int) -> None:
         """Stop as by this signal, which another process of the run got; its own first signal changes nothing then."""
-        if self.signal is not None:
-            return
-        self.signal, self._is_told = signal.Signals(number), True
+        with self._deciding:
+            if self.signal is not None:
+                return
+            self.signal, self._is_told = signal.Signals(number), True
+        if self._listener is None:
+            self.end_within(JOINT_SECONDS)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 self._loop.call_soon_threadsafe(self._stop)

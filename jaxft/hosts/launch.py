@@ -41,39 +41,37 @@ def launch(command: Sequence[str], count: int) -> int:
     if not command or shutil.which(command[0]) is None:
         raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
     environments = environments_of(count, os.environ)
-    has_gpus = "CUDA_VISIBLE_DEVICES" in environments[0]
     every = sorted(os.sched_getaffinity(0))
+    has_gpus = bool(environments[0].get("CUDA_VISIBLE_DEVICES"))
     cores = [every] * count if has_gpus else cores_of(count, every)
-    processes = []
-    for environment, own in zip(environments, cores, strict=True):
-        os.sched_setaffinity(0, own)  # of this thread, from which the process has it
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                process_group=0,  # a terminal's Ctrl-C reaches them through this process alone, and so once
-            )
-        )
-    os.sched_setaffinity(0, every)
-    printing = [
-        threading.Thread(target=_print_lines, args=(index, process.stdout), daemon=True)
-        for index, process in enumerate(processes)
-    ]
-    for thread in printing:
-        thread.start()
+    processes: list[subprocess.Popen[bytes]] = []
+    printing: list[threading.Thread] = []
 
     def pass_on(number: int, frame: object) -> None:
         for process in processes:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
+        for index, (environment, own) in enumerate(zip(environments, cores, strict=True)):
+            os.sched_setaffinity(0, own)  # of this thread, from which the process has it
+            # In a group of its own: a terminal's Ctrl-C reaches it through this process alone, and so once.
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    process_group=0,
+                )
+            )
+            printing.append(threading.Thread(target=_print_lines, args=(index, processes[-1].stdout), daemon=True))
+            printing[-1].start()
         code = _wait(processes)
     finally:
+        os.sched_setaffinity(0, every)
         for process in processes:
             if process.poll() is None:
                 process.kill()
@@ -152,8 +150,8 @@ def _print_lines(index: int, output: IO[bytes] | None) -> None:
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait for all processes; if one fails, the others get some seconds to end, then a signal, then none."""
     code, deadline, is_told = 0, None, False
-    while any(process.poll() is None for process in processes):
-        failed = [process.returncode for process in processes if process.returncode not in (None, 0)]
+    while None in (codes := [process.poll() for process in processes]):
+        failed = [each for each in codes if each]
         if failed and deadline is None:
             code, deadline = failed[0], time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:

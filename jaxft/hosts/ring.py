@@ -100,11 +100,18 @@ class Ring:
             for index in range(self.count):
                 if not found[index]:
                     del found[index]
+            if not found:
+                del self._contents[name]
         return [pickle.loads(each) for each in contents]
 
     def stop(self, number: int) -> None:
         """Tell the other processes that a signal stops the run; can be called from any thread."""
         self._to_send.put(_Message(self.index, STOP, bytes([number])))
+
+    def expect_end(self) -> None:
+        """Say here that this process ends by itself, however long it takes: another one that has failed is no loss."""
+        with self._changed:
+            self._is_closing = True
 
     def close(self, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
         """Say that this process ends, so that nobody takes it for lost, and wait for the others, at most so long.
@@ -114,8 +121,7 @@ class Ring:
             has_failed: True if it ends with an error. The others mostly do, too; one that has not ended
                 `FAILED_SECONDS` later waits in vain for something of this one, and hears of a loss.
         """
-        with self._changed:
-            self._is_closing = True
+        self.expect_end()
         self._to_send.put(_Message(self.index, BYE, FAILED if has_failed else b""))
         with self._changed:
             self._changed.wait_for(

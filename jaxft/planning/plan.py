@@ -381,8 +381,9 @@ def collectives(program: Compiled) -> dict[str, tuple[int, int]]:
 def least_seconds(target: Target, program: Compiled, flops: int) -> dict[str, float]:
     """Return the least times of a program by the chip's limits: arithmetic, memory, and links to other chips.
 
-    A ring sends `(n - 1) / n` of an array that is gathered or scattered over n chips, and twice that of a sum. One of
-    more chips than a host has is as slow as the network between hosts.
+    A ring sends `(n - 1) / n` of an array that is gathered or scattered over n chips, and twice that of a sum. A
+    group of more chips than a host has is as slow as the network between hosts. Which chips a smaller group has is not
+    known, and it counts as within a host: the lines of `messages` are more exact there.
     """
     chip, links = target.chip, 0.0
     for kind, _, group, times, size in program.collectives:

@@ -49,6 +49,9 @@ CORES = {"v5p": 2}
 CHIPS_PER_HOST = {"v5e": 8, "v6e": 8, "v5p": 4, "a100": 8, "h100": 8, "h200": 8}
 """Largest number of chips in one host, and so in one process of jaxft."""
 
+CHIPS_PER_HOST_OF_SLICES = {"v5e": 4, "v6e": 4, "v5p": 4}
+"""The same in slices of TPUs that have several hosts."""
+
 TOPOLOGIES = {
     "v5e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
     "v6e": {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
@@ -106,7 +109,9 @@ class Target(NamedTuple):
     @property
     def hosts(self) -> int:
         """The number of hosts."""
-        return -(-self.chips // CHIPS_PER_HOST[self.kind])
+        if self.chips <= CHIPS_PER_HOST[self.kind]:
+            return 1
+        return -(-self.chips // CHIPS_PER_HOST_OF_SLICES.get(self.kind, CHIPS_PER_HOST[self.kind]))
 
     @property
     def topology(self) -> str:
@@ -134,7 +139,7 @@ def find_target(name: str) -> Target:
         ValueError: there is no such target; the message lists them.
 
     >>> find_target("v5p-16").topology, find_target("h100x8").topology, find_target("v5e-16").hosts
-    ('v5p:2x2x2', '1x1x8', 2)
+    ('v5p:2x2x2', '1x1x8', 4)
     """
     found = re.fullmatch(r"([a-z0-9]+)([x-])([0-9]+)", name)
     if found is not None and found[1] in CHIPS:

@@ -5,6 +5,7 @@ on the device. A policy may have snapshots, which are its own earlier versions: 
 is trained.
 """
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool
 
 from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import BASE, combine, partition
-from jaxft.core.sharding import devices_of, platform_of, spans_processes
+from jaxft.core.sharding import device_bytes, devices_of, platform_of, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.models.config import DecoderConfig, LoraSpec
@@ -120,6 +121,7 @@ class Policy:
         self.held: Held | None = None
         self.is_sampler_held = False
         self.sampling_share = SAMPLING_SHARE
+        self._is_laying_out = False
         self._queued: Any = None  # computed by the microbatch before the latest
         self._lost: str | None = None
         self._sampler = model if sampler is None else sampler
@@ -143,8 +145,16 @@ class Policy:
             cache_tokens=cache_tokens,
         )
         self.snapshots: dict[str, Snapshot] = {}
-        if self._spans_processes:
-            self._device.submit(self._lay_out)
+        self._first_layout = self._device.submit(self._lay_out) if self._spans_processes else None
+
+    async def ready(self) -> None:
+        """Wait for the first weights to decode with, in which all processes of a mesh take part.
+
+        Raises:
+            JaxRuntimeError: the devices have too little memory for them.
+        """
+        if self._first_layout is not None:
+            await asyncio.wrap_future(self._first_layout)
 
     def add_snapshot(
         self,
@@ -283,9 +293,13 @@ class Policy:
     def _lay_out(self) -> None:
         """Make the weights to decode with, in which several processes take part; a single one does so on demand."""
         if self._spans_processes:
-            self.sampling_params()
-            for snapshot in self.snapshots.values():
-                snapshot.sampling_params()
+            self._is_laying_out = True
+            try:
+                self.sampling_params()
+                for snapshot in self.snapshots.values():
+                    snapshot.sampling_params()
+            finally:
+                self._is_laying_out = False
 
     @property
     def sampled_version(self) -> int:
@@ -411,11 +425,14 @@ class Policy:
         """Return the bytes on each device, by purpose, of arrays that only sampling uses.
 
         The purposes are `sampling weights`, `sampling` (keys and values) and, if there are any, `snapshots`: the
-        parameters that they keep, while their weights and caches are counted with the policy's.
+        parameters that they keep, while their weights and caches are counted with the policy's. With adapters in
+        several processes also `gathered base`: the frozen base, which each process keeps whole.
         """
         dtype, snapshots = self.relayout.dtype(params), self.snapshots.values()
         caches = [engine.cache_bytes(dtype) for engine in (self.engine, *(each.engine for each in snapshots))]
         sizes = {"sampling": sum(caches), "sampling weights": self.relayout.extra_bytes(params)}
+        if isinstance(self.relayout, GatheredRelayout) and self.model.lora is not None:
+            sizes["gathered base"] = self.relayout.base_bytes(params)
         if snapshots:
             kept, weights = self.relayout.snapshot_bytes(params)
             sizes["snapshots"] = len(snapshots) * kept
@@ -423,8 +440,12 @@ class Policy:
         return sizes
 
     def held_bytes(self, params: Params) -> int:
-        """Return the bytes on each device of weights that the sampler holds."""
-        return self.relayout.extra_bytes(params, is_shared=False)
+        """Return the bytes on each device of weights that the sampler holds, and of what they are made again from."""
+        held = self.relayout.extra_bytes(params, is_shared=False)
+        if not self._spans_processes:
+            return held
+        copied = jax.eval_shape(partial(copy_trained, self.model, str(self.relayout.dtype(params))), params)
+        return held + device_bytes(self.model.sharding, copied)
 
     def held_state(self) -> dict[str, Any]:
         """Return version, dtype and layout of the weights that the sampler holds, for JSON."""
@@ -510,6 +531,8 @@ class Policy:
         if self.is_sampler_held and self.held is not None:
             return self.held.params, self.held.version
         if self._decode_params is None:
+            if self._spans_processes and not self._is_laying_out:
+                raise PolicyLostError("the weights to decode with could not be made, and one process alone cannot")
             self._decode_params = self.relayout(self._params)
         return self._decode_params, self.version
 

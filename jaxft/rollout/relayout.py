@@ -135,7 +135,11 @@ class GatheredRelayout(SentRelayout):
         self._gathered = replace(_sharding(model), mesh=mesh).gathered()
         self._gather = jax.jit(self._gathered.constrain)
 
-    def own_parts(self, gathered: Any) -> Any:
+    def base_bytes(self, params: Params) -> int:
+        """Return the bytes per device of the frozen base, which is kept gathered."""
+        return device_bytes(self._gathered, partition(self._trained, params)[1])
+
+    def of_this_process(self, gathered: Any) -> Any:
         """Return the arrays of this process, of a tree of arrays that each process has whole, without a copy."""
 
         def own(leaf: jax.Array) -> jax.Array:
@@ -149,7 +153,7 @@ class GatheredRelayout(SentRelayout):
         return jax.tree.map(own, gathered)
 
     def whole_like(self, own: Any) -> Any:
-        """Return arrays that each process has whole, of the arrays of this process: the inverse of `own_parts`."""
+        """Return arrays that each process has whole, of those of this process; the inverse of `of_this_process`."""
 
         def whole(path: Any, leaf: jax.Array) -> jax.Array:
             to = self._gathered.leaf_sharding(path_text(path), leaf.shape)
@@ -159,7 +163,7 @@ class GatheredRelayout(SentRelayout):
         return jax.tree_util.tree_map_with_path(whole, own)
 
     def _send(self, params: Params) -> Params:
-        return self.own_parts(self._gather(params))
+        return self.of_this_process(self._gather(params))
 
 
 def sampling_mesh(trained: Mesh) -> Mesh | None:

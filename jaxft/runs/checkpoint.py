@@ -295,7 +295,8 @@ class Checkpoints:
             is_unfinished = entry.name == str(step) and not (entry / MANIFEST).exists()
             if entry.is_dir() and (is_unfinished or entry.name.startswith(f"{step}.orbax-checkpoint-tmp")):
                 shutil.rmtree(entry, ignore_errors=True)
-        self._manager = self._new_manager()
+        if self._ring is None:  # several processes end with the error
+            self._manager = self._new_manager()
 
     def _drop_old(self, newest: int) -> None:
         """Remove finished steps but the newest `max_to_keep`, the best, and those without a readable manifest."""
@@ -333,7 +334,8 @@ class Checkpoints:
         """Wait for the background save, whose errors only `wait` raises, and close orbax's manager."""
         if self._finishing is not None:
             self._finishing.join()
-        self._manager.close()
+        with contextlib.nullcontext() if self._ring is None else contextlib.suppress(Exception):
+            self._manager.close()
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:

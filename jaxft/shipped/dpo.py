@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxft.errors import (
     ConfigError,
+    HostsError,
     NoLearningSignal,
     PolicyError,
     RestoreError,
@@ -238,12 +239,13 @@ class DPOTrainer(LoggedTrainer):
             meta = {"run_number": number, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
             try:
                 with user_code():
-                    collection = await self.collect(run_id, meta)
+                    with self.collecting():
+                        collection = await self.collect(run_id, meta)
                     self.check_collection(collection)
                     self.trajectory_builder.log_progress(run_id, collection.metrics)
             except UserCodeError as failure:
                 is_hopeless = isinstance(
-                    failure.error, ConfigError | PolicyError
+                    failure.error, ConfigError | HostsError | PolicyError
                 )  # the next collection would fail, too
                 if is_hopeless or not self.trainer_config.continue_on_collection_error:
                     raise failure.error from None

@@ -195,7 +195,8 @@ class GRPOTrainer(LoggedTrainer):
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
         assert self.trajectory_builder is not None and self._schedule is not None
         message = self.log.console.message
-        collection = await self._schedule.take(epoch, run_id)
+        with self.collecting():
+            collection = await self._schedule.take(epoch, run_id)
         self.check_collection(collection)
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
@@ -241,18 +242,14 @@ class GRPOTrainer(LoggedTrainer):
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
 
-    async def validate(self, num_epochs: int) -> float | None:
-        """Return the validation reward before this epoch, of the newest weights; None if none is due or usable.
+    async def prepare_validation(self) -> None:
+        """Validate the newest weights.
 
         Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
         with the newest.
         """
-        assert self.trajectory_builder is not None and self._schedule is not None
-        validation = self.trajectory_builder.validation
-        is_due = validation is not None and validation.is_due(self.epoch, num_epochs)
-        if is_due and not self.is_stopping and self._validated_epoch != self.epoch:
-            await self._schedule.prepare_validation()
-        return await super().validate(num_epochs)
+        assert self._schedule is not None
+        await self._schedule.prepare_validation()
 
     async def hold(self) -> None:
         """Let the adapter sample with the present weights until the next call, whatever is trained."""

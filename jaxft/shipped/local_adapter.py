@@ -6,7 +6,7 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from jaxft.harness.data_models import (
 )
 from jaxft.hosts.start import current_accord, current_ring
 from jaxft.models.config import DecoderConfig
+from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
@@ -79,6 +80,7 @@ class LocalTrainerAdapter(TrainerAdapter):
     """
 
     adapter_config: LocalTrainerAdapterConfig
+    joins_processes = True
 
     def __init__(
         self,
@@ -142,7 +144,13 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         if self._chooses_remat:
-            self._note_remat(await self.policy.read(self._choose_remat))
+            remat = await self.policy.read(self._choose_remat)
+            if (ring := current_ring()) is not None:  # the most frugal choice, as devices and compilers may differ
+                names: list[str] = list(AUTO_REMATS)
+                choices = await asyncio.to_thread(ring.gather, "remat", remat)
+                remat = max(choices, key=names.index)
+                self.learner.use_remat(remat)
+            self._note_remat(remat)
 
     def _choose_remat(self, params: Any) -> str:
         """Choose the checkpoint policy, on the device thread, and return its name."""
@@ -288,14 +296,11 @@ class LocalTrainerAdapter(TrainerAdapter):
         kept: list[str] = []
         try:
             with user_code(), self._memory_errors():  # whatever stops the job becomes its status
-                if (accord := current_accord()) is not None and not await accord.begin(
-                    job.status.run_id, digests_of(data, rewards)
-                ):
-                    await asyncio.Event().wait()  # for the end of this process, which saves what was before the job
-                metrics = await self.policy.update(
-                    partial(self._learn, job, data, rewards, bad_updates, kept_tokens),
-                    has_changed=lambda metrics: metrics["applied_updates"] > 0,
-                )
+                async with _together(job.status.run_id, data, rewards):
+                    metrics = await self.policy.update(
+                        partial(self._learn, job, data, rewards, bad_updates, kept_tokens),
+                        has_changed=lambda metrics: metrics["applied_updates"] > 0,
+                    )
                 if self._bad_batches is not None:
                     kept = self._bad_batches.keep(job.status.run_id, bad_updates, data.groups)
         except UserCodeError as failure:
@@ -378,7 +383,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         """End a job before its next update, and return its last status; a job that has ended stays as it is.
 
         Updates that have been made stay made; the status says how many.
+
+        Raises:
+            RuntimeError: several processes compute the job, which may be at different updates.
         """
+        if current_ring() is not None:
+            raise RuntimeError("a job of several processes cannot be canceled")
         self._job(ref).is_cancelled = True
         return await self.wait_until_complete(ref)
 
@@ -511,6 +521,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Write model, tokenizer and model card in Hugging Face's file format, and return the folder."""
         card = None if self._model_card is None else self._model_card(self.policy.version)
         return await self.policy.save(folder, card)
+
+
+def _together(run_id: str, data: Gathered, rewards: CollectedRewards | None) -> AbstractAsyncContextManager[None]:
+    """Return a block in which all processes compute a job, whose input they compare first."""
+    accord = current_accord()
+    return nullcontext() if accord is None else accord.job(f"job {run_id}", digests_of(data, rewards))
 
 
 def _listed(snapshots: Iterable[str]) -> str:

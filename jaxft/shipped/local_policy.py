@@ -81,7 +81,7 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     )
     policy.compiles.show = builder.console.compiling
     if ring is not None:  # its weights to decode with are there before anything else is computed on all devices
-        await policy.read(lambda params: None)
+        await policy.ready()
     builder.add_devices(policy.devices())
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     yield ChatClient(policy, name, config.long_prompts)

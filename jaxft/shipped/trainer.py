@@ -1,7 +1,8 @@
 """Base class of the shipped trainers: collections, epochs with their training jobs, checkpoints and logs."""
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxft.errors import (
@@ -16,6 +17,7 @@ from jaxft.errors import (
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.harness.heap import freeze_heap
+from jaxft.hosts.start import current_accord
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LoggedTrainerConfig
@@ -69,14 +71,34 @@ class LoggedTrainer(Trainer):
 
     async def validate(self, num_epochs: int) -> float | None:
         """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""
+        assert self.trajectory_builder is not None
+        validation, accord = self.trajectory_builder.validation, current_accord()
         if self.is_stopping or self._validated_epoch == self.epoch:
             return None
-        row = await self.validate_if_due(self.epoch, num_epochs)
+        if validation is None or not validation.is_due(self.epoch, num_epochs):
+            return None
+        if accord is not None and not await accord.allows(f"validation {self.epoch}"):
+            return None
+        await self.prepare_validation()
+        with self.collecting():
+            row = await self.validate_if_due(self.epoch, num_epochs)
         if row is None:
             return None
         self._validated_epoch = self.epoch
         self.log.validation(row)
         return row["avg_reward"]
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Say, in the block, that this trainer waits for episodes."""
+        self.is_collecting = True
+        try:
+            yield
+        finally:
+            self.is_collecting = False
+
+    async def prepare_validation(self) -> None:
+        """See to it that the newest weights are validated; called before each validation."""
 
     async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
         """Call `checkpoint`, and measure how long it blocked the loop."""

@@ -18,7 +18,7 @@ from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
-from jaxft.models.decoder import AUTO_REMATS
+from jaxft.models.decoder import AUTO_REMATS, Remat
 from jaxft.models.flash import choose_kernel
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.training.bad_batches import BadUpdate
@@ -197,10 +197,8 @@ class Learner:
             fits: called with the result of `memory`; True if a device has so much. An out-of-memory error of the
                 compiler counts as False. If nothing fits, the policy that needs least is taken.
         """
-        model = self._model
-        assert model.with_remat is not None
         for remat in AUTO_REMATS:
-            self._use(model.with_remat(remat))
+            self.use_remat(remat)
             try:
                 if fits(self.memory(params, longest)):
                     break
@@ -208,6 +206,11 @@ class Learner:
                 if not is_out_of_memory(error):
                     raise
         return remat
+
+    def use_remat(self, remat: Remat) -> None:
+        """Train from now on with this checkpoint policy."""
+        assert self._model.with_remat is not None
+        self._use(self._model.with_remat(remat))
 
     def learn(
         self,

@@ -42,36 +42,70 @@ def each(rings, work):
         return list(pool.map(one, rings))
 
 
-def test_all_begin_the_same_jobs(rings):
-    async def work(accord, index):
-        return [await accord.begin(name, {"row": ["a", "b"]}) for name in ("first", "second")]
+async def jobs(accord, *names):
+    """Begins jobs until one is not allowed; the names of those that were computed."""
+    done = []
 
-    assert each(rings, work) == [[True, True]] * 3
+    async def compute():
+        for name in names:
+            async with accord.job(name, {}):
+                assert accord.is_busy
+                done.append(name)
+
+    computing = asyncio.create_task(compute())
+    while not computing.done() and not accord.is_over:
+        await asyncio.sleep(0.01)
+    computing.cancel()
+    await asyncio.wait({computing})
+    return done
+
+
+def test_all_compute_the_same_jobs(rings):
+    async def work(accord, index):
+        return await jobs(accord, "first", "second"), accord.is_busy, accord.is_stopping
+
+    assert each(rings, work) == [(["first", "second"], False, False)] * 3
 
 
 def test_one_that_stops_keeps_all_from_the_next_job(rings):
     async def work(accord, index):
-        begun = [await accord.begin("first", {})]
+        said = []
+        accord.on_stopping = lambda: said.append("stopping")
         if index == 1:
+            done = await jobs(accord, "first")
             await accord.stop()
         else:
-            begun.append(await accord.begin("second", {}))
+            done = await jobs(accord, "first", "second")
         await accord.stop()  # decided already
-        return begun, accord.is_stopped
+        return done, accord.is_over, said
 
-    assert each(rings, work) == [([True, False], True), ([True], True), ([True, False], True)]
+    assert each(rings, work) == [(["first"], True, ["stopping"])] * 3
 
 
-def test_a_stop_waits_for_the_job_that_is_being_decided_upon(rings):
+def test_a_wish_to_stop_is_heard_at_the_next_decision_and_checkpoints_are_still_made(rings):
+    async def work(accord, index):
+        accord.wants_stop = index == 2
+        allowed = await accord.allows("validation")
+        async with accord.checkpoint("checkpoint"):
+            saved = True
+        return allowed, saved, accord.is_stopping, await jobs(accord, "job"), accord.is_over
+
+    assert each(rings, work) == [(False, True, True, [], True)] * 3
+
+
+def test_a_decision_counts_although_who_asked_is_cancelled(rings):
     async def work(accord, index):
         if index > 0:
             await asyncio.sleep(0.2)
-            return await accord.begin("job", {})
-        beginning = asyncio.create_task(accord.begin("job", {}))
-        await asyncio.sleep(0)
-        beginning.cancel()  # the trainer is cancelled, the decision is not
-        await accord.settled()
-        return not accord.is_stopped
+        asking = asyncio.create_task(jobs(accord, "job"))
+        await asyncio.sleep(0.05)
+        if index == 0:
+            asking.cancel()  # it has said that it begins
+            await asyncio.wait({asking})
+        else:
+            assert await asking == ["job"]
+        await accord.stop()
+        return accord.is_over
 
     assert each(rings, work) == [True] * 3
 
@@ -80,16 +114,17 @@ def test_a_stop_waits_for_the_job_that_is_being_decided_upon(rings):
     ("input_of", "said"),
     [
         (lambda index: ("job", {"row": ["a", "b", "c" if index == 2 else "b"]}),
-         "job job: row 2 differs between process 2 and process 0"),
-        (lambda index: ("job", {"row": ["a"] * (1 + index)}), "job job has 2 rows in process 1, and 1 in 0"),
-        (lambda index: (f"job {index // 2}", {}), "process 2 begins job job 1, and process 0 job 0"),
+         "job: row 2 differs between process 2 and process 0"),
+        (lambda index: ("job", {"row": ["a"] * (1 + index)}), "job has 2 rows in process 1, and 1 in process 0"),
+        (lambda index: (f"job {index // 2}", {}), "process 2 begins job 1, and process 0 job 0: they have diverged"),
     ],
 )  # fmt: skip
 def test_a_difference_is_named_in_all_processes(rings, input_of, said):
     async def work(accord, index):
-        return await accord.begin(*input_of(index))
+        async with accord.job(*input_of(index)):
+            return "computed"
 
-    assert [fault[: len(said)] for fault in each(rings, work)] == [said] * 3
+    assert each(rings, work) == [said] * 3
 
 
 def test_a_signal_is_passed_on_once(rings):

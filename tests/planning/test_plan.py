@@ -257,7 +257,7 @@ def test_a_plan_is_told_in_lines():
     assert "1.25 times the model's flops; at most 80% MFU" in text
     assert "all-gather: 10 times, 8,000.0 MB in all" in text
     hosts = "\n".join(lines(made_plan(target=find_target("v5e-16")), RUN_OF_V5E))
-    assert "2 hosts, with a process on each" in hosts and "8 of the 16 chips" in hosts
+    assert "4 hosts, with a process on each" in hosts and "8 of the 16 chips" in hosts
 
 
 def test_advice_begins_with_what_costs_least():
