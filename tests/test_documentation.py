@@ -58,6 +58,7 @@ NOT_RUN = {
     "mypy": "a step of .ci/run",
     "lint-imports": "a step of .ci/run",
     "python tests/faults/kill_and_resume.py": "an hour; .ci/run has four of its kills",
+    "python tests/faults/kill_processes.py": "half an hour; .ci/run has one of its kills",
     ".ci/": "all checks, this one among them",
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
@@ -103,7 +104,7 @@ ADDED = {
     "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
-    "jaxft launch": "--set llms.policy.slots=8",
+    "jaxft launch": f"--overwrite {RUN}",
     "python benchmarks/run.py": "--shrink --repeats 1",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
     "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",

@@ -32,7 +32,7 @@ class _Message(NamedTuple):
 
 
 _Given = defaultdict[int, deque[bytes]]
-"""What each process has given under a name and has not been read yet; one that has given nothing is not in it."""
+"""Values that processes have given under a name and that were not read yet, by process, in their order."""
 
 
 class Ring:

@@ -86,7 +86,7 @@ def jaxft(folder: Path, *arguments: str, processes: int = 2, **variables: str) -
     command = [*run, *(["launch", "-n", str(processes), *run] if processes > 1 else []), *arguments]
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        command, cwd=folder, env={**os.environ, **devices, **variables}, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env={**os.environ, **devices, **variables}, capture_output=True, text=True, timeout=900
     )
 
 
