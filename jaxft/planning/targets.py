@@ -155,7 +155,7 @@ def target_names() -> list[str]:
     """Return the names of all targets.
 
     >>> target_names()[:2], target_names()[-1]
-    (['a100x1', 'a100x2'], 'v5p-128')
+    (['a100x1', 'a100x2'], 'v5p-2048')
     """
     gpus = [f"{kind}x{count}" for kind in CHIPS if CHIPS[kind].platform == "gpu" for count in SIZES_OF_GPUS]
     return gpus + [f"{kind}-{count * CORES.get(kind, 1)}" for kind, shapes in TOPOLOGIES.items() for count in shapes]

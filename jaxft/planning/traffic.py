@@ -52,8 +52,9 @@ def messages(
         compute_bytes: bytes of a number in products, in which weights are gathered, and gradients and activations sent.
         chips_per_host: chips of a host that the mesh uses.
 
+    >>> from jaxft.models.config import model_preset
     >>> sizes = {"parameters": 8000, "trained": 8000, "tokens": 1, "compute_bytes": 2, "chips_per_host": 8}
-    >>> [(each.what, each.size) for each in messages(DecoderConfig(), (2, 1, 1), **sizes)]
+    >>> [(each.what, each.size) for each in messages(model_preset("qwen3-50k"), (2, 1, 1), **sizes)]
     [('sums of gradients', 16000.0)]
     """
     data, fsdp, tensor = mesh
