@@ -245,7 +245,7 @@ class Shutdown:
 
     @property
     def way_on(self) -> str:
-        """How to continue the run, as the end of a message; empty without a run."""
+        """The command that continues the run, as the end of a message; empty without a run."""
         launcher = os.environ.get(LAUNCHER, "")
         return "" if self.resume_command is None else f"; continue with:\n  {launcher}{self.resume_command}"
 

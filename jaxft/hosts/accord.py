@@ -22,7 +22,6 @@ class Accord:
         wants_stop: True from a signal on; the next decision tells the others.
         is_stopping: True as soon as a decision has told of a stop: no validation and no job begins any more.
         is_over: True as soon as a process has left out a decision, or a job was not begun: nothing begins any more.
-        is_busy: True during a decision, and while what was decided upon is computed.
         on_stopping: called when `is_stopping` becomes True.
     """
 
@@ -33,6 +32,7 @@ class Accord:
 
     @property
     def is_busy(self) -> bool:
+        """True during a decision, and while what was decided upon is computed."""
         return self._running > 0
 
     async def allows(self, name: str) -> bool:

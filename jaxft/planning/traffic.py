@@ -14,7 +14,7 @@ Mesh = tuple[int, int, int]
 
 
 class Message(NamedTuple):
-    """What a chip receives for one purpose.
+    """The bytes that a chip receives for one purpose.
 
     Attributes:
         what: the purpose.

@@ -243,7 +243,7 @@ class GRPOTrainer(LoggedTrainer):
             return None
 
     async def prepare_validation(self) -> None:
-        """Validate the newest weights.
+        """Let the sampler have the newest weights.
 
         Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
         with the newest.

@@ -152,7 +152,7 @@ def main() -> int:
             )
             first = (resumed[-1]["checkpoint"] or 0) if resumed else 0
             difference = largest_difference(folder, whole, first)
-            equal = differences(folder, whole) if name != "dpo" or processes == 2 else []
+            equal = differences(folder, whole)
             if processes == 2:
                 found += equal
             elif difference > 1e-5:

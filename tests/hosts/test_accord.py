@@ -30,7 +30,7 @@ def rings():
 
 
 def each(rings, work):
-    """What `work(accord, index)` returns in each process, or the fault as text."""
+    """The result of `work(accord, index)` in each process, or the fault as text."""
 
     def one(ring):
         try:
