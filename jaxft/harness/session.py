@@ -419,8 +419,13 @@ async def open_session(
                         if shutdown is not None:
                             shutdown.resume_command = command
                         await _go_on(builder, checkpointing)
-                    digest = await checkpointing.check_dataset(await builder.get_dataset())
+                    examples = await builder.get_dataset()
+                    digest = await checkpointing.check_dataset(examples)
                     if ring is not None:
+                        if len(examples) < ring.count:
+                            raise HostsError(
+                                f"{ring.count} processes cannot share {len(examples)} examples: start fewer"
+                            )
                         await _check_alike(ring, config, digest)
                     if config.finetuning.enabled and output_dir is None:
                         await builder.get_loggers()  # before models, which take longer to make
