@@ -43,7 +43,7 @@ async def length(config, builder):
 """
 CONFIGURATION = """
 imports: [shared_agent.py]
-llms: {policy: {_type: local_policy, preset: qwen3-50k, max_context_tokens: 32, slots: 8}}
+llms: {policy: {_type: local_policy, preset: qwen3-50k, max_context_tokens: 32, slots: 6}}
 workflow: {_type: shared_agent, llm: policy}
 eval:
   general: {dataset: {_type: jsonl, file_path: rows.jsonl, structure: {answer_key: null}}}
@@ -121,7 +121,8 @@ def test_what_differs_is_named(folder):
 
 
 @pytest.mark.slow
-def test_training_is_refused(folder):
+def test_more_processes_than_examples_are_refused(folder):
+    (folder / "rows.jsonl").write_text('{"question": "a"}\n')
     ended = jaxft(folder, "finetune", "--config_file", "run.yml", processes=2)
     assert ended.returncode == 2
-    assert "several processes can evaluate together, but not train: start one process" in ended.stdout
+    assert "2 processes cannot share" in ended.stdout
