@@ -17,6 +17,7 @@ from jaxft.harness.runtime import (
     log_arguments,
     override_arguments,
     processes_arguments,
+    processes_of,
     run_arguments,
     run_script,
     run_sweep,
@@ -24,7 +25,6 @@ from jaxft.harness.runtime import (
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.sweep import Program, sweep_arguments
 from jaxft.hosts.launch import launch
-from jaxft.hosts.start import VARIABLES, find_place
 from jaxft.report.command import report, report_arguments
 from jaxft.runs.console import Console
 
@@ -147,12 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             doctor(config, sharding=parsed.sharding)
 
     if parsed.verb == "resume":
-        try:
-            place = find_place({name: vars(parsed)[name] for name in VARIABLES})
-        except HostsError as error:
-            print(f"jaxft: error: {error}", file=sys.stderr)
-            return error.exit_code
-        return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level, place=place)
+        processes = processes_of(parsed)
+        return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level, processes=processes)
     if parsed.verb == "serve":
         return exit_code_of(run, title=f"serve {parsed.config_file}", log_level=parsed.log_level)
     if parsed.verb == "chat":

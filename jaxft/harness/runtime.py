@@ -23,7 +23,7 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -146,6 +146,11 @@ def processes_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process_id", metavar="I", help="number of this process, from 0")
 
 
+def processes_of(parsed: argparse.Namespace) -> dict[str, str | None]:
+    """Return the options of `processes_arguments`, each None if it was not given."""
+    return {name: vars(parsed)[name] for name in VARIABLES}
+
+
 def log_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--log-level`."""
     parser.add_argument(
@@ -170,10 +175,6 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
             return run_sweep(_this_script(), parsed, given)
     except ConfigError as error:
         return _complain(f"error: {error}", error.exit_code)
-    try:
-        place = find_place({name: vars(parsed)[name] for name in VARIABLES})
-    except HostsError as error:
-        return _complain(f"error: {error}", error.exit_code)
     run = _run_of(parsed)
 
     async def load_and_run() -> None:
@@ -183,7 +184,8 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         config_file.set(parsed.config_file)
         await main(config, parsed)
 
-    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, place=place)
+    processes = processes_of(parsed)
+    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, processes=processes)
 
 
 def run_sweep(program: Program, parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -308,7 +310,7 @@ def exit_code_of(
     log_level: str = "info",
     on_stderr: bool = False,
     computes: bool = True,
-    place: Place | None = None,
+    processes: Mapping[str, str | None] | None = None,
 ) -> int:
     """Run an asynchronous main and return 0, or show its error on standard error and return the error's exit code.
 
@@ -322,8 +324,13 @@ def exit_code_of(
         log_level: one of `LOG_LEVELS`.
         on_stderr: True to show messages and log records on standard error, as standard output has the program's result.
         computes: False for a program that leaves all computing to other processes, so that it needs no jax.
-        place: place of this process among several of one run, of which only the first shows messages.
+        processes: options that say which of several processes of one run this is, as `processes_of` returns them; only
+            the first shows messages. None for a program that is always one process.
     """
+    try:
+        place = None if processes is None else find_place(processes)
+    except HostsError as error:
+        return _complain(f"error: {error}", error.exit_code)
     shutdown = Shutdown()
     is_quiet = place is not None and place.index > 0
     try:

@@ -60,11 +60,11 @@ class Ring:
         self.index, self.count = index, count
         self.on_stop: Callable[[int], object] = lambda number: None
         self._before, self._after, self._on_loss = before, after, on_loss
-        self._changed = threading.Condition()  # guards the five below
+        self._changed = threading.Condition()  # guards the six below
         self._contents: defaultdict[str, _Given] = defaultdict(lambda: defaultdict(deque))
         self._ended: set[int] = set()
         self._lost: int | None = None
-        self._is_closing = False
+        self._is_closing = self._ends_with_error = False
         self._is_cut = False  # the process before this one has ended, and nothing comes through it any more
         self._to_send: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._threads = [
@@ -109,9 +109,12 @@ class Ring:
         self._to_send.put(_Message(self.index, STOP, bytes([number])))
 
     def expect_end(self) -> None:
-        """Say here that this process ends by itself, however long it takes: another one that has failed is no loss."""
+        """Say here that this process ends by itself with an error, which it still has to show.
+
+        Another one that has failed is no loss then, however long it takes; one that has gone is, some seconds later.
+        """
         with self._changed:
-            self._is_closing = True
+            self._is_closing = self._ends_with_error = True
 
     def close(self, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
         """Say that this process ends, so that nobody takes it for lost, and wait for the others, at most so long.
@@ -121,7 +124,9 @@ class Ring:
             has_failed: True if it ends with an error. The others mostly do, too; one that has not ended
                 `FAILED_SECONDS` later waits in vain for something of this one, and hears of a loss.
         """
-        self.expect_end()
+        with self._changed:
+            self._is_closing = True
+            self._ends_with_error = self._ends_with_error or has_failed
         self._to_send.put(_Message(self.index, BYE, FAILED if has_failed else b""))
         with self._changed:
             self._changed.wait_for(
@@ -175,9 +180,7 @@ class Ring:
             if not self._is_closing:
                 self._on_loss(origin)
 
-        timer = threading.Timer(FAILED_SECONDS, lose)
-        timer.daemon = True
-        timer.start()
+        _later(lose)
 
     def _lose(self, message: _Message) -> None:
         """Tell the processes behind this one which was lost, and whoever waits here."""
@@ -185,10 +188,21 @@ class Ring:
             if self._lost is not None:
                 return
             self._lost = message.origin
+            has_time = self._ends_with_error
             self._changed.notify_all()
         if message.origin == (self.index - 1) % self.count:  # noticed here first
             self._to_send.put(message)
         self._to_send.put(None)
         if threading.current_thread() is not self._threads[1]:
             self._threads[1].join(timeout=1.0)  # the others hear of it even if this process ends at once
-        self._on_loss(message.origin)
+        if has_time:
+            _later(lambda: self._on_loss(message.origin))
+        else:
+            self._on_loss(message.origin)
+
+
+def _later(action: Callable[[], object]) -> None:
+    """Do something in `FAILED_SECONDS`, if this process has not ended by then."""
+    timer = threading.Timer(FAILED_SECONDS, action)
+    timer.daemon = True
+    timer.start()

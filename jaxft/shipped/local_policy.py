@@ -1,6 +1,7 @@
 """`_type: local_policy`: a model that samples and is trained in this process, or a snapshot of one."""
 
 import asyncio
+import contextlib
 import hashlib
 import math
 from collections.abc import AsyncIterator, Mapping
@@ -13,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, platform_of, spans_processes
-from jaxft.errors import ComponentError
+from jaxft.errors import ComponentError, HostsError, one_line
 from jaxft.harness.registry import LLMConfig
+from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_ring
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes
@@ -36,6 +38,24 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     if config.snapshot_of is not None:
         yield await snapshot_client(name, config, builder)
         return
+    ring = current_ring()
+    async with contextlib.nullcontext() if ring is None else _one_after_another:
+        policy = await _make_policy(name, config, builder, ring)
+    builder.add_devices(policy.devices())
+    yield ChatClient(policy, name, config.long_prompts)
+    policy.close()
+
+
+_one_after_another = asyncio.Lock()
+"""Held while a policy is made: in all processes the programs on all devices have to come in one order."""
+
+
+async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring: Ring | None) -> Policy:
+    """Make the policy `llms.<name>`, whose weights are there to decode with if there are several processes.
+
+    Raises:
+        HostsError: the devices of the processes do not reach each other.
+    """
     seed = builder.config.finetuning.seed
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
@@ -43,10 +63,15 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     shape = shape_of(config)
     check_vocabulary(tokenizer, shape)  # before weights are read
     mesh, sampler_mesh = meshes_of(config)
-    ring = current_ring()
     if ring is not None and mesh is not None:
         await asyncio.to_thread(ring.gather, f"mesh of llms.{name}", None)
-        connect(mesh)
+        try:
+            connect(mesh)
+        except jax.errors.JaxRuntimeError as error:
+            raise HostsError(
+                f"the devices of the processes do not reach each other ({one_line(error)}): on CPUs a process is "
+                "reached at the address of its machine's name, as in /etc/hosts, on GPUs as NCCL_SOCKET_IFNAME says"
+            ) from None
     dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -82,10 +107,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     policy.compiles.show = builder.console.compiling
     if ring is not None:  # its weights to decode with are there before anything else is computed on all devices
         await policy.ready()
-    builder.add_devices(policy.devices())
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
-    yield ChatClient(policy, name, config.long_prompts)
-    policy.close()
+    return policy
 
 
 def check_vocabulary(tokenizer: Any, shape: DecoderConfig) -> None:

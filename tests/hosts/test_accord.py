@@ -148,6 +148,20 @@ def test_one_that_waits_for_a_failed_process_hears_of_a_loss(rings, monkeypatch)
     assert lost == [(0, 2)]
 
 
+def test_one_that_ends_with_an_error_has_time_to_show_it(rings, monkeypatch):
+    monkeypatch.setattr(rings_module, "FAILED_SECONDS", 0.4)
+    lost = []
+    for ring in rings:
+        ring._on_loss = lambda index, mine=ring.index: lost.append((mine, index))
+    rings[0].expect_end()
+    rings[2]._after.close()  # process 2 is killed
+    rings[2]._before.close()
+    time.sleep(0.2)
+    assert (1, 2) in lost and (0, 2) not in lost
+    time.sleep(0.4)
+    assert (0, 2) in lost  # it hangs
+
+
 def sequence(*tokens, sampler_logprobs=None):
     count = len(tokens)
     return TokenSequence(
