@@ -1,4 +1,4 @@
-"""Runs two processes on two machines, takes the network of one away, and shows when the other ends; then resumes both.
+"""Runs two processes on two machines, and takes the network of one away; then types the commands that both printed.
 
     sudo python tests/faults/unplug.py               # of Linux, with iproute2: a minute
 
@@ -8,6 +8,7 @@ ends more than two seconds after the heartbeat, without naming the other one, or
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -53,27 +54,27 @@ def remove() -> None:
     subprocess.run(["ip", "link", "del", SWITCH], stderr=subprocess.DEVNULL)
 
 
-def start(folder: Path, *arguments: str) -> "list[subprocess.Popen[str]]":
-    """Start `jaxft ARGUMENTS` on both machines, by hand."""
-    (coordinator, *_), processes = ADDRESSES.values(), []
+def start(folder: Path, commands: list[list[str]]) -> "list[subprocess.Popen[str]]":
+    """Start a command of jaxft on each machine."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-    for index, machine in enumerate(ADDRESSES):
-        place = ["--coordinator", f"{coordinator}:1234", "--num_processes", "2", "--process_id", str(index)]
-        command = ["ip", "netns", "exec", machine, sys.executable, "-m", "jaxft.cli", *arguments, *place]
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", machine, sys.executable, "-m", "jaxft.cli", *command[1:]],
+            cwd=ROOT, env=environment, **pipes,
         )
-    return processes
+        for machine, command in zip(ADDRESSES, commands, strict=True)
+    ]  # fmt: skip
 
 
 def unplug(folder: Path, seconds: float) -> list[str]:
     """Take the network of the second machine away so many seconds after the first epoch; return the faults."""
-    run, faults = folder / "run", []
-    mesh = ("--set", "llms.policy.mesh={data: -1}")
-    endless = ("--set", "finetuning.num_epochs=100000", "--set", f"finetuning.output_dir={run}")
-    processes = start(folder, "finetune", "--config_file", "tests/faults/grpo.yml", *mesh, *endless)
+    run, commands, faults = folder / "run", [], []
+    settings = ("llms.policy.mesh={data: -1}", "finetuning.num_epochs=100000", f"finetuning.output_dir={run}")
+    finetune = ["jaxft", "finetune", "--config_file", "tests/faults/grpo.yml"]
+    finetune += [part for setting in settings for part in ("--set", setting)]
+    finetune += ["--coordinator", f"{ADDRESSES['jaxft0']}:1234", "--num_processes", "2", "--process_id"]
+    processes = start(folder, [[*finetune, "0"], [*finetune, "1"]])
     deadline = time.monotonic() + PATIENCE
     while not (run / "training_metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -86,10 +87,11 @@ def unplug(folder: Path, seconds: float) -> list[str]:
         print(f"process {index} ended {late:.1f} s after the cable was pulled, with {process.returncode}", flush=True)
         if late > HEARTBEAT_SECONDS + 2 or f"process {1 - index} of 2 has gone" not in output:
             faults.append(f"process {index}: {output[-2000:]}")
+        commands.append(shlex.split(output.splitlines()[-1]))
     ip("link", "set", "to-jaxft1", "up")
 
     done = len((run / "training_metrics.jsonl").read_text().splitlines())
-    processes = start(folder, "resume", str(run), "--set", f"finetuning.num_epochs={done + 2}")
+    processes = start(folder, [[*command, "--set", f"finetuning.num_epochs={done + 2}"] for command in commands])
     for index, process in enumerate(processes):
         output = process.communicate(timeout=PATIENCE)[0]
         if process.returncode != 0:
