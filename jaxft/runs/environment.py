@@ -30,20 +30,26 @@ def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> di
         sources: files and folders of the run, such as its configuration and its script.
 
     Returns:
-        `versions` (None for a package that is not installed), `platform`, `cpu_count`, `devices`, `command` (the
-        command line, with the values of options that are named like secrets masked) and `git_commit`: the commit of
-        the first of `sources` that lies in a repository, with `-dirty` after it when tracked files of that repository
-        were changed; None when there is none.
+        `versions` (None for a package that is not installed), `platform`, `cpu_count` (the cores that this process may
+        use: XLA divides sums among them, which decides how they are rounded), `devices`, `command` (the command line,
+        with the values of options that are named like secrets masked) and `git_commit`: the commit of the first of
+        `sources` that lies in a repository, with `-dirty` after it when tracked files of that repository were changed;
+        None when there is none.
     """
     commits = (_git_commit(source) for source in sources)
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
+        "cpu_count": usable_cores(),
         "devices": list(devices),
         "command": masked_command(sys.argv),
         "git_commit": next((commit for commit in commits if commit is not None), None),
     }
+
+
+def usable_cores() -> int | None:
+    """Return the number of cores that this process may use, as by `taskset`; None if the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def is_secret_name(name: str) -> bool:

@@ -20,6 +20,7 @@ from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import model_preset
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
+from jaxft.rollout.chat import load_tokenizer
 
 FAULTS = Path(__file__).parents[1] / "faults"
 EPOCHS = 5
@@ -117,7 +118,7 @@ def test_layouts_train_the_same(tmp_path, base, optimizer):
 @pytest.mark.long
 def test_a_teacher_scores_the_tokens_of_all(tmp_path):
     model, params = init_model(model_preset("qwen3-50k"), jax.random.key(7, impl="threefry2x32"))
-    save_model(tmp_path / "teacher", model, jax.tree.map(lambda leaf: 3 * leaf, params))
+    save_model(tmp_path / "teacher", model, jax.tree.map(lambda leaf: 3 * leaf, params), tokenizer=load_tokenizer(None))
     teacher = {"_type": "local_policy", "path": str(tmp_path / "teacher"), "max_context_tokens": 64, "slots": 4}
     distilled = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "reverse"}}
     configuration(tmp_path, "grpo", SGD, llms__teacher=teacher, trainer_adapters__local__loss=distilled)
