@@ -72,6 +72,12 @@ class HostsError(JaxftError, RuntimeError):
     exit_code = 2
 
 
+class ProcessEndedError(HostsError):
+    """Another process of the run has ended, and said why; this one needed something of it."""
+
+    exit_code = 1
+
+
 class CheckpointError(JaxftError, RuntimeError):
     """A checkpoint could not be written; the message names the folder and the reason."""
 

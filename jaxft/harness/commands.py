@@ -16,7 +16,6 @@ from jaxft.harness.config import Config, load_config, secrets_of
 from jaxft.harness.config_merge import literal
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.output_fields import escape_fields
-from jaxft.harness.runtime import processes_of
 from jaxft.harness.session import (
     CAME_BACK,
     MASKED,
@@ -38,8 +37,7 @@ EVALUATION_FILE = "evaluation.json"
 
 async def finetune(config: Config, arguments: argparse.Namespace) -> None:
     """Train, export the model and write the result."""
-    processes = [part for name, value in processes_of(arguments).items() if value for part in (f"--{name}", value)]
-    resume_command.set(shlex.join(["jaxft", "resume", str(config.finetuning.output_dir), *processes]))
+    resume_command.set(shlex.join(["jaxft", "resume", str(config.finetuning.output_dir)]))
     async with open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
         evaluations = config.eval.general.output_dir
         if evaluations is not None:

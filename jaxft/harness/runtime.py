@@ -231,9 +231,24 @@ def command_to_resume(arguments: Sequence[str]) -> str:
 
     >>> command_to_resume(["experiments/arithmetic.py", "--overwrite", "--set", "finetuning.seed=1"])
     'python experiments/arithmetic.py --set finetuning.seed=1 --resume'
+
+    Options that differ between several processes are left out: `Shutdown.processes` has them.
+
+    >>> command_to_resume(["train.py", "--coordinator", "10.0.0.1:1234", "--num_processes=2", "--process_id", "1"])
+    'python train.py --resume'
     """
-    kept = [argument for argument in masked_command(arguments) if argument not in ("--overwrite", "--resume")]
+    kept: list[str] = []
+    is_value = False
+    for argument in masked_command(arguments):
+        name, equals, _ = argument.removeprefix("--").partition("=")
+        if not is_value and argument not in ("--overwrite", "--resume") and not _is_of_processes(argument, name):
+            kept.append(argument)
+        is_value = not is_value and _is_of_processes(argument, name) and not equals
     return shlex.join(["python", *kept, "--resume"])
+
+
+def _is_of_processes(argument: str, name: str) -> bool:
+    return argument.startswith("--") and name in VARIABLES
 
 
 def config_of(run: FinetuneRunConfig) -> Config:
@@ -332,6 +347,8 @@ def exit_code_of(
     except HostsError as error:
         return _complain(f"error: {error}", error.exit_code)
     shutdown = Shutdown()
+    if processes is not None:
+        shutdown.processes = "".join(f" --{name} {shlex.quote(value)}" for name, value in processes.items() if value)
     is_quiet = place is not None and place.index > 0
     try:
         with program_console(on_stderr=on_stderr, is_quiet=is_quiet) as console, _logging_to(console, log_level):

@@ -51,10 +51,13 @@ from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EPISODE_REWARDS_FILE,
     LOG_FILE,
     PAIRS_FILE,
     RESULT_FILE,
     RUN_FILES,
+    SAMPLES_FILE,
+    TOKEN_SCORES_FILE,
     RunDirectory,
     is_run,
 )
@@ -461,11 +464,20 @@ async def open_session(
                 shutdown.resume_command = None
 
 
+class _OwnDirectory(RunDirectory):
+    """The directory of a process that is not the first, for small files; episodes, which grow, it does not keep."""
+
+    def append_jsonl(self, name: str, row: Mapping[str, Any]) -> Path:
+        """Append one line to a log, unless it is one of episodes."""
+        is_dropped = name in (SAMPLES_FILE, EPISODE_REWARDS_FILE, TOKEN_SCORES_FILE)
+        return self.file(name) if is_dropped else super().append_jsonl(name, row)
+
+
 def _own_directory() -> RunDirectory:
     """Return a directory that is removed with this process: of several processes the first one writes the files."""
     path = Path(tempfile.mkdtemp(prefix="jaxft-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return RunDirectory.create(path)
+    return _OwnDirectory.create(path)
 
 
 async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) -> None:

@@ -44,12 +44,14 @@ class Shutdown:
     Attributes:
         signal: the first signal received; None before.
         resume_command: the command that resumes the run; None without a run.
+        processes: options that this process needs besides, as one of several; empty if there are none.
         tell: called with the first signal, to tell the other processes of the run; None for a single one.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.resume_command: str | None = None
+        self.processes = ""
         self.tell: Callable[[signal.Signals], object] | None = None
         self._is_told = False  # another process got the signal
         self._deciding = threading.Lock()  # which signal is the first
@@ -247,7 +249,8 @@ class Shutdown:
     def way_on(self) -> str:
         """The command that continues the run, as the end of a message; empty without a run."""
         launcher = os.environ.get(LAUNCHER, "")
-        return "" if self.resume_command is None else f"; continue with:\n  {launcher}{self.resume_command}"
+        command = f"{launcher}{self.resume_command}{self.processes}"
+        return "" if self.resume_command is None else f"; continue with:\n  {command}"
 
 
 _LIBC = ctypes.CDLL(None)

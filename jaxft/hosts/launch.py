@@ -4,6 +4,7 @@ Each line of their output begins with the number of the process. The first proce
 signal to the launcher goes to all.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -23,6 +24,18 @@ from jaxft.hosts.start import LAUNCHER, QUIET, VARIABLES
 
 GRACE_SECONDS = 30.0
 """Time that processes have to end by themselves after one of them has failed."""
+
+OUTPUT_SECONDS = 2.0
+"""Time for the last output of processes that have ended; what they have started may hold it open."""
+
+START = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: outlasts exec
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the launcher has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Program that becomes the process, which then does not outlive the launcher."""
 
 GLOO = b"[Gloo] Rank "
 """Beginning of the lines in which the library of collectives on CPUs says that all are connected."""
@@ -59,7 +72,7 @@ def launch(command: Sequence[str], count: int) -> int:
             # In a group of its own: a terminal's Ctrl-C reaches it through this process alone, and so once.
             processes.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, "-P", "-c", START, str(os.getpid()), *command],
                     env=environment,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -74,11 +87,11 @@ def launch(command: Sequence[str], count: int) -> int:
         os.sched_setaffinity(0, every)
         for process in processes:
             if process.poll() is None:
-                process.kill()
+                _kill(process)
         for number, handler in before.items():
             signal.signal(number, handler)
     for thread in printing:
-        thread.join()
+        thread.join(OUTPUT_SECONDS)
     return code
 
 
@@ -103,7 +116,7 @@ def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str
         each = _share(int(found[1]), count, "CPU devices of XLA_FLAGS")
         shared["XLA_FLAGS"] = DIVIDED.sub(f"--xla_force_host_platform_device_count={each}", environment["XLA_FLAGS"])
     gpus = _gpus(environment)
-    size = _share(len(gpus), count, "GPUs") if gpus else 0
+    size = _share(len(gpus), count, "GPUs", "; JAX_PLATFORMS=cpu tries it without them") if gpus else 0
     return [
         shared
         | {VARIABLES["process_id"]: str(index)}
@@ -112,17 +125,19 @@ def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str
     ]
 
 
-def _share(devices: int, count: int, what: str) -> int:
+def _share(devices: int, count: int, what: str, hint: str = "") -> int:
     if devices % count:
-        raise HostsError(f"{devices} {what} do not divide over {count} processes")
+        raise HostsError(f"{devices} {what} do not divide over {count} processes{hint}")
     return devices // count
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:
     """Return the GPUs that this process may use, as CUDA names them."""
+    if environment.get("JAX_PLATFORMS", "") == "cpu":
+        return []
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    if shutil.which("nvidia-smi") is None or environment.get("JAX_PLATFORMS", "") == "cpu":
+    if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
@@ -143,8 +158,14 @@ def _print_lines(index: int, output: IO[bytes] | None) -> None:
     for line in iter(output.readline, b""):
         if line.startswith(GLOO):
             continue
-        sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more, as behind `head`; the run goes on
+            print(f"[{index}] {line.decode(errors='replace').rstrip()}", flush=True)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
@@ -157,7 +178,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
         if deadline is not None and time.monotonic() > deadline:
             for process in processes:
                 if process.poll() is None:
-                    process.kill() if is_told else process.terminate()
+                    _kill(process) if is_told else process.terminate()
             is_told, deadline = True, time.monotonic() + GRACE_SECONDS
         time.sleep(0.1)
     failed = [process.returncode for process in processes if process.returncode != 0]

@@ -26,6 +26,9 @@ AUTHKEY = "JAXFT_AUTHKEY"
 HEARTBEAT_SECONDS = 10
 """Time after which a host that does not answer at all counts as gone."""
 
+RING_SECONDS = 30.0
+"""Time that processes have to connect to their neighbors once all have come."""
+
 
 @dataclass(frozen=True)
 class _Visitor:
@@ -69,12 +72,44 @@ def meet(
             addresses, key = _receive(port, visitor, deadline, within_seconds)
         else:
             addresses, key = _visit(host, port, visitor, deadline, within_seconds)
-        # Each proves to the next that it knows the key, so none can wait for its own connection to be accepted first.
+        # Each proves to the next that it knows the key, so none can wait for its own connections to be accepted first.
         with ThreadPoolExecutor(1) as pool:
-            accepting = pool.submit(_accepted, own, key, deadline)
-            after = _connected(addresses[(index + 1) % count], key, deadline)
-            before, _ = accepting.result()
-    return Ring(index, count, before, after, on_loss)
+            accepting = pool.submit(_from_previous, own, index, count, key)
+            after = _to_next(addresses[(index + 1) % count], index, count, key)
+            before = accepting.result()
+    return Ring(index, count, before[0], after[0], on_loss, idle=(before[1], after[1]))
+
+
+def _to_next(address: tuple[str, int], index: int, count: int, key: bytes) -> tuple[Connection, Connection]:
+    """Connect to the next process twice: for messages, and for nothing; see `Ring`.
+
+    Raises:
+        HostsError: it cannot be reached.
+    """
+    deadline = time.monotonic() + RING_SECONDS
+    try:
+        return _without_limit(_connected(address, key, deadline)), _connected(address, key, deadline)
+    except OSError as error:
+        raise HostsError(
+            f"process {index} does not reach process {(index + 1) % count} at {address[0]}:{address[1]} ({error}): it "
+            "has gone meanwhile, or ports between the machines are closed"
+        ) from None
+
+
+def _from_previous(own: socket.socket, index: int, count: int, key: bytes) -> tuple[Connection, Connection]:
+    """Accept the two connections of the process before this one.
+
+    Raises:
+        HostsError: it does not come.
+    """
+    deadline = time.monotonic() + RING_SECONDS
+    try:
+        return _without_limit(_accepted(own, key, deadline)[0]), _accepted(own, key, deadline)[0]
+    except TimeoutError:
+        raise HostsError(
+            f"process {(index - 1) % count} does not reach process {index} at port {own.getsockname()[1]}: it has gone "
+            "meanwhile, or ports between the machines are closed"
+        ) from None
 
 
 def _parsed(address: str) -> tuple[str, int]:
@@ -87,7 +122,7 @@ def _parsed(address: str) -> tuple[str, int]:
 def _receive(port: int, own: _Visitor, deadline: float, within_seconds: float) -> tuple[list[tuple[str, int]], bytes]:
     """Receive the other processes as process 0; return the address of each, and the key of their connections."""
     came = {0: ("", own.port)}  # whoever comes knows the host
-    waiting: list[Connection] = []
+    waiting: dict[int, Connection] = {}
     fault = None
     try:
         listening = _listening(port)
@@ -97,21 +132,37 @@ def _receive(port: int, own: _Visitor, deadline: float, within_seconds: float) -
         while fault is None and len(came) < own.count:
             try:
                 connection, host = _accepted(listening, _authkey(), deadline)
+                visitor = _introduced(connection)
             except TimeoutError:
                 missing = [index for index in range(own.count) if index not in came]
                 fault = f"{_named(missing)} of {own.count} did not come to port {port} within {within_seconds:g} s"
                 break
-            visitor: _Visitor = connection.recv()
+            for index in [index for index, each in waiting.items() if each.poll()]:  # at its end: nobody says more
+                waiting.pop(index).close()
+                del came[index]
+            if visitor is None:
+                continue
             fault = _why_refused(visitor, own, came)
             came[visitor.index] = host, visitor.port
-            waiting.append(connection)
+            waiting[visitor.index if fault is None else -1] = connection
     addresses, key = [came[index] for index in sorted(came)], secrets.token_bytes(32)
-    for connection in waiting:
-        connection.send(HostsError(fault) if fault is not None else (addresses, key))
+    for connection in waiting.values():
+        with contextlib.suppress(OSError):  # of one that has just gone: its neighbors say so
+            connection.send(HostsError(fault) if fault is not None else (addresses, key))
         connection.close()
     if fault is not None:
         raise HostsError(fault)
     return addresses, key
+
+
+def _introduced(connection: Connection) -> _Visitor | None:
+    """Return the introduction of a process that has connected; None if it says nothing, or has gone."""
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll(HEARTBEAT_SECONDS):
+            visitor: _Visitor = connection.recv()
+            return visitor
+    connection.close()
+    return None
 
 
 def _why_refused(visitor: _Visitor, own: _Visitor, came: Mapping[int, Any]) -> str | None:
@@ -199,7 +250,14 @@ def _accepted(listening: socket.socket, key: bytes, deadline: float) -> tuple[Co
         listening.settimeout(max(deadline - time.monotonic(), 0.001))
         accepted, address = listening.accept()
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
-            return _known(accepted, key, challenges_first=True), address[0]
+            return _known(accepted, key, challenges_first=True), address[0].removeprefix("::ffff:")
+
+
+def _without_limit(connection: Connection) -> Connection:
+    """Let the other end take its time to read: a process whose interpreter is busy is not a host that has vanished."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+    return connection
 
 
 def _known(connected: socket.socket, key: bytes, *, challenges_first: bool) -> Connection:

@@ -5,15 +5,18 @@ message once, however many processes there are. A message has a name: which proc
 matter, unlike with the collectives of devices, which all processes must begin in one order.
 """
 
+import contextlib
+import os
 import pickle
 import queue
+import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from jaxft.errors import HostsError
+from jaxft.errors import ProcessEndedError
 
 GONE, BYE, STOP = "gone", "bye", "stop"
 """Names of the messages that a process was lost, that one ends, and that a signal stops the run."""
@@ -38,6 +41,9 @@ _Given = defaultdict[int, deque[bytes]]
 class Ring:
     """The connections of one process, with a thread that reads and a thread that writes.
 
+    Beside each there may be an idle one, through which nothing is sent: its other end is answered for by the kernel,
+    however busy the process is, so that it breaks only when the host has vanished, and takes the connection with it.
+
     Attributes:
         index: number of this process, from 0.
         count: number of processes.
@@ -45,7 +51,13 @@ class Ring:
     """
 
     def __init__(
-        self, index: int, count: int, before: Connection, after: Connection, on_loss: Callable[[int], object]
+        self,
+        index: int,
+        count: int,
+        before: Connection,
+        after: Connection,
+        on_loss: Callable[[int], object],
+        idle: tuple[Connection, Connection] | None = None,
     ) -> None:
         """Start the threads.
 
@@ -56,6 +68,7 @@ class Ring:
             after: connection to the process after it.
             on_loss: called once, in a thread, with the number of a process that has gone without `close`, or has ended
                 with an error some seconds ago.
+            idle: the idle connections beside `before` and `after`.
         """
         self.index, self.count = index, count
         self.on_stop: Callable[[int], object] = lambda number: None
@@ -73,6 +86,9 @@ class Ring:
         ]
         for thread in self._threads:
             thread.start()
+        if idle is not None:
+            watched = dict(zip(idle, (before, after), strict=True))
+            threading.Thread(target=_watch, args=(watched,), name="jaxft ring watch", daemon=True).start()
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return the value that each process gives under this name, in the order of the processes.
@@ -81,7 +97,7 @@ class Ring:
         same order. The values are copies, this process's own included.
 
         Raises:
-            HostsError: a process has gone, or has ended before it gave its value.
+            ProcessEndedError: a process has gone, or has ended before it gave its value.
             TypeError, AttributeError, PicklingError: the value cannot be pickled.
         """
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -95,7 +111,7 @@ class Ring:
             if len(found) < self.count:
                 before = (self.index - 1) % self.count
                 missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), before)
-                raise HostsError(f"process {missing} of {self.count} has ended, and this one needs something of it")
+                raise ProcessEndedError(f"process {missing} of {self.count} has ended before it sent '{name}'")
             contents = [found[index].popleft() for index in range(self.count)]
             for index in range(self.count):
                 if not found[index]:
@@ -199,6 +215,21 @@ class Ring:
             _later(lambda: self._on_loss(message.origin))
         else:
             self._on_loss(message.origin)
+
+
+def _watch(watched: dict[Connection, Connection]) -> None:
+    """Break each connection whose idle one, its key, is broken."""
+    while watched:
+        broken = wait(list(watched))
+        for idle in [each for each in watched if each in broken]:
+            connection = watched.pop(idle)
+            try:
+                idle.recv_bytes()
+            except EOFError:  # the process has ended, and what it sent before that is still read
+                continue
+            except OSError:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
 
 
 def _later(action: Callable[[], object]) -> None:

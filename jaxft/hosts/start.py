@@ -9,9 +9,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from jaxft.errors import HostsError
+from jaxft.errors import HostsError, one_line
 from jaxft.hosts.accord import Accord
 from jaxft.hosts.meeting import HEARTBEAT_SECONDS, meet
 from jaxft.hosts.ring import Ring
@@ -26,10 +27,16 @@ VARIABLES = {
 CLUSTERS = {
     "SLURM_STEP_NUM_TASKS": "SLURM",
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
-    "TPU_WORKER_HOSTNAMES": "a TPU pod",
-    "JOB_COMPLETION_INDEX": "Kubernetes",
+    "TPU_WORKER_HOSTNAMES": "a TPU slice",
+    "TPU_PROCESS_ADDRESSES": "a TPU slice",
 }
-"""Clusters by the environment variables that say how many processes they have started, as far as one says so."""
+"""Clusters by the environment variables that say how many processes they have started, or where these are."""
+
+KUBERNETES, TPU_MACHINE = "Kubernetes", "a TPU machine"
+"""Clusters that have to be asked: that of an indexed job, and the one that a machine with TPUs may be a part of."""
+
+TPUS = ("/dev/accel0", "/dev/vfio/0")
+"""Files of a machine with TPUs."""
 
 QUIET = "TF_CPP_MIN_LOG_LEVEL"
 """Environment variable of XLA's logs; at 2 it does not warn of `jax_enable_recoverability`, which `join` turns on."""
@@ -84,9 +91,23 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
     if len(missing) < len(given):
         if missing:
             raise HostsError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three")
+        if _number(given, "num_processes") == 1:
+            return None
         return Place(str(given["coordinator"]), _number(given, "num_processes"), _number(given, "process_id"))
-    cluster = next((name for variable, name in CLUSTERS.items() if _has_several(environment.get(variable, ""))), None)
+    cluster = _cluster(environment)
     return None if cluster is None else _place_in(cluster, environment)
+
+
+def _cluster(environment: Mapping[str, str]) -> str | None:
+    """Return the cluster that has started this process as one of several, as far as is known without asking it."""
+    for variable, name in CLUSTERS.items():
+        if _has_several(environment.get(variable, "")):
+            return name
+    if not environment.keys().isdisjoint(CLUSTERS):
+        return None  # one that says it is one
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys():
+        return KUBERNETES
+    return TPU_MACHINE if any(Path(file).exists() for file in TPUS) else None
 
 
 def _number(given: Mapping[str, Any], name: str) -> int:
@@ -109,26 +130,40 @@ def is_alone(environment: Mapping[str, str]) -> bool:
     False
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    is_one_task = tasks is not None and tasks == environment.get("SLURM_STEP_NUM_NODES")
-    return is_one_task or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:  # within SLURM, whose tasks then are daemons of Open MPI
+        return environment["OMPI_COMM_WORLD_LOCAL_SIZE"] == "1"
+    return tasks is not None and tasks == environment.get("SLURM_STEP_NUM_NODES")
 
 
 def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
     """Ask JAX, which knows these clusters, for the place of this process."""
     from jax._src.clusters import ClusterEnv  # there is no public name; `jax.distributed.initialize` asks it, too
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(MEETING_SECONDS))
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(MEETING_SECONDS))
+        reason = ""
+    except Exception as error:  # of the network, of Kubernetes' API, of what a cluster has left out
+        found, reason = (None, None, None, None), f" ({one_line(error)})"
     coordinator, count, index, local = found
     if coordinator is None or count is None or index is None:
+        if cluster == TPU_MACHINE:  # of no cluster that JAX knows; `is_unjoined` notices if it is a part of one
+            return None
         raise HostsError(
-            f"{cluster} has started several processes, but does not say where process 0 is: give --coordinator, "
-            "--num_processes and --process_id"
+            f"{cluster} does not say where the processes of this run are{reason}: give --coordinator, --num_processes "
+            "and --process_id; or --num_processes 1 for a run of its own"
         )
     if count == 1:
         return None
     # JAX takes a device for each process of a machine.
     own = None if local is None or is_alone(environment) else tuple(local)
     return Place(coordinator, count, index, own)
+
+
+def is_unjoined() -> bool:
+    """Return True if JAX sees the devices of other machines although nothing has joined their processes."""
+    import jax
+
+    return _ring is None and jax.process_count() > 1
 
 
 def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Ring:

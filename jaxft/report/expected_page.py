@@ -86,6 +86,8 @@ def qualifications(verdict: Verdict) -> list[str]:
             found.append(f"other versions than the reference's, which are in brackets: {', '.join(other)}")
     if about.get("devices") != reference.machine.get("devices"):
         found.append(f"devices {about.get('devices')} here, {reference.machine.get('devices')} in the reference")
+    elif about.get("cpu_count") != reference.machine.get("cpu_count"):
+        found.append(f"{about.get('cpu_count')} cores here, {reference.machine.get('cpu_count')} in the reference")
     return found
 
 

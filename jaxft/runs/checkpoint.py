@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from jaxft.errors import CheckpointError, DiskFull, ManifestError, NewerFormatError, RestoreError
+from jaxft.errors import CheckpointError, DiskFull, HostsError, ManifestError, NewerFormatError, RestoreError
 from jaxft.files import (
     MANIFEST,
     disk_errors,
@@ -233,7 +233,7 @@ class Checkpoints:
                 runs.
 
         Raises:
-            CheckpointError, DiskFull: the previous save failed.
+            CheckpointError, DiskFull, HostsError: the previous save failed.
         """
         self.wait()
         if step == self._begun:  # left by a caller that was cancelled while it waited for this save
@@ -277,13 +277,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Raise every error of a save as `DiskFull` or `CheckpointError`, and clean up for the next save."""
+        """Raise errors of a save as `DiskFull`, `HostsError` or `CheckpointError`, and clean up for the next save."""
         try:
             with disk_errors(self.folder / str(step)):
                 yield
         except Exception as error:
             self._give_up(step)
-            if isinstance(error, DiskFull | CheckpointError):
+            if isinstance(error, DiskFull | CheckpointError | HostsError):
                 raise
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
@@ -321,7 +321,7 @@ class Checkpoints:
         """Wait for the background save.
 
         Raises:
-            CheckpointError, DiskFull: the save failed.
+            CheckpointError, DiskFull, HostsError: the save failed.
         """
         if self._finishing is not None:
             self._finishing.join()

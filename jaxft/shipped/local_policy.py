@@ -17,7 +17,7 @@ from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, 
 from jaxft.errors import ComponentError, HostsError, one_line
 from jaxft.harness.registry import LLMConfig
 from jaxft.hosts.ring import Ring
-from jaxft.hosts.start import current_ring
+from jaxft.hosts.start import current_ring, is_unjoined
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
@@ -62,9 +62,13 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
     shape = shape_of(config)
     check_vocabulary(tokenizer, shape)  # before weights are read
+    if is_unjoined():
+        raise HostsError("these devices belong to several machines: give --coordinator, --num_processes, --process_id")
     mesh, sampler_mesh = meshes_of(config)
     if ring is not None and mesh is not None:
-        await asyncio.to_thread(ring.gather, f"mesh of llms.{name}", None)
+        names = await asyncio.to_thread(ring.gather, "next policy", name)
+        if {*names} != {name}:
+            raise HostsError(f"the processes make policies in different orders: now {', '.join(names)}")
         try:
             connect(mesh)
         except jax.errors.JaxRuntimeError as error:

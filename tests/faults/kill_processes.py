@@ -3,16 +3,18 @@
     python tests/faults/kill_processes.py               # 20 kills: half an hour
     python tests/faults/kill_processes.py --kills 1 --runs everything
 
-Half of the kills are at a named point (`tests/faults/injection.py`), half at any moment, and of these every third is a
-SIGTERM, which stops and saves both. Every second run goes on with another number of processes: one or four. Exit code 1
-when a run that goes on with two processes differs by a bit from one that nothing happened to, when the first gradient
-of another differs by more than 1e-5, when a process is left, or when the end of one was noticed late.
+Half of the kills of each run are at a named point (`tests/faults/injection.py`), half at any moment, and of these every
+third is a SIGTERM, which stops and saves both. A kill that comes after the run's end, or at a point that its process
+never reaches, is drawn again. Every second run goes on with another number of processes: one or four. Exit code 1 when
+a run that goes on with two processes differs by a bit from one that nothing happened to, when the first gradient of
+another differs by more than 1e-5, when a process is left, or when the end of one was noticed late.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,8 @@ HERE = Path(__file__).parent
 RUNS = ("everything", "overlap", "lora", "dpo")
 SLOWEST_END = 10.0
 """Seconds within which all have to end after one was killed; the launcher then gives them 30 more."""
+PATIENCE = 600
+"""Seconds after which a run hangs."""
 ELSEWHERE = {1: 2, 2: 2, 4: 4}
 """Devices in all, by number of processes."""
 
@@ -72,32 +76,45 @@ def left_of(folder: Path) -> list[int]:
     return found
 
 
+def ended(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    """The exit code of a run; one that hangs is ended with all its processes."""
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+        raise SystemExit(f"it hangs\n{log.read_text()[-4000:]}") from None
+
+
 def kill_once(
-    name: str, folder: Path, number: int, draw: random.Random, seconds: float, log: Path
-) -> tuple[str, float]:
-    """Starts a run and kills one of its processes; how, in words, and the seconds until all had ended."""
+    name: str, folder: Path, is_at_point: bool, kind: int, draw: random.Random, seconds: float, log: Path
+) -> tuple[str, float] | None:
+    """Starts a run and kills one of its processes; how, in words, and the seconds until all had ended.
+
+    None if it ended before that.
+    """
     victim, late = draw.randrange(2), 0.0
-    if number % 4 < 2:
+    if is_at_point:
         points = list(KILL_POINTS)
         point = points[draw.randrange(len(points))]
         where = f"{victim}/{point}:{draw.randrange(OFTEN.get(point, 4))}"
-        code = start(finetune(name, folder), 2, log, at=where).wait()
+        code = ended(start(finetune(name, folder), 2, log, at=where), log)
     else:
         moment = draw.uniform(0.2 * seconds, 0.8 * seconds)
-        number_of_signal = signal.SIGTERM if number % 3 == 2 else signal.SIGKILL
+        number_of_signal = signal.SIGTERM if kind == 2 else signal.SIGKILL
         where = f"{victim} after {moment:.1f} s, {number_of_signal.name}"
         process = start(finetune(name, folder), 2, log)
         time.sleep(moment)
         if process.poll() is None:
             os.kill(children(process.pid)[victim], number_of_signal)
         began = time.monotonic()
-        code = process.wait()
+        code = ended(process, log)
         late = time.monotonic() - began if number_of_signal == signal.SIGKILL else 0.0  # or it finishes an update
     wanted = (1, 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGABRT)
     if code == 0:
-        where += " (not reached)"
-    elif code not in wanted:
-        raise SystemExit(f"{name}, kill {number} ({where}): it ended with {code}\n{log.read_text()[-4000:]}")
+        return None
+    if code not in wanted:
+        raise SystemExit(f"{name} ({where}): it ended with {code}\n{log.read_text()[-4000:]}")
     return f"{where}, exit {code}", late
 
 
@@ -120,7 +137,7 @@ def main() -> int:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    draw, spoiled, slowest = random.Random(arguments.seed), 0, 0.0
+    draw, spoiled, slowest, num_random = random.Random(arguments.seed), 0, 0.0, 0
     with tempfile.TemporaryDirectory() as name_of_folder:
         work = Path(name_of_folder)
         os.environ |= {"JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(work / "cache")}
@@ -135,12 +152,17 @@ def main() -> int:
                 seconds[name] = time.monotonic() - began
                 print(f"{name}: nothing happened, {seconds[name]:.1f} s", flush=True)
             folder = work / f"{name}-{number}"
-            where, late = kill_once(name, folder, number, draw, seconds[name], log)
+            # Every second round of the runs begins with the other kind, so that each run meets both.
+            is_at_point = (number + number // len(arguments.runs)) % 2 == 0
+            num_random += not is_at_point
+            while (killed := kill_once(name, folder, is_at_point, num_random % 3, draw, seconds[name], log)) is None:
+                shutil.rmtree(folder)
+            where, late = killed
             left = left_of(folder)
             processes = (2, 1, 2, 4)[number // len(arguments.runs) % 4 if len(arguments.runs) > 1 else number % 4]
             first = len(rows_of(folder)) if (folder / "training_metrics.jsonl").exists() else 0
             again = ["resume", str(folder)] if (folder / "config.yml").exists() else finetune(name, folder)
-            code = start(again, processes, log).wait()
+            code = ended(start(again, processes, log), log)
             if code != 0:
                 print(f"{name}, kill {number} ({where}): resumed by {processes}, it ended with {code}")
                 print(log.read_text()[-4000:])

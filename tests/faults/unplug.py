@@ -1,9 +1,10 @@
 """Runs two processes on two machines, and takes the network of one away; then types the commands that both printed.
 
-    sudo python tests/faults/unplug.py               # of Linux, with iproute2: a minute
+    sudo python tests/faults/unplug.py               # of Linux, with iproute2: three minutes
 
-The machines are network namespaces, each with an address, a name and a cable to a switch. Exit code 1 when a process
-ends more than two seconds after the heartbeat, without naming the other one, or when the run does not go on.
+The machines are network namespaces, each with an address and a cable to a switch. Exit code 1 when a process ends more
+than two seconds after the heartbeat, with another code than 1 or without naming the other one, or when the run does not
+go on.
 """
 
 import argparse
@@ -67,6 +68,16 @@ def start(folder: Path, commands: list[list[str]]) -> "list[subprocess.Popen[str
     ]  # fmt: skip
 
 
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    """Exit code and output of a process; one that hangs is killed."""
+    try:
+        output = process.communicate(timeout=PATIENCE)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output = process.communicate()[0] + "\nit hung"
+    return process.returncode, output
+
+
 def unplug(folder: Path, seconds: float) -> list[str]:
     """Take the network of the second machine away so many seconds after the first epoch; return the faults."""
     run, commands, faults = folder / "run", [], []
@@ -76,16 +87,20 @@ def unplug(folder: Path, seconds: float) -> list[str]:
     finetune += ["--coordinator", f"{ADDRESSES['jaxft0']}:1234", "--num_processes", "2", "--process_id"]
     processes = start(folder, [[*finetune, "0"], [*finetune, "1"]])
     deadline = time.monotonic() + PATIENCE
-    while not (run / "training_metrics.jsonl").exists() and time.monotonic() < deadline:
+    while not (run / "training_metrics.jsonl").exists():
+        if time.monotonic() > deadline or processes[0].poll() is not None:
+            for process in processes:
+                process.kill()
+            raise SystemExit(f"the first epoch did not come:\n{ended(processes[0])[1]}")
         time.sleep(0.1)
     time.sleep(seconds)
     ip("link", "set", "to-jaxft1", "down")
     began = time.monotonic()
     for index, process in enumerate(processes):
-        output = process.communicate(timeout=PATIENCE)[0]
+        code, output = ended(process)
         late = time.monotonic() - began
-        print(f"process {index} ended {late:.1f} s after the cable was pulled, with {process.returncode}", flush=True)
-        if late > HEARTBEAT_SECONDS + 2 or f"process {1 - index} of 2 has gone" not in output:
+        print(f"process {index} ended {late:.1f} s after the cable was pulled, with {code}", flush=True)
+        if code != 1 or late > HEARTBEAT_SECONDS + 2 or f"process {1 - index} of 2 has gone" not in output:
             faults.append(f"process {index}: {output[-2000:]}")
         commands.append(shlex.split(output.splitlines()[-1]))
     ip("link", "set", "to-jaxft1", "up")
@@ -93,8 +108,8 @@ def unplug(folder: Path, seconds: float) -> list[str]:
     done = len((run / "training_metrics.jsonl").read_text().splitlines())
     processes = start(folder, [[*command, "--set", f"finetuning.num_epochs={done + 2}"] for command in commands])
     for index, process in enumerate(processes):
-        output = process.communicate(timeout=PATIENCE)[0]
-        if process.returncode != 0:
+        code, output = ended(process)
+        if code != 0:
             faults.append(f"process {index} did not go on: {output[-2000:]}")
     after = len((run / "training_metrics.jsonl").read_text().splitlines())
     print(f"{done} epochs, then {after} after the cable was put back", flush=True)

@@ -1,7 +1,11 @@
 """`launch` starts processes on one machine, divides its devices, and ends all when one fails."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +81,26 @@ def test_one_that_fails_ends_the_others(monkeypatch, exit_of, code):
 def test_what_cannot_be_started_is_refused(command, count, said):
     with pytest.raises(HostsError, match=said):
         launch(command, count)
+
+
+def test_what_a_process_has_started_does_not_hold_the_launcher(tmp_path):
+    """A tool server of an agent, which has the output of its process and outlives it."""
+    program = f"import subprocess; open({str(tmp_path)!r} + '/' + str(subprocess.Popen(['sleep', '60']).pid), 'w')"
+    assert launch([sys.executable, "-c", program], 1) == 0
+    (server,) = tmp_path.iterdir()
+    os.kill(int(server.name), signal.SIGKILL)  # it is still there
+
+
+def test_processes_do_not_outlive_the_launcher(tmp_path):
+    program = f"import os, time; open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); time.sleep(60)"
+    command = [sys.executable, "-m", "jaxft.cli", "launch", "-n", "2", sys.executable, "-c", program]
+    launcher = subprocess.Popen(command)
+    while len(started := list(tmp_path.iterdir())) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 30.0
+    while any(Path("/proc", each.name).exists() for each in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path("/proc", each.name).exists() for each in started)

@@ -1,6 +1,5 @@
 """One process with four devices, two with two each and four with one each train the same run."""
 
-import contextlib
 import http.server
 import json
 import os
@@ -34,6 +33,7 @@ def configuration(folder: Path, base: str, optimizer: dict[str, Any], **changes:
         "base": str(FAULTS / f"{base}.yml"),
         "llms": {"policy": {"mesh": {"data": -1}}},
         "trainer_adapters": {"local": {"optimizer": optimizer}},
+        "trainers": {"loop": {"save_episodes": "all"}},
         "finetuning": {"num_epochs": EPOCHS},
     }
     for path, value in changes.items():
@@ -83,8 +83,11 @@ def tokens(row: dict[str, Any]) -> list[list[int]]:
     return [sequence["tokens"] for sequence in row["sequences"]]
 
 
-def check_the_same(folder: Path) -> None:
-    """The first collection has the same bits in all layouts; gradients and weights are those of one, to rounding."""
+def check_the_same(folder: Path, *, is_exact: bool = True) -> None:
+    """The first collection has the same bits in all layouts; gradients and weights are those of one, to rounding.
+
+    So are all tokens, if `is_exact`: Adam makes steps of one size of gradients of any, and so of rounding.
+    """
     one, *others = (train(folder, processes) for processes in (1, 2, 4))
     for other in others:
         rows = list(zip(*(lines(recorded(run)) for run in (one, other)), strict=True))
@@ -95,13 +98,14 @@ def check_the_same(folder: Path) -> None:
         compared = f"{other.name}: {diverges} of {EPOCHS} epochs with the same tokens"
 
         for mine, theirs in zip(*(lines(run / "training_metrics.jsonl") for run in (one, other)), strict=True):
-            if "grad_norm" in mine and mine["epoch"] <= diverges:
+            if "grad_norm" in mine and mine["epoch"] < diverges:
                 assert mine["grad_norm"] > 0
                 assert abs(mine["grad_norm"] - theirs["grad_norm"]) <= ROUNDING * mine["grad_norm"], compared
         mine, theirs = weights(one), weights(other)
         largest = max(np.abs(values).max() for values in mine.values())
         differs = max(np.abs(values - theirs[name]).max() for name, values in mine.items()) / largest
         print(f"{compared}, weights within {differs:.1e} of the largest")
+        assert diverges == EPOCHS or not is_exact, compared
         if diverges == EPOCHS:
             assert differs <= ROUNDING, compared
 
@@ -110,19 +114,30 @@ def check_the_same(folder: Path) -> None:
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("base", ["grpo", "lora", "dpo"])
 def test_layouts_train_the_same(tmp_path, base, optimizer):
-    all_episodes = {} if base == "dpo" else {"trainers__loop__save_episodes": "all"}
-    configuration(tmp_path, base, optimizer, **all_episodes)
-    check_the_same(tmp_path)
+    configuration(tmp_path, base, optimizer)
+    check_the_same(tmp_path, is_exact=optimizer is SGD)
 
 
 @pytest.mark.long
 def test_a_teacher_scores_the_tokens_of_all(tmp_path):
     model, params = init_model(model_preset("qwen3-50k"), jax.random.key(7, impl="threefry2x32"))
     save_model(tmp_path / "teacher", model, jax.tree.map(lambda leaf: 3 * leaf, params), tokenizer=load_tokenizer(None))
-    teacher = {"_type": "local_policy", "path": str(tmp_path / "teacher"), "max_context_tokens": 64, "slots": 4}
+    teacher = {
+        "_type": "local_policy",
+        "path": str(tmp_path / "teacher"),
+        "max_context_tokens": 64,
+        "slots": 4,
+        "mesh": {"data": -1},
+    }
     distilled = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "reverse"}}
     configuration(tmp_path, "grpo", SGD, llms__teacher=teacher, trainer_adapters__local__loss=distilled)
     check_the_same(tmp_path)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """One that many can connect to at once."""
+
+    request_queue_size = 128
 
 
 class TwoTurns(http.server.BaseHTTPRequestHandler):
@@ -161,7 +176,7 @@ def ask(asked: dict[str, Any], messages: list[dict[str, str]]) -> str:
 
 @pytest.mark.long
 def test_an_agent_at_an_address_reaches_the_process_of_its_episode(tmp_path):
-    with contextlib.closing(http.server.ThreadingHTTPServer(("127.0.0.1", 0), TwoTurns)) as server:
+    with Server(("127.0.0.1", 0), TwoTurns) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         configuration(
             tmp_path, "grpo", SGD, workflow={"_type": "http_agent", "url": f"http://127.0.0.1:{server.server_port}"}

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -93,7 +94,7 @@ def test_one_that_ended_before_it_gave_something_is_named(port):
     with ThreadPoolExecutor(3) as pool:
         ending = pool.submit(rings[1].close, 5.0)
         for ring in (rings[0], rings[2]):
-            with pytest.raises(HostsError, match="process 1 of 3 has ended, and this one needs something of it"):
+            with pytest.raises(HostsError, match="process 1 of 3 has ended before it sent 'late'"):
                 ring.gather("late", None)
             ring.close(0.1)
         ending.result()
@@ -125,6 +126,53 @@ def test_a_missing_coordinator_is_named(port):
 def test_two_with_one_number_are_refused(port):
     said = together(port, *of(3)[:2], of(3)[1])
     assert said == ["two processes are process 1: give each a number of its own"] * 3
+
+
+def introduce(port, index, count):
+    """A process that says who it is, and dies."""
+    connection = meeting._connected(("127.0.0.1", port), b"jaxft", time.monotonic() + 10.0)
+    connection.send(meeting._Visitor(index, count, 1, {}))
+    connection.close()
+
+
+def test_one_that_died_while_it_waited_may_come_again(port):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(3)[0])
+        introduce(port, 1, 3)
+        second, third = together(port, *of(3)[1:])
+        (first,) = waiting.result()
+    assert [ring.index for ring in (first, second, third)] == [0, 1, 2]
+
+
+def test_one_that_cannot_be_reached_is_named(port, monkeypatch):
+    monkeypatch.setattr(meeting, "RING_SECONDS", 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[0])
+        introduce(port, 1, 2)
+        (said,) = waiting.result()
+    assert said.startswith("process 0 does not reach process 1 at 127.0.0.1:1 (")
+
+
+def test_one_that_says_nothing_keeps_nobody(port, monkeypatch):
+    monkeypatch.setattr(meeting, "HEARTBEAT_SECONDS", 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[0])
+        silent = meeting._connected(("127.0.0.1", port), b"jaxft", time.monotonic() + 10.0)
+        (second,) = together(port, of(2)[1])
+        assert waiting.result()[0].count == second.count == 2
+        silent.close()
+
+
+def test_one_that_does_not_read_for_a_while_is_not_lost(port, monkeypatch):
+    monkeypatch.setattr(meeting, "HEARTBEAT_SECONDS", 2)
+    heard = []
+    rings = together(port, *[call | {"on_loss": heard.append} for call in of(2)])
+    with ThreadPoolExecutor(2) as pool:
+        with rings[1]._changed:  # its reader waits, as behind an agent that holds the global lock
+            first = pool.submit(rings[0].gather, "much", bytes(30_000_000))
+            time.sleep(4.0)
+        assert len(rings[1].gather("much", None)[0]) == len(first.result()[0])
+    assert heard == []
 
 
 def test_other_counts_are_refused(port):

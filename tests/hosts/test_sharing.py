@@ -98,9 +98,9 @@ def test_a_process_that_dies_ends_the_others_with_its_name(folder):
 @pytest.mark.slow
 def test_an_output_that_cannot_be_sent_ends_all(folder):
     ended = jaxft(folder, *EVAL, processes=2, UNSENDABLE="b")
-    assert ended.returncode == 2
+    assert ended.returncode in (1, 2)  # whichever is seen first: that of process 1 is 2
     assert "[1] jaxft: error: the outcome of an episode cannot be sent to the other processes: " in ended.stdout
-    assert "[0] jaxft: error: process 1 of 2 has ended, and this one needs something of it" in ended.stdout
+    assert "[0] jaxft: error: process 1 of 2 has ended before it sent " in ended.stdout
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from jax._src import clusters
 
 from jaxft.errors import HostsError
+from jaxft.hosts import start
 from jaxft.hosts.start import Place, find_place
 
 PROGRAM = """
@@ -71,6 +73,61 @@ def test_options_come_before_the_environment():
 
 def test_a_process_of_its_own_has_no_place():
     assert find_place({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}) is None
+
+
+IN_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cluster"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "a TPU slice"),
+        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "a TPU slice"),
+        (IN_KUBERNETES, "Kubernetes"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"} | IN_KUBERNETES, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({}, None),
+    ],
+)
+def test_clusters_that_start_several_are_asked(environment, cluster, monkeypatch):
+    asked = []
+
+    def ask(*arguments):
+        asked.append(arguments)
+        return "10.0.0.1:1234", 2, 1, None
+
+    monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", ask)
+    monkeypatch.setattr(start, "TPUS", ())
+    assert start._cluster(environment) == cluster
+    assert find_place({}, environment) == (None if cluster is None else Place("10.0.0.1:1234", 2, 1))
+    assert len(asked) == (cluster is not None)
+
+
+def test_a_cluster_without_an_answer_is_named_with_its_reason(monkeypatch):
+    def ask(*arguments):
+        raise RuntimeError("Kubernetes API Error: 403 - Forbidden")
+
+    monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", ask)
+    with pytest.raises(HostsError, match=r"Kubernetes does not say where .* \(RuntimeError: .* 403 - Forbidden\)"):
+        find_place({}, IN_KUBERNETES)
+
+
+def test_a_machine_with_tpus_may_be_one_of_several(monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "TPUS", (str(tmp_path),))
+    for found, place in (
+        (("t0:8482", 4, 2, None), Place("t0:8482", 4, 2)),
+        (("t0:8482", 1, 0, None), None),
+        ((None, None, None, None), None),
+    ):
+        monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_, found=found: found)
+        assert find_place({}, {}) == place
+
+
+def test_one_process_by_name_is_alone():
+    assert find_place({"coordinator": "a:1", "num_processes": "1", "process_id": "0"}, {}) is None
 
 
 def test_tasks_of_a_cluster_may_be_runs_of_their_own():
