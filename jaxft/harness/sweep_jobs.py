@@ -21,25 +21,13 @@ from typing import Any, NamedTuple
 from jaxft.errors import ConfigError
 from jaxft.harness.signals import current_shutdown
 from jaxft.harness.sweep_state import SweepRun
+from jaxft.hosts.launch import START
 from jaxft.runs.directory import METRICS_FILE
 
 TAIL_BYTES = 8192
 
 HEADING = "=== "
 """Beginning of the line in a log before the output of each process of the run."""
-
-START = """\
-import ctypes, os, signal, sys
-parent, cpus, program = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: outlasts exec
-if os.getppid() != parent:
-    sys.exit("the sweep has ended")
-if cpus:
-    os.sched_setaffinity(0, map(int, cpus.split(",")))
-os.execv(program[0], program)
-"""
-"""Program that becomes the run. No `preexec_fn`, which is unsafe beside the threads of the console."""
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 """Packages that let jax use GPUs."""

@@ -30,12 +30,19 @@ OUTPUT_SECONDS = 2.0
 
 START = """\
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: outlasts exec
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the launcher has ended")
-os.execvp(sys.argv[2], sys.argv[2:])
+parent, cores, program = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: outlasts exec
+if os.getppid() != parent:
+    sys.exit("the process that started this one has ended")
+if cores:
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+os.execvp(program[0], program)
 """
-"""Program that becomes the process, which then does not outlive the launcher."""
+"""Program that becomes another one, on the cores given, which then does not outlive this process.
+
+No `preexec_fn`, which is unsafe beside threads.
+"""
 
 GLOO = b"[Gloo] Rank "
 """Beginning of the lines in which the library of collectives on CPUs says that all are connected."""
@@ -68,11 +75,10 @@ def launch(command: Sequence[str], count: int) -> int:
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         for index, (environment, own) in enumerate(zip(environments, cores, strict=True)):
-            os.sched_setaffinity(0, own)  # of this thread, from which the process has it
             # In a group of its own: a terminal's Ctrl-C reaches it through this process alone, and so once.
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-c", START, str(os.getpid()), *command],
+                    [sys.executable, "-P", "-c", START, str(os.getpid()), ",".join(map(str, own)), *command],
                     env=environment,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -84,7 +90,6 @@ def launch(command: Sequence[str], count: int) -> int:
             printing[-1].start()
         code = _wait(processes)
     finally:
-        os.sched_setaffinity(0, every)
         for process in processes:
             if process.poll() is None:
                 _kill(process)
