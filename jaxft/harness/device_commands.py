@@ -24,7 +24,7 @@ from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.environment import environment, usable_cores, version
+from jaxft.runs.environment import environment, version
 
 DEVELOPMENT = frozenset({"test", "dev", "docs"})
 """Extras for work on jaxft itself, which nobody else misses."""
@@ -170,7 +170,7 @@ def _show_devices(show: Callable[[str], None]) -> None:
             hidden = os.environ.get("JAX_PLATFORMS")
             remedy = f"JAX_PLATFORMS is {hidden!r}" if hidden else f'pip install "jaxft[{extra}]"'
             show(f"{'not used':<14} {accelerator}, which jax does not see: {remedy}")
-    show(f"{'cores':<14} {usable_cores()}")
+    show(f"{'cores':<14} {len(os.sched_getaffinity(0))}")
 
 
 def _show_compile_cache(show: Callable[[str], None]) -> None:

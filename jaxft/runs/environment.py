@@ -40,16 +40,11 @@ def environment(devices: Sequence[str] = (), sources: Iterable[Path] = ()) -> di
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "platform": platform.platform(),
-        "cpu_count": usable_cores(),
+        "cpu_count": len(os.sched_getaffinity(0)),
         "devices": list(devices),
         "command": masked_command(sys.argv),
         "git_commit": next((commit for commit in commits if commit is not None), None),
     }
-
-
-def usable_cores() -> int | None:
-    """Return the number of cores that this process may use, as by `taskset`; None if the system does not tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def is_secret_name(name: str) -> bool:
