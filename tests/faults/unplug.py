@@ -10,6 +10,7 @@ go on.
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ from tests.faults.injection import ROOT
 SWITCH = "jaxft-switch"
 ADDRESSES = {"jaxft0": "10.77.0.1", "jaxft1": "10.77.0.2"}
 """The machines and their addresses."""
-PATIENCE = 120
+PATIENCE = 240
+"""Seconds after which a process hangs."""
 
 
 def ip(*words: str) -> None:
@@ -48,8 +50,11 @@ def build() -> None:
 
 
 def remove() -> None:
-    """Remove what `build` made, as far as it came."""
+    """Remove the machines that `build` made, as far as it came, and end the processes on them."""
     for machine in ADDRESSES:
+        left = subprocess.run(["ip", "netns", "pids", machine], capture_output=True, text=True)
+        for process in map(int, left.stdout.split()):
+            os.kill(process, signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", machine], stderr=subprocess.DEVNULL)
         subprocess.run(["rm", "-rf", f"/etc/netns/{machine}"])
     subprocess.run(["ip", "link", "del", SWITCH], stderr=subprocess.DEVNULL)
