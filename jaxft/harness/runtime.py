@@ -237,18 +237,12 @@ def command_to_resume(arguments: Sequence[str]) -> str:
     >>> command_to_resume(["train.py", "--coordinator", "10.0.0.1:1234", "--num_processes=2", "--process_id", "1"])
     'python train.py --resume'
     """
-    kept: list[str] = []
-    is_value = False
-    for argument in masked_command(arguments):
-        name, equals, _ = argument.removeprefix("--").partition("=")
-        if not is_value and argument not in ("--overwrite", "--resume") and not _is_of_processes(argument, name):
-            kept.append(argument)
-        is_value = not is_value and _is_of_processes(argument, name) and not equals
+    left_out = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    processes_arguments(left_out)
+    for option in ("--overwrite", "--resume"):
+        left_out.add_argument(option, action="store_true")
+    _, kept = left_out.parse_known_args(masked_command(arguments))
     return shlex.join(["python", *kept, "--resume"])
-
-
-def _is_of_processes(argument: str, name: str) -> bool:
-    return argument.startswith("--") and name in VARIABLES
 
 
 def config_of(run: FinetuneRunConfig) -> Config:

@@ -169,9 +169,10 @@ def test_one_that_does_not_read_for_a_while_is_not_lost(port, monkeypatch):
     rings = together(port, *[call | {"on_loss": heard.append} for call in of(2)])
     with ThreadPoolExecutor(2) as pool:
         with rings[1]._changed:  # its reader waits, as behind an agent that holds the global lock
-            first = pool.submit(rings[0].gather, "much", bytes(30_000_000))
-            time.sleep(4.0)
-        assert len(rings[1].gather("much", None)[0]) == len(first.result()[0])
+            much, more = (pool.submit(rings[0].gather, name, bytes(30_000_000)) for name in ("much", "more"))
+            time.sleep(6.0)  # the second message fills what the kernel holds
+        assert len(rings[1].gather("much", None)[0]) == len(much.result()[0])
+        assert len(rings[1].gather("more", None)[0]) == len(more.result()[0])
     assert heard == []
 
 
