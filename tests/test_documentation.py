@@ -59,6 +59,7 @@ NOT_RUN = {
     "lint-imports": "a step of .ci/run",
     "python tests/faults/kill_and_resume.py": "an hour; .ci/run has four of its kills",
     "python tests/faults/kill_processes.py": "half an hour; .ci/run has one of its kills",
+    "sudo python tests/faults/unplug.py": "needs the right to make network namespaces",
     ".ci/": "all checks, this one among them",
     "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
