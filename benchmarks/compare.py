@@ -6,7 +6,7 @@
 Cases: `rollout` (8 prompts, 8 generations each, 64 and 128 tokens, nothing stops early), `heavy_tailed` (256 requests,
 answers of 64 tokens in the median and 1,024 at most, 64 slots), `update` (GRPO loss, clip, AdamW on the rows of a
 rollout) and `epoch` (rollout, reward, update). Random weights, float32, as many threads on every side. `compare.py
-learning` has options of its own (learning.py): reward against seconds and episodes, in jaxft and in TRL.
+learning` has options of its own (learning.py): reward against seconds and episodes, in jaxft, TRL and Tunix.
 
 In every round the sides run in turn, each in a fresh process; a side warms up (and compiles) once per process, untimed.
 Nothing else may run meanwhile: torch, whose threads wait for each other, becomes ten times slower beside one busy

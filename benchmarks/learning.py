@@ -1,15 +1,15 @@
-"""Reward against seconds and against episodes: jaxft and TRL's GRPOTrainer on one task.
+"""Reward against seconds and against episodes: jaxft, TRL's GRPOTrainer and Tunix's GRPOLearner on one task.
 
     bash benchmarks/peers/make_environments.sh     # once
     python benchmarks/compare.py learning --out results.json
 
 The task is to say the alphabet backwards from a letter (peers/alphabet.py); the reward is the share of letters that are
-right before the first mistake. Both sides start from one checkpoint of five million parameters that skips letters, with
+right before the first mistake. All sides start from one checkpoint of five million parameters that skips letters, with
 one tokenizer and chat template, 32 questions of 8 answers a step, dapo without KL, AdamW with a constant rate after ten
-steps of warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which TRL has no option. Each
-rate of `--learning_rates` is tried on both sides with a seed of its own, and a side goes on with the one that reaches
-the target after the fewest episodes. Then both run every seed, in turn, each run in a fresh process. The target is a
-mean reward of greedy answers to 500 held-out questions, looked at every five steps; a run ends when it has it.
+steps of warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which the others have no option.
+Each rate of `--learning_rates` is tried on all sides with a seed of its own, and a side goes on with the one that
+reaches the target after the fewest episodes. Then all run every seed, in turn, each run in a fresh process. The target
+is a mean reward of greedy answers to 500 held-out questions, looked at every other step; a run ends when it has it.
 
 Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted. jaxft's
 first look compiles programs, so what it takes longer than the second is counted. Its runs share a cache of compiled
@@ -37,7 +37,7 @@ from peers.alphabet import NEW_TOKENS, write_questions
 
 HERE = Path(__file__).parent
 EXPERIMENTS = HERE.parent / "experiments"
-SIDES = {"jaxft": None, "trl": "torch"}
+SIDES = {"jaxft": None, "trl": "torch", "tunix": "tunix"}
 """Environment of each side; None is this one."""
 MEASURES = ("episodes", "seconds")
 
@@ -119,16 +119,25 @@ def summary(results: list[dict[str, Any]], target: float) -> dict[str, Any]:
     return summarised
 
 
+def ratios_of(summaries: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The medians of each peer over those of jaxft, where both have them."""
+    medians = {side: {name: one[name]["median"] for name in MEASURES} for side, one in summaries.items()}
+    own = medians.pop("jaxft", dict.fromkeys(MEASURES))
+    there = {side: of_peer for side, of_peer in medians.items() if None not in (*own.values(), *of_peer.values())}
+    return {side: {name: of_peer[name] / own[name] for name in MEASURES} for side, of_peer in there.items()}
+
+
 def main(command_line: Sequence[str]) -> None:
     """Make the checkpoint, choose the rates, run the seeds, print a table and write it."""
     parser = argparse.ArgumentParser(
         "compare.py learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: both")
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-4, 6e-4, 1.2e-3])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: all")
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-4, 6e-4, 1.2e-3, 2.4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="default: 0 to 4")
     parser.add_argument("--tuning_seed", type=int, default=100, help="seed of the rates (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=80, help="at most (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="at most (default %(default)s)")
+    parser.add_argument("--evaluate_every", type=int, default=2, help="steps between looks (default %(default)s)")
     parser.add_argument("--target", type=float, default=0.7, help="held-out reward (default %(default)s)")
     parser.add_argument("--preset", default="qwen3-5m", help="shape of the policy (default %(default)s)")
     parser.add_argument("--warm_start_steps", type=int, default=200, help="default %(default)s")
@@ -147,7 +156,7 @@ def main(command_line: Sequence[str]) -> None:
             "new_tokens": NEW_TOKENS,
             "steps": arguments.steps,
             "target": arguments.target,
-            "evaluate_every": 5,
+            "evaluate_every": arguments.evaluate_every,
             "seed": arguments.tuning_seed,
             "learning_rate": arguments.learning_rates[0],
             "threads": len(os.sched_getaffinity(0)),
@@ -167,11 +176,11 @@ def main(command_line: Sequence[str]) -> None:
         medians = ", ".join(f"{one[name]['median']} {name}" for name in MEASURES)
         means = ", ".join(f"{one[name]['mean']} {one[name]['interval']}" for name in MEASURES)
         print(f"{side:<6} rate {one['rate']:g}: to {arguments.target}: medians {medians}; means {means}")
-    ratios = {}
-    of_sides = [summaries[side]["episodes"]["median"] for side in SIDES if side in summaries]
-    if len(of_sides) == len(SIDES) and None not in of_sides:
-        ratios = {name: summaries["trl"][name]["median"] / summaries["jaxft"][name]["median"] for name in MEASURES}
-        print("TRL over jaxft, medians: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in ratios.items()))
+    ratios = ratios_of(summaries)
+    for side, of_side in ratios.items():
+        print(
+            f"{side} over jaxft, medians: " + ", ".join(f"{ratio:.2f} x the {name}" for name, ratio in of_side.items())
+        )
     if arguments.out is not None:
         about = {"cpu": cpu_name(), "load": os.getloadavg()[0], "environment": environment()}
         versions = {side: found[0]["versions"] for side, found in results.items()}

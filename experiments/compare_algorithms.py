@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "arithmetic": Task("exact_match_warm_start", "exact_match_after", budget=5, examples=128, epochs=20),
-    "doors": Task("before", "after", budget=40, examples=16, epochs=40),
+    "doors": Task("before", "after", budget=40, examples=16, epochs=20),
 }
 UPDATES = 4
 """Updates of each collection."""
@@ -73,8 +73,9 @@ def runs_of(task: str, folder: Path) -> dict[str, dict[str, Any]]:
         }
     if task == "doors":
         del runs["reinforce_pp"]  # it takes the outcome only
-        by_outcome = {"dapo": runs["dapo"], "ppo": runs["ppo"]}
-        runs |= {f"{name}_outcome": run | {"workflow.credit": "outcome"} for name, run in by_outcome.items()}
+        runs["ppo"]["trainer_adapters.local.loss.bootstrap"] = "none"  # an answer that is cut has lost the game
+        outcome = {"workflow.credit": "outcome", "trainer_adapters.local.loss.gamma": 1.0}
+        runs |= {f"{name}_outcome": runs[name] | outcome for name in ("dapo", "ppo")}
     return {name: run | {"finetuning.output_dir": f"{folder}/{name}/{{seed}}"} for name, run in runs.items()}
 
 

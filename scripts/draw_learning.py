@@ -1,10 +1,11 @@
-"""Draws docs/performance/learning.png: the held-out reward of jaxft and of TRL over seconds and over episodes.
+"""Draws docs/performance/learning.png: the held-out reward of jaxft and its peers over seconds and over episodes.
 
     python benchmarks/compare.py learning --out benchmarks/results/learning.json
     python scripts/draw_learning.py benchmarks/results/learning.json docs/performance/learning.png
 
-A line is a run, which ends at the first look that has the target, a dot. The bar is the mean over seeds with its
-interval, where all of them got there.
+Sides of several results, one file after the other, come into one picture, the last argument. A line is a run, which
+ends at the first look that has the target, a dot. The bar is the mean over seeds with its interval, where all of them
+got there.
 """
 
 import json
@@ -13,20 +14,23 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-NAMES = {"jaxft": "jaxft", "trl": "TRL"}
+NAMES = {"jaxft": "jaxft", "trl": "TRL", "tunix": "Tunix"}
 
 
 def main() -> None:
     """Draw the picture."""
-    found, picture = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    target = found["options"]["target"]
+    *paths, picture = map(Path, sys.argv[1:])
+    found = [json.loads(path.read_text()) for path in paths]
+    (target,) = {each["options"]["target"] for each in found}
+    sides = {side: of_side for each in found for side, of_side in each["sides"].items()}
     figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
     panels = zip(figure.subplots(1, 2, sharey=True), ("seconds", "episodes"), strict=True)
     for axes, measure in panels:
-        for number, (side, of_side) in enumerate(found["sides"].items()):
+        for number, (side, of_side) in enumerate(sides.items()):
             color, about = f"C{number}", of_side[measure]
             there = [value for value in about["values"] if value is not None]
-            label = f"{NAMES[side]}: median {about['median']:,.0f}, {len(there)} of {len(about['values'])} seeds"
+            median = "never" if about["median"] is None else f"{about['median']:,.0f}"
+            label = f"{NAMES[side]}: median {median}, {len(there)} of {len(about['values'])} seeds"
             for curve, value in zip(of_side["curves"], about["values"], strict=True):
                 axes.plot(
                     [row[measure] for row in curve], [row["score"] for row in curve], color=color, alpha=0.5, lw=1

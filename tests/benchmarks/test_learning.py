@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learning import best_rate, reached, summary
+from learning import best_rate, ratios_of, reached, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,14 +42,23 @@ def test_a_seed_that_never_gets_there_is_the_last_for_the_median():
     assert found["episodes"]["median"] == 20 and found["seconds"]["median"] == 4.0
 
 
+def test_a_peer_is_compared_with_jaxft_where_both_get_there():
+    slow, never = ([{"curve": each}] for each in (curve(0.1, 0.1, 0.9), curve(0.1, 0.1)))
+    of_sides = {"jaxft": [{"curve": curve(0.1, 0.9)}], "trl": slow, "tunix": never}
+    summaries = {side: summary(results, 0.8) for side, results in of_sides.items()}
+    assert ratios_of(summaries) == {"trl": {"episodes": 2.0, "seconds": 2.0}}
+    assert ratios_of({"trl": summaries["trl"]}) == {}
+    assert ratios_of(summaries | {"jaxft": summary(never, 0.8)}) == {}
+
+
 @pytest.mark.slow
 def test_jaxft_learns_from_the_checkpoint_that_it_made(tmp_path):
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/compare.py", "learning", "--sides", "jaxft", "--out", str(out)]
-    command += ["--preset", "qwen3-200k", "--steps", "5", "--warm_start_steps", "20"]
+    command += ["--preset", "qwen3-200k", "--steps", "5", "--evaluate_every", "5", "--warm_start_steps", "20"]
     command += ["--learning_rates", "1e-3", "--seeds", "0", "1"]
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "jaxft  seed 1: " in shown and "TRL" not in shown
+    assert "jaxft  seed 1: " in shown and "over jaxft" not in shown
     found = json.loads(out.read_text())
     for each in found["sides"]["jaxft"]["curves"]:
         assert [row["episodes"] for row in each] == [0, 5 * 256]
