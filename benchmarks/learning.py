@@ -7,9 +7,10 @@ The task is to say the alphabet backwards from a letter (peers/alphabet.py); the
 right before the first mistake. All sides start from one checkpoint of five million parameters that skips letters, with
 one tokenizer and chat template, 32 questions of 8 answers a step, dapo without KL, AdamW with a constant rate after ten
 steps of warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which the others have no option.
-Each rate of `--learning_rates` is tried on all sides with a seed of its own, and a side goes on with the one that
-reaches the target after the fewest episodes. Then all run every seed, in turn, each run in a fresh process. The target
-is a mean reward of greedy answers to 500 held-out questions, looked at every other step; a run ends when it has it.
+Each rate of `--learning_rates` is tried on all sides with two seeds of their own, and a side goes on with the one that
+reaches the target on most of them, after the fewest episodes. Then all run every seed, in turn, each run in a fresh
+process. The target is a mean reward of greedy answers to 500 held-out questions, looked at every other step; a run ends
+when it has it.
 
 Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted. jaxft's
 first look compiles programs, so what it takes longer than the second is counted. Its runs share a cache of compiled
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +71,27 @@ def reached(result: dict[str, Any], target: float) -> dict[str, float | None]:
 
 
 def tried_rates(
-    sides: Sequence[str], work: dict[str, Any], rates: Sequence[float], target: float
-) -> dict[str, dict[float, Any]]:
-    """Run every rate on every side, and print what each reaches."""
-    tried: dict[str, dict[float, Any]] = {side: {} for side in sides}
-    for rate in rates:
-        for side in sides:
-            result = run_side(side, work | {"learning_rate": rate})
-            tried[side][rate] = result["curve"]
-            last = result["curve"][-1]["score"]
-            print(f"{side:<6} rate {rate:g}: {shown(reached(result, target))}; at the end {last:.3f}", flush=True)
+    sides: Sequence[str], work: dict[str, Any], rates: Sequence[float], seeds: Sequence[int], target: float
+) -> dict[str, dict[float, list[Any]]]:
+    """Run every rate on every side with every seed, print what each reaches, and return the curves."""
+    tried: dict[str, dict[float, list[Any]]] = {side: {rate: [] for rate in rates} for side in sides}
+    for rate, seed, side in product(rates, seeds, sides):
+        result = run_side(side, work | {"learning_rate": rate, "seed": seed})
+        tried[side][rate].append(result["curve"])
+        last = result["curve"][-1]["score"]
+        print(
+            f"{side:<6} rate {rate:g}, seed {seed}: {shown(reached(result, target))}; at the end {last:.3f}", flush=True
+        )
     return tried
 
 
-def best_rate(tried: dict[float, Any], target: float) -> float:
-    """The rate that has the target after the fewest episodes, or else the highest score at the end."""
+def best_rate(tried: dict[float, list[Any]], target: float) -> float:
+    """The rate that has the target on most seeds; of these the one with the fewest episodes, or the highest ends."""
 
-    def rank(rate: float) -> tuple[float, float]:
-        episodes = reached({"curve": tried[rate]}, target)["episodes"]
-        return (math.inf if episodes is None else episodes), -tried[rate][-1]["score"]
+    def rank(rate: float) -> tuple[float, float, float]:
+        episodes = [reached({"curve": curve}, target)["episodes"] for curve in tried[rate]]
+        there = [count for count in episodes if count is not None]
+        return -len(there), sum(there), -sum(curve[-1]["score"] for curve in tried[rate])
 
     return min(tried, key=rank)
 
@@ -133,9 +137,9 @@ def main(command_line: Sequence[str]) -> None:
         "compare.py learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: all")
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-4, 6e-4, 1.2e-3, 2.4e-3])
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="default: 0 to 4")
-    parser.add_argument("--tuning_seed", type=int, default=100, help="seed of the rates (default %(default)s)")
+    parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[100, 101], help="default: 100 and 101")
     parser.add_argument("--steps", type=int, default=60, help="at most (default %(default)s)")
     parser.add_argument("--evaluate_every", type=int, default=2, help="steps between looks (default %(default)s)")
     parser.add_argument("--target", type=float, default=0.7, help="held-out reward (default %(default)s)")
@@ -157,14 +161,14 @@ def main(command_line: Sequence[str]) -> None:
             "steps": arguments.steps,
             "target": arguments.target,
             "evaluate_every": arguments.evaluate_every,
-            "seed": arguments.tuning_seed,
+            "seed": arguments.tuning_seeds[0],
             "learning_rate": arguments.learning_rates[0],
             "threads": len(os.sched_getaffinity(0)),
         }
         write_questions(Path(work["train"]), "train", 8192)
         write_questions(Path(work["held_out"]), "held out", 500)
         run_side("jaxft", work | {"case": "warm_start", "steps": arguments.warm_start_steps})
-        tried = tried_rates(arguments.sides, work, arguments.learning_rates, arguments.target)
+        tried = tried_rates(arguments.sides, work, arguments.learning_rates, arguments.tuning_seeds, arguments.target)
         rates = {side: best_rate(tried[side], arguments.target) for side in arguments.sides}
         results: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
         for seed in arguments.seeds:
