@@ -63,10 +63,10 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
         ConfigError: the folder holds no run, a script made it, or a secret that it does not store is missing.
     """
     ring = current_ring()
-    if (ring is None or ring.index == 0) and bring_back_earlier_run(folder):
+    if (ring is None or ring.process_id == 0) and bring_back_earlier_run(folder):
         current_console().message(CAME_BACK.format(folder))
     if ring is not None:  # the others read it after that
-        await asyncio.to_thread(ring.gather, "earlier run", None)
+        await asyncio.to_thread(ring.all_gather, "earlier run", None)
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(

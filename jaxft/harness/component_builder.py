@@ -174,7 +174,7 @@ class ComponentBuilder(ConfigBuilder):
         config = asked.get(first) or default or ServeConfig(port=0)
         ring = current_ring()
         if ring is not None and config.port:  # several processes of a machine
-            config = config.model_copy(update={"port": config.port + ring.index})
+            config = config.model_copy(update={"port": config.port + ring.process_id})
         # Imported here, as they import JAX and packages of an extra, which a run without a server does not need.
         try:
             from jaxft.rollout.language_model import LanguageModel
@@ -288,7 +288,7 @@ class ComponentBuilder(ConfigBuilder):
     async def _make_loggers(self) -> Loggers:
         loggers = Loggers(self.console)
         ring = current_ring()
-        shown = self.config.finetuning.loggers if ring is None or ring.index == 0 else []
+        shown = self.config.finetuning.loggers if ring is None or ring.process_id == 0 else []
         for number, config in enumerate(shown):
             place = f"finetuning.loggers.{number}"
             made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
@@ -343,7 +343,7 @@ class ComponentBuilder(ConfigBuilder):
             workflow = await self.get_workflow()
         ring = current_ring()
         # Several processes have the episodes between them.
-        max_concurrency = -(-general.max_concurrency // (1 if ring is None else ring.count))
+        max_concurrency = -(-general.max_concurrency // (1 if ring is None else ring.num_processes))
         is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
             workflow,

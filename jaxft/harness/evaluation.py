@@ -249,7 +249,7 @@ class Evaluation:
         own_tasks: dict[tuple[int, int], asyncio.Task[EpisodeOutcome]] = {}
         shared: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         for number, item in enumerate(items):
-            if self._ring is not None and number % self._ring.count != self._ring.index:
+            if self._ring is not None and number % self._ring.num_processes != self._ring.process_id:
                 places = [(number, generation) for generation in range(num_generations)]
                 episodes += [asyncio.create_task(_received(shared, place)) for place in places]
                 continue
@@ -305,9 +305,9 @@ class Evaluation:
         try:
             counts = self.supervisor.num_abandoned - before[0], outside_calls() - before[1]
             own = dict(zip(own_tasks, ended, strict=True)), counts
-            parts = await asyncio.to_thread(ring.gather, name, own)
+            parts = await asyncio.to_thread(ring.all_gather, name, own)
             for index, (_, (abandoned, outside)) in enumerate(parts):
-                if index != ring.index:
+                if index != ring.process_id:
                     self.num_abandoned_elsewhere += abandoned
                     self.num_outside_calls += outside
             shared.set_result({place: outcome for outcomes, _ in parts for place, outcome in outcomes.items()})

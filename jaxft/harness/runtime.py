@@ -343,7 +343,7 @@ def exit_code_of(
     shutdown = Shutdown()
     if processes is not None:
         shutdown.processes = "".join(f" --{name} {shlex.quote(value)}" for name, value in processes.items() if value)
-    is_quiet = place is not None and place.index > 0
+    is_quiet = place is not None and place.process_id > 0
     try:
         with program_console(on_stderr=on_stderr, is_quiet=is_quiet) as console, _logging_to(console, log_level):
             if title is not None:
@@ -384,7 +384,7 @@ def run_until_signalled(
         if shutdown.signal is not None:
             os.write(2, f"jaxft: {shutdown.message}\n".encode())
             os._exit(shutdown.exit_code)
-        os.write(2, f"jaxft: process {index} of {place.count} has gone{shutdown.way_on}\n".encode())
+        os.write(2, f"jaxft: process {index} of {place.num_processes} has gone{shutdown.resume_hint}\n".encode())
         os._exit(1)
 
     ring = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)

@@ -400,7 +400,7 @@ async def open_session(
     shutdown = current_shutdown() if output_dir is None else None
     ring = current_ring()
     shared = None
-    if ring is None or ring.index == 0:
+    if ring is None or ring.process_id == 0:
         directory = (
             RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
         )
@@ -425,9 +425,9 @@ async def open_session(
                     examples = await builder.get_dataset()
                     digest = await checkpointing.check_dataset(examples)
                     if ring is not None:
-                        if len(examples) < ring.count:
+                        if len(examples) < ring.num_processes:
                             raise HostsError(
-                                f"{ring.count} processes cannot share {len(examples)} examples: start fewer"
+                                f"{ring.num_processes} processes cannot share {len(examples)} examples: start fewer"
                             )
                         await _check_alike(ring, config, digest)
                     if config.finetuning.enabled and output_dir is None:
@@ -450,7 +450,7 @@ async def open_session(
                         await session.end_loggers()
             except BaseException as error:
                 if isinstance(error, DiskFull):
-                    error.then = f", then {_way_on(checkpointing, directory)}"
+                    error.then = f", then {_next_step(checkpointing, directory)}"
                 is_signal = shutdown is not None and shutdown.signal is not None
                 shown_on.note(f"ended: {shutdown.message if shutdown and is_signal else one_line(error)}")
                 raise
@@ -491,11 +491,13 @@ async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) ->
     Raises:
         HostsError: this process does not find the run.
     """
-    is_begun = (await asyncio.to_thread(ring.gather, "run directory", directory.holds(CONFIG_FILE)))[0]
+    is_begun = (await asyncio.to_thread(ring.all_gather, "run directory", directory.holds(CONFIG_FILE)))[0]
     if shared is None:
         return
     if is_begun and not (shared / CONFIG_FILE).is_file():
-        raise HostsError(f"process {ring.index} does not find the run in '{shared}': all processes need to reach it")
+        raise HostsError(
+            f"process {ring.process_id} does not find the run in '{shared}': all processes need to reach it"
+        )
     for name in RUN_FILES:
         if (shared / name).is_file() and name != RESULT_FILE:
             shutil.copyfile(shared / name, directory.file(name))
@@ -510,7 +512,7 @@ async def _check_alike(ring: Ring, config: Config, digest: str) -> None:
         HostsError: they differ; the message names the first difference.
     """
     mine = parse_yaml(resolved_yaml(config), "the configuration"), digest
-    first, *others = await asyncio.to_thread(ring.gather, "configuration and dataset", mine)
+    first, *others = await asyncio.to_thread(ring.all_gather, "configuration and dataset", mine)
     for index, (configuration, other_digest) in enumerate(others, 1):
         changes = changes_of(first[0], configuration)
         for path, (of_first, own) in changes.items():
@@ -559,7 +561,7 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
     checkpointing.when_restored = go_on
 
 
-def _way_on(checkpointing: Checkpointing, directory: RunDirectory) -> str:
+def _next_step(checkpointing: Checkpointing, directory: RunDirectory) -> str:
     """Return the user's next step, for the end of an error message, once the cause of the error is gone."""
     if checkpointing.found is not None or checkpointing.saved_step is not None:
         return "continue the run with --resume"

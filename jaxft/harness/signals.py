@@ -243,10 +243,10 @@ class Shutdown:
     def message(self) -> str:
         """Message with the signal's name and the command to resume."""
         assert self.signal is not None
-        return f"{WORDS[self.signal]}{self.way_on}"
+        return f"{WORDS[self.signal]}{self.resume_hint}"
 
     @property
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         """The command that continues the run, as the end of a message; empty without a run."""
         launcher = os.environ.get(LAUNCHER, "")
         command = f"{launcher}{self.resume_command}{self.processes}"

@@ -91,7 +91,7 @@ class Accord:
             self._number += 1
             given = what, self.wants_stop
             # Shielded: the others count on what was said, also if the caller is cancelled.
-            answers = await asyncio.shield(asyncio.to_thread(self._ring.gather, f"decision {self._number}", given))
+            answers = await asyncio.shield(asyncio.to_thread(self._ring.all_gather, f"decision {self._number}", given))
         finally:
             self._running -= 1
         self.is_over = any(begun is None for begun, _ in answers)

@@ -50,20 +50,20 @@ GLOO = b"[Gloo] Rank "
 DIVIDED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
-def launch(command: Sequence[str], count: int) -> int:
+def launch(command: Sequence[str], num_processes: int) -> int:
     """Run a command as so many processes, and return the exit code: 0, or that of the first process that failed.
 
     Raises:
         HostsError: the command is not found, or the devices of this machine do not divide over the processes.
     """
-    if count < 1:
-        raise HostsError(f"-n is {count}; wanted at least 1")
+    if num_processes < 1:
+        raise HostsError(f"-n is {num_processes}; wanted at least 1")
     if not command or shutil.which(command[0]) is None:
         raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
-    environments = environments_of(count, os.environ)
+    environments = environments_of(num_processes, os.environ)
     every = sorted(os.sched_getaffinity(0))
     has_gpus = bool(environments[0].get("CUDA_VISIBLE_DEVICES"))
-    cores = [every] * count if has_gpus else cores_of(count, every)
+    cores = [every] * num_processes if has_gpus else cores_of(num_processes, every)
     processes: list[subprocess.Popen[bytes]] = []
     printing: list[threading.Thread] = []
 
@@ -100,7 +100,7 @@ def launch(command: Sequence[str], count: int) -> int:
     return code
 
 
-def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def environments_of(num_processes: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the environment of each process: where the others are, and its part of the machine's devices.
 
     Raises:
@@ -110,30 +110,30 @@ def environments_of(count: int, environment: Mapping[str, str]) -> list[dict[str
         port = free.getsockname()[1]
     shared = dict(environment) | {
         VARIABLES["coordinator"]: f"127.0.0.1:{port}",
-        VARIABLES["num_processes"]: str(count),
+        VARIABLES["num_processes"]: str(num_processes),
         AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
         "PYTHONUNBUFFERED": "1",
         QUIET: environment.get(QUIET, "2"),
-        LAUNCHER: f"jaxft launch -n {count} ",
+        LAUNCHER: f"jaxft launch -n {num_processes} ",
     }
     found = DIVIDED.search(environment.get("XLA_FLAGS", ""))
     if found is not None:
-        each = _share(int(found[1]), count, "CPU devices of XLA_FLAGS")
+        each = _share(int(found[1]), num_processes, "CPU devices of XLA_FLAGS")
         shared["XLA_FLAGS"] = DIVIDED.sub(f"--xla_force_host_platform_device_count={each}", environment["XLA_FLAGS"])
     gpus = _gpus(environment)
-    size = _share(len(gpus), count, "GPUs", "; JAX_PLATFORMS=cpu tries it without them") if gpus else 0
+    size = _share(len(gpus), num_processes, "GPUs", "; JAX_PLATFORMS=cpu tries it without them") if gpus else 0
     return [
         shared
         | {VARIABLES["process_id"]: str(index)}
         | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size : (index + 1) * size])} if gpus else {})
-        for index in range(count)
+        for index in range(num_processes)
     ]
 
 
-def _share(devices: int, count: int, what: str, hint: str = "") -> int:
-    if devices % count:
-        raise HostsError(f"{devices} {what} do not divide over {count} processes{hint}")
-    return devices // count
+def _share(devices: int, num_processes: int, what: str, hint: str = "") -> int:
+    if devices % num_processes:
+        raise HostsError(f"{devices} {what} do not divide over {num_processes} processes{hint}")
+    return devices // num_processes
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:
@@ -148,14 +148,14 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
     return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
-def cores_of(count: int, cores: Sequence[int]) -> list[Sequence[int]]:
+def cores_of(num_processes: int, cores: Sequence[int]) -> list[Sequence[int]]:
     """Return the cores of each process: equal parts, or all for each where there are fewer than processes.
 
     >>> cores_of(2, [0, 1, 2, 3, 4])
     [[0, 1], [2, 3]]
     """
-    each = len(cores) // count
-    return [cores[index * each : (index + 1) * each] if each else cores for index in range(count)]
+    each = len(cores) // num_processes
+    return [cores[index * each : (index + 1) * each] if each else cores for index in range(num_processes)]
 
 
 def _print_lines(index: int, output: IO[bytes] | None) -> None:

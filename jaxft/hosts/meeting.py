@@ -34,16 +34,16 @@ RING_SECONDS = 30.0
 class _Visitor:
     """The introduction of a process to process 0."""
 
-    index: int
-    count: int
+    process_id: int
+    num_processes: int
     port: int  # where it awaits the process before it
     about: dict[str, str]
 
 
 def meet(
     address: str,
-    index: int,
-    count: int,
+    process_id: int,
+    num_processes: int,
     about: Mapping[str, str],
     *,
     within_seconds: float,
@@ -53,8 +53,8 @@ def meet(
 
     Args:
         address: host and port of process 0, as in `10.0.0.1:1234`.
-        index: number of this process, from 0.
-        count: number of processes.
+        process_id: number of this process, from 0.
+        num_processes: number of processes.
         about: facts that have to be the same in all processes, by name.
         within_seconds: time that the others have to come.
         on_loss: called once, in a thread, with the number of a process that is lost later.
@@ -63,24 +63,29 @@ def meet(
         HostsError: a process is missing, process 0 is, two have the same number, or they differ.
     """
     host, port = _parsed(address)
-    if not 0 <= index < count:
-        raise HostsError(f"process_id is {index}; wanted a number from 0 to {count - 1}, as num_processes is {count}")
+    if not 0 <= process_id < num_processes:
+        raise HostsError(
+            f"process_id is {process_id}; wanted a number from 0 to {num_processes - 1}, as num_processes is "
+            f"{num_processes}"
+        )
     deadline = time.monotonic() + within_seconds
     with _listening(0) as own:
-        visitor = _Visitor(index, count, own.getsockname()[1], dict(about))
-        if index == 0:
+        visitor = _Visitor(process_id, num_processes, own.getsockname()[1], dict(about))
+        if process_id == 0:
             addresses, key = _receive(port, visitor, deadline, within_seconds)
         else:
             addresses, key = _visit(host, port, visitor, deadline, within_seconds)
         # Each proves to the next that it knows the key, so none can wait for its own connections to be accepted first.
         with ThreadPoolExecutor(1) as pool:
-            accepting = pool.submit(_from_previous, own, index, count, key)
-            after = _to_next(addresses[(index + 1) % count], index, count, key)
+            accepting = pool.submit(_from_previous, own, process_id, num_processes, key)
+            after = _to_next(addresses[(process_id + 1) % num_processes], process_id, num_processes, key)
             before = accepting.result()
-    return Ring(index, count, before[0], after[0], on_loss, idle=(before[1], after[1]))
+    return Ring(process_id, num_processes, before[0], after[0], on_loss, idle=(before[1], after[1]))
 
 
-def _to_next(address: tuple[str, int], index: int, count: int, key: bytes) -> tuple[Connection, Connection]:
+def _to_next(
+    address: tuple[str, int], process_id: int, num_processes: int, key: bytes
+) -> tuple[Connection, Connection]:
     """Connect to the next process twice: for messages, and for nothing; see `Ring`.
 
     Raises:
@@ -91,12 +96,14 @@ def _to_next(address: tuple[str, int], index: int, count: int, key: bytes) -> tu
         return _without_limit(_connected(address, key, deadline)), _connected(address, key, deadline)
     except OSError as error:
         raise HostsError(
-            f"process {index} does not reach process {(index + 1) % count} at {address[0]}:{address[1]} ({error}): it "
-            "has gone meanwhile, or ports between the machines are closed"
+            f"process {process_id} does not reach process {(process_id + 1) % num_processes} at "
+            f"{address[0]}:{address[1]} ({error}): it has gone meanwhile, or ports between the machines are closed"
         ) from None
 
 
-def _from_previous(own: socket.socket, index: int, count: int, key: bytes) -> tuple[Connection, Connection]:
+def _from_previous(
+    own: socket.socket, process_id: int, num_processes: int, key: bytes
+) -> tuple[Connection, Connection]:
     """Accept the two connections of the process before this one.
 
     Raises:
@@ -107,8 +114,8 @@ def _from_previous(own: socket.socket, index: int, count: int, key: bytes) -> tu
         return _without_limit(_accepted(own, key, deadline)[0]), _accepted(own, key, deadline)[0]
     except TimeoutError:
         raise HostsError(
-            f"process {(index - 1) % count} does not reach process {index} at port {own.getsockname()[1]}: it has gone "
-            "meanwhile, or ports between the machines are closed"
+            f"process {(process_id - 1) % num_processes} does not reach process {process_id} at port "
+            f"{own.getsockname()[1]}: it has gone meanwhile, or ports between the machines are closed"
         ) from None
 
 
@@ -129,23 +136,26 @@ def _receive(port: int, own: _Visitor, deadline: float, within_seconds: float) -
     except OSError as error:
         raise HostsError(f"process 0 cannot listen at port {port} ({error.strerror}): choose another port") from None
     with listening:
-        while fault is None and len(came) < own.count:
+        while fault is None and len(came) < own.num_processes:
             try:
                 connection, host = _accepted(listening, _authkey(), deadline)
                 visitor = _introduced(connection)
             except TimeoutError:
-                missing = [index for index in range(own.count) if index not in came]
-                fault = f"{_named(missing)} of {own.count} did not come to port {port} within {within_seconds:g} s"
+                missing = [process_id for process_id in range(own.num_processes) if process_id not in came]
+                fault = (
+                    f"{_named(missing)} of {own.num_processes} did not come to port {port} within {within_seconds:g} s"
+                )
                 break
-            for index in [index for index, each in waiting.items() if each.poll()]:  # at its end: nobody says more
-                waiting.pop(index).close()
-                del came[index]
+            gone = [process_id for process_id, each in waiting.items() if each.poll()]  # at its end: nobody says more
+            for process_id in gone:
+                waiting.pop(process_id).close()
+                del came[process_id]
             if visitor is None:
                 continue
             fault = _why_refused(visitor, own, came)
-            came[visitor.index] = host, visitor.port
-            waiting[visitor.index if fault is None else -1] = connection
-    addresses, key = [came[index] for index in sorted(came)], secrets.token_bytes(32)
+            came[visitor.process_id] = host, visitor.port
+            waiting[visitor.process_id if fault is None else -1] = connection
+    addresses, key = [came[process_id] for process_id in sorted(came)], secrets.token_bytes(32)
     for connection in waiting.values():
         with contextlib.suppress(OSError):  # of one that has just gone: its neighbors say so
             connection.send(HostsError(fault) if fault is not None else (addresses, key))
@@ -166,15 +176,18 @@ def _introduced(connection: Connection) -> _Visitor | None:
 
 
 def _why_refused(visitor: _Visitor, own: _Visitor, came: Mapping[int, Any]) -> str | None:
-    index = visitor.index
-    if visitor.count != own.count:
-        return f"process {index} has {visitor.count} processes, and process 0 has {own.count}: give both one number"
-    if index in came:
-        return f"two processes are process {index}: give each a number of its own"
+    process_id = visitor.process_id
+    if visitor.num_processes != own.num_processes:
+        return (
+            f"process {process_id} has {visitor.num_processes} processes, and process 0 has {own.num_processes}: "
+            "give both one number"
+        )
+    if process_id in came:
+        return f"two processes are process {process_id}: give each a number of its own"
     for name in own.about.keys() | visitor.about.keys():
         mine, other = own.about.get(name, "nothing"), visitor.about.get(name, "nothing")
         if mine != other:
-            return f"{name} is {other} in process {index}, and {mine} in process 0: all processes need the same"
+            return f"{name} is {other} in process {process_id}, and {mine} in process 0: all processes need the same"
     return None
 
 
@@ -188,8 +201,8 @@ def _visit(
         raise HostsError(f"process 0 at {host}:{port} has another {AUTHKEY}: give all processes the same") from None
     except OSError as error:
         raise HostsError(
-            f"process {own.index}: no process 0 answers at {host}:{port} within {within_seconds:g} s ({error}): start "
-            "it there, and see that the port is open"
+            f"process {own.process_id}: no process 0 answers at {host}:{port} within {within_seconds:g} s ({error}): "
+            "start it there, and see that the port is open"
         ) from None
     try:
         connection.send(own)

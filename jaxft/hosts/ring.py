@@ -45,15 +45,15 @@ class Ring:
     however busy the process is, so that it breaks only when the host has vanished, and takes the connection with it.
 
     Attributes:
-        index: number of this process, from 0.
-        count: number of processes.
+        process_id: number of this process, from 0.
+        num_processes: number of processes.
         on_stop: called in a thread with the number of a signal that another process got; see `stop`.
     """
 
     def __init__(
         self,
-        index: int,
-        count: int,
+        process_id: int,
+        num_processes: int,
         before: Connection,
         after: Connection,
         on_loss: Callable[[int], object],
@@ -62,15 +62,15 @@ class Ring:
         """Start the threads.
 
         Args:
-            index: number of this process.
-            count: number of processes.
+            process_id: number of this process.
+            num_processes: number of processes.
             before: connection from the process before this one.
             after: connection to the process after it.
             on_loss: called once, in a thread, with the number of a process that has gone without `close`, or has ended
                 with an error some seconds ago.
             idle: the idle connections beside `before` and `after`.
         """
-        self.index, self.count = index, count
+        self.process_id, self.num_processes = process_id, num_processes
         self.on_stop: Callable[[int], object] = lambda number: None
         self._before, self._after, self._on_loss = before, after, on_loss
         self._changed = threading.Condition()  # guards the six below
@@ -90,7 +90,7 @@ class Ring:
             watched = dict(zip(idle, (before, after), strict=True))
             threading.Thread(target=_watch, args=(watched,), name="jaxft ring watch", daemon=True).start()
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any) -> list[Any]:
         """Return the value that each process gives under this name, in the order of the processes.
 
         Blocks until all have given theirs. A name can be used again after that, as each process gives its values in the
@@ -101,19 +101,21 @@ class Ring:
             TypeError, AttributeError, PicklingError: the value cannot be pickled.
         """
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        self._to_send.put(_Message(self.index, name, content))
+        self._to_send.put(_Message(self.process_id, name, content))
         with self._changed:
             found = self._contents[name]
-            found[self.index].append(content)
+            found[self.process_id].append(content)
             self._changed.wait_for(
-                lambda: len(found) == self.count or self._lost is not None or self._is_cut or self._ended - {*found}
+                lambda: (
+                    len(found) == self.num_processes or self._lost is not None or self._is_cut or self._ended - {*found}
+                )
             )
-            if len(found) < self.count:
-                before = (self.index - 1) % self.count
+            if len(found) < self.num_processes:
+                before = (self.process_id - 1) % self.num_processes
                 missing = self._lost if self._lost is not None else next(iter(self._ended - {*found}), before)
-                raise ProcessEndedError(f"process {missing} of {self.count} has ended before it sent '{name}'")
-            contents = [found[index].popleft() for index in range(self.count)]
-            for index in range(self.count):
+                raise ProcessEndedError(f"process {missing} of {self.num_processes} has ended before it sent '{name}'")
+            contents = [found[index].popleft() for index in range(self.num_processes)]
+            for index in range(self.num_processes):
                 if not found[index]:
                     del found[index]
             if not found:
@@ -122,7 +124,7 @@ class Ring:
 
     def stop(self, number: int) -> None:
         """Tell the other processes that a signal stops the run; can be called from any thread."""
-        self._to_send.put(_Message(self.index, STOP, bytes([number])))
+        self._to_send.put(_Message(self.process_id, STOP, bytes([number])))
 
     def expect_end(self) -> None:
         """Say here that this process ends by itself with an error, which it still has to show.
@@ -143,10 +145,11 @@ class Ring:
         with self._changed:
             self._is_closing = True
             self._ends_with_error = self._ends_with_error or has_failed
-        self._to_send.put(_Message(self.index, BYE, FAILED if has_failed else b""))
+        self._to_send.put(_Message(self.process_id, BYE, FAILED if has_failed else b""))
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._ended) == self.count - 1 or self._lost is not None or self._is_cut, within_seconds
+                lambda: len(self._ended) == self.num_processes - 1 or self._lost is not None or self._is_cut,
+                within_seconds,
             )
         self._to_send.put(None)
         self._threads[1].join(timeout=1.0)
@@ -157,12 +160,14 @@ class Ring:
                 message: _Message = pickle.loads(self._before.recv_bytes())
             except (EOFError, OSError):
                 with self._changed:
-                    self._is_cut = (self.index - 1) % self.count in self._ended
+                    self._is_cut = (self.process_id - 1) % self.num_processes in self._ended
                     self._changed.notify_all()
                 if not self._is_cut:
-                    self._lose(_Message((self.index - 1) % self.count, GONE))
+                    self._lose(_Message((self.process_id - 1) % self.num_processes, GONE))
                 return
-            if (message.origin - self.index) % self.count != 1:  # the next process sent it: it has been everywhere
+            if (
+                message.origin - self.process_id
+            ) % self.num_processes != 1:  # the next process sent it: it has been everywhere
                 self._to_send.put(message)
             if message.name == GONE:
                 self._lose(message)
@@ -184,9 +189,9 @@ class Ring:
                 self._after.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
             except OSError:
                 with self._changed:
-                    is_expected = (self.index + 1) % self.count in self._ended
+                    is_expected = (self.process_id + 1) % self.num_processes in self._ended
                 if not is_expected:
-                    self._lose(_Message((self.index + 1) % self.count, GONE))
+                    self._lose(_Message((self.process_id + 1) % self.num_processes, GONE))
                 return
 
     def _lose_later(self, origin: int) -> None:
@@ -206,7 +211,7 @@ class Ring:
             self._lost = message.origin
             has_time = self._ends_with_error
             self._changed.notify_all()
-        if message.origin == (self.index - 1) % self.count:  # noticed here first
+        if message.origin == (self.process_id - 1) % self.num_processes:  # noticed here first
             self._to_send.put(message)
         self._to_send.put(None)
         if threading.current_thread() is not self._threads[1]:

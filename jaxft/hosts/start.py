@@ -54,14 +54,14 @@ class Place:
 
     Attributes:
         coordinator: host and port of process 0.
-        count: number of processes.
-        index: number of this one, from 0.
+        num_processes: number of processes.
+        process_id: number of this one, from 0.
         local_device_ids: the devices of its machine that it uses; None for all.
     """
 
     coordinator: str
-    count: int
-    index: int
+    num_processes: int
+    process_id: int
     local_device_ids: tuple[int, ...] | None = None
 
 
@@ -77,7 +77,7 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
         HostsError: some of the three are missing, or no numbers; or the cluster does not say where process 0 is.
 
     >>> find_place({"coordinator": "10.0.0.1:1234", "num_processes": 4, "process_id": 3}, {})
-    Place(coordinator='10.0.0.1:1234', count=4, index=3, local_device_ids=None)
+    Place(coordinator='10.0.0.1:1234', num_processes=4, process_id=3, local_device_ids=None)
     >>> find_place({}, {"SLURM_STEP_NUM_TASKS": "1"}) is None
     True
     """
@@ -144,19 +144,19 @@ def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
         reason = ""
     except Exception as error:  # of the network, of Kubernetes' API, of what a cluster has left out
         found, reason = (None, None, None, None), f" ({one_line(error)})"
-    coordinator, count, index, local = found
-    if coordinator is None or count is None or index is None:
+    coordinator, num_processes, process_id, local = found
+    if coordinator is None or num_processes is None or process_id is None:
         if cluster == TPU_MACHINE:  # of no cluster that JAX knows; `is_unjoined` notices if it is a part of one
             return None
         raise HostsError(
             f"{cluster} does not say where the processes of this run are{reason}: give --coordinator, --num_processes "
             "and --process_id; or --num_processes 1 for a run of its own"
         )
-    if count == 1:
+    if num_processes == 1:
         return None
     # JAX takes a device for each process of a machine.
     own = None if local is None or is_alone(environment) else tuple(local)
-    return Place(coordinator, count, index, own)
+    return Place(coordinator, num_processes, process_id, own)
 
 
 def is_unjoined() -> bool:
@@ -179,7 +179,9 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
     Raises:
         HostsError: a process is missing, or the processes differ.
     """
-    ring = meet(place.coordinator, place.index, place.count, about, within_seconds=MEETING_SECONDS, on_loss=on_loss)
+    ring = meet(
+        place.coordinator, place.process_id, place.num_processes, about, within_seconds=MEETING_SECONDS, on_loss=on_loss
+    )
     os.environ.setdefault(QUIET, "2")
     import jax  # after the meeting: a process that waits for others needs no devices
 
@@ -189,12 +191,12 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.coordinator,
-        place.count,
-        place.index,
+        place.num_processes,
+        place.process_id,
         None if place.local_device_ids is None else list(place.local_device_ids),
         initialization_timeout=int(MEETING_SECONDS),
     )
-    if ring.index > 0:
+    if ring.process_id > 0:
         _wait_when_aborted()
     global _ring, _accord
     _ring, _accord = ring, Accord(ring)
@@ -224,10 +226,10 @@ def leave(ring: Ring, within_seconds: float | None = None, *, has_failed: bool =
 
     global _ring, _accord
     _ring = _accord = None
-    if ring.index != 0:
+    if ring.process_id != 0:
         jax.distributed.shutdown()
     ring.close(within_seconds, has_failed=has_failed)
-    if ring.index == 0:
+    if ring.process_id == 0:
         jax.distributed.shutdown()
 
 

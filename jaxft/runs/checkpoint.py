@@ -76,7 +76,7 @@ class Checkpoints:
             folder: the folder of all processes, for one that has a run directory of its own.
         """
         self._directory, self._ring, self._num_together = directory, ring, 0
-        self._leads = ring is None or ring.index == 0
+        self._leads = ring is None or ring.process_id == 0
         self.folder = directory.file(f"{FOLDER}/step").parent if folder is None else folder
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._finishing: threading.Thread | None = None
@@ -92,7 +92,7 @@ class Checkpoints:
         if self._ring is not None:
             # Named processes meet through JAX's coordinator; all without names do so by a program on their devices, in
             # another thread than the one that computes.
-            processes = set(range(self._ring.count))
+            processes = set(range(self._ring.num_processes))
             more["multiprocessing_options"] = ocp.options.MultiprocessingOptions(active_processes=processes)
             more["create"] = False
             self._together(lambda: self.folder.mkdir(exist_ok=True) if self._leads else None)
@@ -103,8 +103,8 @@ class Checkpoints:
     def _check_shared(self) -> None:
         if self._ring is not None and not self.folder.is_dir():
             raise CheckpointError(
-                f"process {self._ring.index} does not find '{self.folder}': several processes need an output_dir that "
-                "all of them reach"
+                f"process {self._ring.process_id} does not find '{self.folder}': several processes need an output_dir "
+                "that all of them reach"
             )
 
     def _together(self, step: Callable[[], object]) -> None:
@@ -119,7 +119,7 @@ class Checkpoints:
             fault = error
         self._num_together += 1
         said = None if fault is None else f"{type(fault).__name__}: {fault}"
-        answers = self._ring.gather(f"checkpoints {self._num_together}", said)
+        answers = self._ring.all_gather(f"checkpoints {self._num_together}", said)
         if fault is not None:
             raise fault
         for index, each in enumerate(answers):
@@ -139,7 +139,7 @@ class Checkpoints:
         """
         found = self._newest_verified(log) if self._leads else None
         if self._ring is not None:  # each file is read once
-            found = self._ring.gather("newest checkpoint", found)[0]
+            found = self._ring.all_gather("newest checkpoint", found)[0]
         if found is None:
             return None
         step, seconds = found

@@ -147,7 +147,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             remat = await self.policy.read(self._choose_remat)
             if (ring := current_ring()) is not None:  # the most frugal choice, as devices and compilers may differ
                 names: list[str] = list(AUTO_REMATS)
-                choices = await asyncio.to_thread(ring.gather, "remat", remat)
+                choices = await asyncio.to_thread(ring.all_gather, "remat", remat)
                 remat = max(choices, key=names.index)
                 self.learner.use_remat(remat)
             self._note_remat(remat)

@@ -66,7 +66,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
         raise HostsError("these devices belong to several machines: give --coordinator, --num_processes, --process_id")
     mesh, sampler_mesh = meshes_of(config)
     if ring is not None and mesh is not None:
-        names = await asyncio.to_thread(ring.gather, "next policy", name)
+        names = await asyncio.to_thread(ring.all_gather, "next policy", name)
         if {*names} != {name}:
             raise HostsError(f"the processes make policies in different orders: now {', '.join(names)}")
         try:

@@ -34,7 +34,7 @@ def each(rings, work):
 
     def one(ring):
         try:
-            return asyncio.run(work(Accord(ring), ring.index))
+            return asyncio.run(work(Accord(ring), ring.process_id))
         except HostsError as error:
             return str(error)
 
@@ -130,10 +130,10 @@ def test_a_difference_is_named_in_all_processes(rings, input_of, said):
 def test_a_signal_is_passed_on_once(rings):
     heard = []
     for ring in rings:
-        ring.on_stop = lambda number, mine=ring.index: heard.append((mine, number))
+        ring.on_stop = lambda number, mine=ring.process_id: heard.append((mine, number))
     rings[1].stop(15)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda ring: ring.gather("after it", None), rings))
+        list(pool.map(lambda ring: ring.all_gather("after it", None), rings))
     assert sorted(heard) == [(0, 15), (2, 15)]
 
 
@@ -141,7 +141,7 @@ def test_one_that_waits_for_a_failed_process_hears_of_a_loss(rings, monkeypatch)
     monkeypatch.setattr(rings_module, "FAILED_SECONDS", 0.2)
     lost = []
     for ring in rings:
-        ring._on_loss = lambda index, mine=ring.index: lost.append((mine, index))
+        ring._on_loss = lambda index, mine=ring.process_id: lost.append((mine, index))
     rings[2].close(0.0, has_failed=True)
     rings[1].close(0.0)  # ends by itself in time
     time.sleep(0.6)
@@ -152,7 +152,7 @@ def test_one_that_ends_with_an_error_has_time_to_show_it(rings, monkeypatch):
     monkeypatch.setattr(rings_module, "FAILED_SECONDS", 0.4)
     lost = []
     for ring in rings:
-        ring._on_loss = lambda index, mine=ring.index: lost.append((mine, index))
+        ring._on_loss = lambda index, mine=ring.process_id: lost.append((mine, index))
     rings[0].expect_end()
     rings[2]._after.close()  # process 2 is killed
     rings[2]._before.close()

@@ -35,7 +35,7 @@ def together(port, *calls, seconds=10.0):
 
 
 def of(count, **options):
-    return [{"index": index, "count": count} | options for index in range(count)]
+    return [{"process_id": index, "num_processes": count} | options for index in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -43,9 +43,9 @@ def test_each_gathers_what_all_give_whoever_asks_first(port, count):
     rings = together(port, *of(count))
 
     def work(ring):
-        names = ["a", "b"] if ring.index % 2 else ["b", "a"]
+        names = ["a", "b"] if ring.process_id % 2 else ["b", "a"]
         with ThreadPoolExecutor(2) as threads:
-            gathered = threads.map(lambda name: ring.gather(name, (name, ring.index, bytes(300_000))), names)
+            gathered = threads.map(lambda name: ring.all_gather(name, (name, ring.process_id, bytes(300_000))), names)
             found = dict(zip(names, gathered, strict=True))
         ring.close()
         return found
@@ -61,24 +61,24 @@ def test_each_gathers_what_all_give_whoever_asks_first(port, count):
 def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
     heard = []
     calls = [
-        call | {"on_loss": partial(lambda mine, index: heard.append((mine, index)), call["index"])} for call in of(3)
+        call | {"on_loss": partial(lambda mine, index: heard.append((mine, index)), call["process_id"])} for call in of(3)
     ]
     rings = together(port, *calls)
     for connection in (rings[lost]._after, rings[lost]._before):  # one that is killed sends nothing any more
         with socket.socket(fileno=os.dup(connection.fileno())) as held:
             held.shutdown(socket.SHUT_RDWR)
-    others = [ring for ring in rings if ring.index != lost]
+    others = [ring for ring in rings if ring.process_id != lost]
 
     def wait(ring):
         with pytest.raises(HostsError, match=f"process {lost} of 3 has ended"):
-            ring.gather("never", None)
+            ring.all_gather("never", None)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(wait, others))
     for ring in others:
         for thread in ring._threads:
             thread.join(timeout=10.0)  # each ends once the loss was reported
-    assert sorted(each for each in heard if each[0] != lost) == [(ring.index, lost) for ring in others]
+    assert sorted(each for each in heard if each[0] != lost) == [(ring.process_id, lost) for ring in others]
 
 
 def test_one_that_ends_as_it_should_is_not_taken_for_lost(port):
@@ -95,7 +95,7 @@ def test_one_that_ended_before_it_gave_something_is_named(port):
         ending = pool.submit(rings[1].close, 5.0)
         for ring in (rings[0], rings[2]):
             with pytest.raises(HostsError, match="process 1 of 3 has ended before it sent 'late'"):
-                ring.gather("late", None)
+                ring.all_gather("late", None)
             ring.close(0.1)
         ending.result()
 
@@ -141,7 +141,7 @@ def test_one_that_died_while_it_waited_may_come_again(port):
         introduce(port, 1, 3)
         second, third = together(port, *of(3)[1:])
         (first,) = waiting.result()
-    assert [ring.index for ring in (first, second, third)] == [0, 1, 2]
+    assert [ring.process_id for ring in (first, second, third)] == [0, 1, 2]
 
 
 def test_one_that_cannot_be_reached_is_named(port, monkeypatch):
@@ -159,7 +159,7 @@ def test_one_that_says_nothing_keeps_nobody(port, monkeypatch):
         waiting = pool.submit(together, port, of(2)[0])
         silent = meeting._connected(("127.0.0.1", port), b"jaxft", time.monotonic() + 10.0)
         (second,) = together(port, of(2)[1])
-        assert waiting.result()[0].count == second.count == 2
+        assert waiting.result()[0].num_processes == second.num_processes == 2
         silent.close()
 
 
@@ -169,10 +169,10 @@ def test_one_that_does_not_read_for_a_while_is_not_lost(port, monkeypatch):
     rings = together(port, *[call | {"on_loss": heard.append} for call in of(2)])
     with ThreadPoolExecutor(2) as pool:
         with rings[1]._changed:  # its reader waits, as behind an agent that holds the global lock
-            much, more = (pool.submit(rings[0].gather, name, bytes(30_000_000)) for name in ("much", "more"))
+            much, more = (pool.submit(rings[0].all_gather, name, bytes(30_000_000)) for name in ("much", "more"))
             time.sleep(6.0)  # the second message fills what the kernel holds
-        assert len(rings[1].gather("much", None)[0]) == len(much.result()[0])
-        assert len(rings[1].gather("more", None)[0]) == len(more.result()[0])
+        assert len(rings[1].all_gather("much", None)[0]) == len(much.result()[0])
+        assert len(rings[1].all_gather("more", None)[0]) == len(more.result()[0])
     assert heard == []
 
 
@@ -205,7 +205,7 @@ def test_a_process_with_another_key_is_refused_and_the_others_wait(port, monkeyp
         assert came.wait(timeout=10.0)
         (second,) = together(port, of(2)[1])
         (first,) = waiting.result()
-    assert (first.index, second.index) == (0, 1)
+    assert (first.process_id, second.process_id) == (0, 1)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1234", "host:port", "host:70000"])
