@@ -13,8 +13,9 @@ process. The target is a mean reward of greedy answers to 500 held-out questions
 when it has it.
 
 Seconds count from the start of a process, imports left out; looks at the held-out questions are not counted. jaxft's
-first look compiles programs, so what it takes longer than the second is counted. Its runs share a cache of compiled
-programs, as those of its commands do. It is empty at first, so that the first rate says what compilation costs.
+first look compiles programs, so what it takes longer than the second is counted; of Tunix's it is not. Runs share a
+cache of compiled programs, as those of jaxft's commands do, which is empty at first. The first rate says what
+compilation costs.
 Intervals are bootstrapped over seeds (95 %).
 """
 

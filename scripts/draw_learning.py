@@ -23,6 +23,8 @@ def main() -> None:
     found = [json.loads(path.read_text()) for path in paths]
     (target,) = {each["options"]["target"] for each in found}
     sides = {side: of_side for each in found for side, of_side in each["sides"].items()}
+    if len(sides) < sum(len(each["sides"]) for each in found):
+        sys.exit("a side is in several of the results: draw each side from one")
     figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
     panels = zip(figure.subplots(1, 2, sharey=True), ("seconds", "episodes"), strict=True)
     for axes, measure in panels:

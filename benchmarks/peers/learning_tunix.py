@@ -2,7 +2,8 @@
 
 PYTHONPATH=benchmarks python benchmarks/peers/learning_tunix.py work.json result.json
 
-Its sampler begins with the same random key at every call unless it is told another; here each step has its own.
+Its sampler begins with the same random key at every call unless it is told another; here each step has its own. Its
+loss is the mean over the tokens of a microbatch, here one group, and that of the other sides over the tokens of a step.
 """
 
 import logging
@@ -58,12 +59,11 @@ class Curve:
     The learner asks for the questions of a step when it has made the update before.
     """
 
-    def __init__(self, work: Work, tokenizer: Any, rollouts: dict[Mode, RolloutConfig]) -> None:
-        self.work, self.tokenizer, self.rollouts = work, tokenizer, rollouts
+    def __init__(self, work: Work, tokenizer: Any, rollouts: dict[Mode, RolloutConfig], cluster: RLCluster) -> None:
+        self.work, self.tokenizer, self.rollouts, self.cluster = work, tokenizer, rollouts, cluster
         self.held_out, self.train = read_questions(work["held_out"]), read_questions(work["train"])
         self.rows: list[dict[str, Any]] = []
         self.paused = 0.0
-        self.cluster: RLCluster | None = None
 
     def prompts(self, asked: list[str]) -> list[str]:
         """Questions as text in the chat template."""
@@ -140,8 +140,7 @@ def learning(work: Work) -> dict[str, Any]:
             rollout_config=rollouts,
         ),
     )
-    curve = Curve(work, tokenizer, rollouts)
-    curve.cluster = cluster
+    curve = Curve(work, tokenizer, rollouts, cluster)
     algorithm = GRPOConfig(num_generations=work["generations"], beta=0.0, loss_agg_mode="token-mean")
     GRPOLearner(cluster, algorithm, reward_fns=curve.rewards).train(curve.batches())
     rows = MICROBATCH_PROMPTS * work["generations"]

@@ -61,7 +61,7 @@ def test_each_gathers_what_all_give_whoever_asks_first(port, count):
 def test_the_loss_of_a_process_is_heard_by_all_others(port, lost):
     heard = []
     calls = [
-        call | {"on_loss": partial(lambda mine, lost: heard.append((mine, lost)), call["process_id"])} for call in of(3)
+        call | {"on_loss": partial(lambda mine, gone: heard.append((mine, gone)), call["process_id"])} for call in of(3)
     ]
     rings = together(port, *calls)
     for connection in (rings[lost]._after, rings[lost]._before):  # one that is killed sends nothing any more
