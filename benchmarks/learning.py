@@ -87,12 +87,15 @@ def tried_rates(
 
 
 def best_rate(tried: dict[float, list[Any]], target: float) -> float:
-    """The rate that has the target on most seeds; of these the one with the fewest episodes, or the highest ends."""
+    """The rate that has the target on most seeds, after the fewest episodes; of equal ones the lowest.
+
+    If none ever has it, the one whose runs end highest.
+    """
 
     def rank(rate: float) -> tuple[float, float, float]:
         episodes = [reached({"curve": curve}, target)["episodes"] for curve in tried[rate]]
         there = [count for count in episodes if count is not None]
-        return -len(there), sum(there), -sum(curve[-1]["score"] for curve in tried[rate])
+        return -len(there), sum(there), rate if there else -sum(curve[-1]["score"] for curve in tried[rate])
 
     return min(tried, key=rank)
 

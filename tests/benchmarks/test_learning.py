@@ -22,11 +22,12 @@ def test_the_first_look_at_the_target_counts():
     assert reached({"curve": curve(0.1, 0.7)}, 0.8) == {"episodes": None, "seconds": None}
 
 
-def test_the_best_rate_has_the_target_on_most_seeds_and_first_or_else_the_highest_end():
+def test_the_best_rate_has_the_target_on_most_seeds_and_first_or_is_the_lowest_or_ends_highest():
     never, late, early = curve(0.1, 0.2, 0.3), curve(0.1, 0.2, 0.8), curve(0.1, 0.8, 0.2)
     assert best_rate({1e-3: [late], 2e-3: [early], 4e-3: [never]}, 0.8) == 2e-3
     assert best_rate({1e-3: [late, late], 2e-3: [early, never]}, 0.8) == 1e-3
     assert best_rate({1e-3: [early, late], 2e-3: [early, early]}, 0.8) == 2e-3
+    assert best_rate({2e-3: [curve(0.1, 0.9)], 1e-3: [early]}, 0.8) == 1e-3
     assert best_rate({1e-3: [curve(0.1, 0.5)], 2e-3: [curve(0.1, 0.6)]}, 0.8) == 2e-3
 
 
