@@ -9,8 +9,8 @@ player without memory, who sees the last message alone, and that of a random one
 
 From random weights: a supervised warm start on games of a careless player leaves a policy whose likeliest answer is the
 next key of the ring, whatever has opened before. From there GRPO learns to remember, from a reward for every turn that
-opens a door. With `workflow.credit=outcome` only the whole game has a reward. Four minutes on one core; the greedy
-policy has 0.81 or more of the best possible return at the end.
+opens a door. With `workflow.credit=outcome` only the whole game has a reward. Four to six minutes on one core; the
+greedy policy has 0.81 or more of the best possible return at the end.
 
     python experiments/doors.py --set workflow.credit=outcome --overwrite
 """
