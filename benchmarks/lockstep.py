@@ -122,7 +122,7 @@ def sample_batches(
         limits = length + answer_tokens[first * generations : first * generations + batch_rows]
         cache, tables = prefilled(model, params, chosen, length + most_tokens, generations)
         state = state_at(np.repeat(chosen[:, -1], generations), length - 1)
-        _, counts = decoded(model, params, cache, tables, state, row_params(limits, seed + first), most_tokens)
+        cache, counts = decoded(model, params, cache, tables, state, row_params(limits, seed + first), most_tokens)
         del cache  # before the next batch has one
         total += int(counts.sum())
     return total

@@ -239,6 +239,11 @@ class Engine:
         self._runner.reset()
         _deliver(failed, presentable(error))
 
+    def close(self) -> None:
+        """Free the keys and values, which would live until the garbage collector comes; the device thread has ended."""
+        self._in_flight.clear()
+        self._runner.reset()
+
     def drain(self) -> None:
         """Decode the running requests to their ends without admitting others, so that the weights may change then."""
         try:

@@ -508,8 +508,10 @@ class Policy:
         return max(lower().compile().memory_analysis().temp_size_in_bytes for lower in programs)
 
     def close(self) -> None:
-        """Finish queued work and end the device thread."""
+        """Finish queued work, end the device thread and free the keys and values."""
         self._device.close()
+        for engine in (self.engine, *(snapshot.engine for snapshot in self.snapshots.values())):
+            engine.close()
         self.compiles.close()
 
     def trained_params(self) -> Params:

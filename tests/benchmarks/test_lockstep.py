@@ -12,6 +12,7 @@ from jaxft.core.logprobs import token_logprobs
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
+from machine import live_device_bytes, tree_bytes
 
 PROMPT, GENERATIONS = 70, 3
 
@@ -62,3 +63,18 @@ def test_every_row_gets_its_tokens_in_batches_of_any_size(tiny, batch_rows, batc
     model, _, params, prompts = tiny
     answers = np.array([1, 40, 3, 16, 17, 2])
     assert lockstep.sample_batches(model, params, prompts, GENERATIONS, answers, batch_rows, 40, seed=batches) == 79
+
+
+def test_each_batch_begins_when_the_pages_of_the_one_before_are_free(tiny, monkeypatch):
+    model, _, params, prompts = tiny
+    live, prefilled = [], lockstep.prefilled
+
+    def watched(*arguments):
+        live.append(live_device_bytes())
+        return prefilled(*arguments)
+
+    monkeypatch.setattr(lockstep, "prefilled", watched)
+    lockstep.sample_batches(model, params, prompts, GENERATIONS, np.full(6, 2), GENERATIONS, 40, seed=0)
+    cache_bytes = tree_bytes(jax.eval_shape(lambda: prefilled(model, params, prompts[:1], PROMPT + 40, GENERATIONS))[0])
+    assert len(live) == 2
+    assert live[1] - live[0] < cache_bytes / 2

@@ -105,6 +105,23 @@ def test_closing_twice_does_no_harm(make_policy):
     policy.close()
 
 
+def test_closing_frees_the_keys_and_values(make_policy):
+    """Those of the snapshots too, at once: policies are part of cycles, and the next one needs the memory."""
+    policy = make_policy()
+    policy.add_snapshot("opponent", every=1, seed=1)
+    engines = policy.engine, policy.snapshots["opponent"].engine
+
+    async def main():
+        for engine in engines:
+            await engine.submit(Request(prompt_ids=(5, 6), key_ids=(0,), max_tokens=2))
+
+    asyncio.run(main())
+    before = sum(array.nbytes for array in jax.live_arrays())
+    policy.close()
+    freed = before - sum(array.nbytes for array in jax.live_arrays())
+    assert freed > sum(engine.cache_bytes(jnp.float32) for engine in engines)
+
+
 # --- Snapshots.
 
 
