@@ -99,6 +99,8 @@ def generate(
         cache, state, new = _advance(model, num_steps, is_filtered, params, cache, places.tables, state, rows)
         emitted.append(new)
         are_active.append(state.active.any())
+    ended = emitted[-1]._replace(counts=jnp.zeros_like(emitted[-1].counts))
+    emitted += [ended] * (num_dispatches - len(emitted))  # so that one program joins any number of calls
     return _join(num_generations, max_new_tokens, padded, lengths, emitted, stops)
 
 
@@ -134,7 +136,8 @@ def _places(lengths: Int[np.ndarray, "P"], num_generations: int, width: int, new
     row_prompts = np.pad(
         np.repeat(np.arange(len(lengths)), num_generations), (0, each * shards - rows), constant_values=-1
     )
-    by_shard = [list(dict.fromkeys(part[part >= 0].tolist())) for part in row_prompts.reshape(shards, each)]
+    parts = row_prompts.reshape(shards, each)
+    by_shard = [list(dict.fromkeys(part[part >= 0].tolist())) for part in parts]
     most = max(map(len, by_shard))
     prompt_columns, columns = pages_for(width), pages_for(width + new_tokens)
     shared = (lengths - 1) // PAGE_TOKENS  # whole pages of the tokens before the last, which the first step takes
@@ -158,7 +161,9 @@ def _places(lengths: Int[np.ndarray, "P"], num_generations: int, width: int, new
             elif (lengths[prompt] - 1) % PAGE_TOKENS:
                 copies[shard].append((int(pages[shared[prompt]]), int(tables[shard, row, shared[prompt]])))
     num_pages = most * prompt_columns + each * (columns - first)
-    padded = np.full((shards, max(1, *map(len, copies), 0), 2), num_pages, np.int32)
+    # Where lengths let all rows copy: other lengths compile nothing.
+    most_copies = max(int((part >= 0).sum()) - len(its) for part, its in zip(parts, by_shard, strict=True))
+    padded = np.full((shards, max(1, most_copies), 2), num_pages, np.int32)
     for shard, pairs in enumerate(copies):
         padded[shard, : len(pairs)] = np.reshape(pairs, (-1, 2))
     prompt_tables = np.arange(most * prompt_columns, dtype=np.int32).reshape(most, prompt_columns)

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import gc
 import shutil
 import tempfile
 import time
@@ -432,6 +433,7 @@ async def open_session(
                         await _check_alike(ring, config, digest)
                     if config.finetuning.enabled and output_dir is None:
                         await builder.get_loggers()  # before models, which take longer to make
+                    gc.collect()  # what a run before in this process has left on the device; models come next
                     await builder.open()
                     if is_continued and checkpointing.found is None:
                         checkpointing.when_restored()

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Sharding, constrain
+from jaxft.core.sharding import Sharding, commit_like, constrain
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
@@ -170,9 +170,11 @@ def _add_adapters(model: Model, base: Params, lora: Lora | None, key: Any) -> Pa
         return base
     if isinstance(lora, LoraSpec):
         key = jax.random.key(0) if key is None else key
-        return {BASE: base, ADAPTER: init_adapter(model, jax.random.fold_in(key, ADAPTER_STREAM))}
-    assert isinstance(model.config, DecoderConfig)
-    return {BASE: base, ADAPTER: load_adapter(lora, model.config, base, sharding=model.sharding)}
+        adapter = init_adapter(model, jax.random.fold_in(key, ADAPTER_STREAM))
+    else:
+        assert isinstance(model.config, DecoderConfig)
+        adapter = load_adapter(lora, model.config, base, sharding=model.sharding)
+    return {BASE: base, ADAPTER: commit_like(base, adapter)}
 
 
 @partial(jax.jit, static_argnums=0)

@@ -148,6 +148,7 @@ class DeviceThread:
 
     def _do(self, queued: _Queued) -> None:
         job, future, kind = queued
+        del queued
         before = self._enter(kind)
         if future.set_running_or_notify_cancel():
             try:
@@ -158,6 +159,7 @@ class DeviceThread:
                 future.set_result(result)
         with self._changed:
             self._open.discard(future)
+        del job, future  # the traceback of an error has this frame, and with it would keep itself and the job's arrays
         self._enter(before)
 
     def _enter(self, phase: str) -> str:

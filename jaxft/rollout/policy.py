@@ -508,10 +508,12 @@ class Policy:
         return max(lower().compile().memory_analysis().temp_size_in_bytes for lower in programs)
 
     def close(self) -> None:
-        """Finish queued work, end the device thread and free the keys and values."""
+        """Finish queued work, end the device thread, and free all arrays but the parameters."""
         self._device.close()
-        for engine in (self.engine, *(snapshot.engine for snapshot in self.snapshots.values())):
-            engine.close()
+        self._decode_params = self.held = None
+        self.engine.close()
+        for snapshot in self.snapshots.values():
+            snapshot.close()
         self.compiles.close()
 
     def trained_params(self) -> Params:

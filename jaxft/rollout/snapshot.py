@@ -111,6 +111,11 @@ class Snapshot:
         """Drop the weights to decode with, which may share arrays with the policy's."""
         self._decode_params = None
 
+    def close(self) -> None:
+        """Free all arrays, once the device thread has ended."""
+        self._kept = self._decode_params = None
+        self.engine.close()
+
     def state(self) -> dict[str, Any] | None:
         """Return version and dtype of the kept parameters, for JSON; None while the snapshot is the policy."""
         if self._kept is None:

@@ -117,10 +117,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.policy = policy
         ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None
         self.max_staleness = 0
-        self._make_learner = partial(
-            make_learner, adapter_config, policy.model, seed=seed, ref_params=ref_params, teacher=teacher
-        )
-        self.learner = self._make_learner()
+        self._make_learner = partial(make_learner, adapter_config, policy.model, seed=seed, teacher=teacher)
+        self.learner = self._make_learner(ref_params=ref_params)
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         self._model_card = model_card
@@ -187,7 +185,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
         self.max_staleness = max_staleness
         self.policy.sampling_share = self.adapter_config.sampling_share
-        self.learner = self._make_learner(max_staleness=max_staleness)
+        self.learner = self._make_learner(ref_params=self.learner.ref_params, max_staleness=max_staleness)
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(
                 f"warning: loss.correction is none with max_staleness {max_staleness}: the gradient is that of earlier "

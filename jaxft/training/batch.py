@@ -299,6 +299,12 @@ def with_scores(
     return job._replace(batch=batch, bootstrap_values=behind, teacher_logprobs=by_teacher)
 
 
+def before_scoring(batch: Batch) -> Batch:
+    """Return what a batch has before anything is computed of it, so that all scores are of one program."""
+    kept = (*RECORDED, "positions", "segment_ids")
+    return Batch(**{name: table for name, table in batch._asdict().items() if name in kept})
+
+
 def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
     """Return the scores `[B T]` of all tokens of a job, as numpy tables, 0 in padding.
 
@@ -306,7 +312,7 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
         job: result of `make_batch`, or some sequences of it.
         score: scores one microbatch.
     """
-    scored = [score(microbatch) for microbatch in job.microbatches()]
+    scored = [score(microbatch) for microbatch in job._replace(batch=before_scoring(job.batch)).microbatches()]
 
     def joined(*tables: np.ndarray) -> np.ndarray:
         wide = [np.pad(table, ((0, 0), (0, job.packing.width - table.shape[1]))) for table in tables]

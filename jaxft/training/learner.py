@@ -23,12 +23,12 @@ from jaxft.models.flash import choose_kernel
 from jaxft.rollout.device import is_out_of_memory
 from jaxft.training.bad_batches import BadUpdate
 from jaxft.training.batch import (
-    RECORDED,
     BatchPlanner,
     CollectedRewards,
     Row,
     Scorer,
     TrainingBatch,
+    before_scoring,
     compute_advantages,
     divide,
     empty_batch,
@@ -387,8 +387,7 @@ class Learner:
             batch = self._empty_batch(rows, width)
             policy = state.params[POLICY] if self._is_nested else state.params
             head = None if self.value_head is None else state.params["value_head"]
-            before_scoring = (*RECORDED, "positions", "segment_ids")
-            recorded = Batch(**{name: table for name, table in batch._asdict().items() if name in before_scoring})
+            recorded = before_scoring(batch)
             if self._loss_config.is_policy_loss:  # for old log-probabilities, and for the entropies of kept rows
                 self._scored(policy, recorded, value_head=head)
             if self._loss_config.needs_reference:

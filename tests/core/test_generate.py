@@ -11,6 +11,7 @@ from jaxft.core.generate import generate, prompt_ids
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.types import FinishReason
 from jaxft.models.bridge import from_function
+from jaxft.rollout.device import counting_compiles
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7]]
 NEW = 6
@@ -236,6 +237,23 @@ def assert_agrees_with_the_trainer(model, params, rollout):
     scored = token_logprobs(model, params, rollout.tokens)
     difference = jnp.abs(scored.logprobs - rollout.sampler_logprobs)[rollout.completion_mask]
     assert difference.size and float(difference.max()) <= 1e-5
+
+
+def test_other_lengths_and_earlier_ends_compile_nothing():
+    """Prompts whose last page needs no copy, as it is empty, and rows that end after any number of calls."""
+    model = from_function(sure_of_the_next)
+
+    def ask(lengths, stop):
+        prompts = [[4] * length for length in lengths]
+        knobs = {"num_generations": 2, "max_new_tokens": 64, "stop_ids": (stop,)}
+        return generate(model, SURE, prompts, KEY, **knobs).completion_mask.sum(axis=1).tolist()
+
+    assert ask([66, 67, 68], stop=14) == [10] * 6
+    with counting_compiles() as compiles:
+        assert ask([65, 66, 65], stop=14) == [10] * 6
+        assert ask([65, 65, 65], stop=24) == [20] * 6
+        assert ask([66, 65, 70], stop=47) == [43] * 6
+    assert compiles.names(0) == []
 
 
 LONG = [65, 64, 63, 129, 1, 128]

@@ -49,6 +49,15 @@ def test_logits_are_those_of_peft(name):
         np.testing.assert_allclose(logits, recorded["logits"], atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "lora", [DATA / "peft" / "by_jaxft", LoraSpec(2, 4.0, ("q_proj",), False)], ids=["read", "fresh"]
+)
+def test_adapters_are_committed_where_their_base_is(lora):
+    """Otherwise the first update, whose results are committed, would have all programs compiled again."""
+    _, params = jaxft.load_model(DATA / "hf" / BASES["by_jaxft"], lora=lora)
+    assert {leaf.committed for leaf in jax.tree.leaves(params)} == {True}
+
+
 @pytest.mark.parametrize("name", ["by_jaxft", "fused_by_jaxft"])
 def test_saved_and_loaded_again(name, tmp_path):
     _, model, params = loaded(name)

@@ -58,6 +58,27 @@ def test_a_job_may_raise_anything(device, error):
     assert within_time(device.run(lambda: 1)) == 1  # the thread is still there
 
 
+def test_a_failed_job_leaves_nothing_behind():
+    """Arrays that it held are free before the garbage collector comes. Checks of types, as in tests, keep frames."""
+    program = """
+import gc, weakref
+from jaxft.rollout.device import DeviceThread
+
+class Large: pass
+
+def job():
+    large = Large()
+    kept.append(weakref.ref(large))
+    raise ValueError("too little memory")
+
+gc.disable()
+device, kept = DeviceThread(), []
+print(str(device.submit(job).exception()), device.submit(lambda: None).result(), kept[0]())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "too little memory None None\n", "")
+
+
 def test_a_paused_job_lets_sampling_in_and_nothing_else(device):
     order = []
 

@@ -16,7 +16,8 @@ from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, decoder
 from jaxft.models.flash import Choice
-from jaxft.training.batch import Row, compute_advantages, make_batch, with_scores
+from jaxft.rollout.device import counting_compiles
+from jaxft.training.batch import Row, compute_advantages, make_batch, score_tokens, with_scores
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner, merge_metrics
 from jaxft.training.rows import collect_rewards
@@ -243,6 +244,18 @@ def test_the_value_of_a_whole_row_stands_behind_an_episode_that_was_cut(job, sta
     # With a discount of 1 the last return is the reward and the value behind it.
     assert returns == pytest.approx([0, 1 + by_hand, 0, 1], rel=1e-4)
     assert not any(values_behind(packing=False, bootstrap="none")[0])
+
+
+def test_scores_before_and_after_advantages_are_of_one_program(job, start):
+    rows, credit = job(LossConfig())
+    learner = Learner(MODEL, LossConfig(), SGD, num_iterations=2, packing=False, microbatch_tokens=64)
+    learner.arrays(start)
+    laid_out, (scorer, *_) = make_batch(rows, learner._planner()), learner._scorers(start)
+    expected = score_tokens(laid_out, scorer)
+    with counting_compiles() as compiles:
+        found = score_tokens(compute_advantages(laid_out, credit, LossConfig())[0], scorer)
+    assert compiles.count == 0
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
 def test_scores_are_the_same_in_any_microbatches(job, start):
