@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import io
 import json
 import logging
@@ -6,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
 from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures, TrajectoryError
 from jaxft.harness.commands import finetune
+from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.runtime import exit_code_of, run_arguments, run_script
 from jaxft.harness.session import open_session
@@ -25,6 +28,30 @@ def run(mapping, tmp_path, use, **options):
             return await use(session)
 
     return asyncio.run(main())
+
+
+def test_what_an_earlier_run_has_left_is_freed_before_models_are_made(toy_run, tmp_path, monkeypatch):
+    """The arrays of a run that has ended are part of cycles, and would be on the device beside the new ones."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    left, opened = weakref.ref(Cycle()), ComponentBuilder.open
+
+    async def open_builder(builder):
+        assert left() is None
+        await opened(builder)
+
+    async def use(session):
+        return True
+
+    monkeypatch.setattr(ComponentBuilder, "open", open_builder)
+    gc.disable()
+    try:
+        assert run(toy_run, tmp_path, use)
+    finally:
+        gc.enable()
 
 
 def test_a_session_trains_and_leaves_its_files(toy_run, tmp_path, toy_events):
