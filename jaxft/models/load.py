@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from jaxft.core.partition import ADAPTER, BASE
@@ -20,7 +21,7 @@ from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.hf import read_weights
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder
-from jaxft.models.lora import merge_lora
+from jaxft.models.lora import merge_and_drop
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config
 
@@ -114,7 +115,8 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
     """
     model, params = load_model(base_place(folder), lora=folder)  # in full, and rounded once they are merged
     assert isinstance(model.lora, LoraSpec)
-    return base_model(model), jax.tree.map(lambda leaf: leaf.astype(dtype), merge_lora(model.lora, params))
+    base, adapter = (flatten_dict(params.pop(name)) for name in (BASE, ADAPTER))
+    return base_model(model), merge_and_drop(model.lora, base, adapter, dtype)
 
 
 def base_place(folder: str | os.PathLike[str]) -> str | Path:

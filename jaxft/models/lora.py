@@ -7,6 +7,7 @@ merging would round most of a small change away.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.types import Params
 from jaxft.models.config import LoraSpec
+
+Leaves = dict[tuple[str, ...], Any]
+"""Leaves of parameters by their paths."""
 
 LORA_NAMES = ("lora_a", "lora_b")
 """Names of the two adapter matrices."""
@@ -53,11 +57,30 @@ def merge_or_put_beside(lora: LoraSpec, params: Params) -> Params:
 
 def merge_lora(lora: LoraSpec, params: Params) -> Params:
     """Merge adapters: return the parameters of the model without adapters, with kernels `W + scale A B`."""
-    flat, adapter = flatten_dict(params[BASE]), flatten_dict(params[ADAPTER])
-    for path in [path for path in adapter if path[-1] == "lora_a"]:
-        kernel = flat[(*path[:-1], "kernel")]
-        wide = jnp.promote_types(kernel.dtype, jnp.float32)
-        a, b = adapter[path].astype(wide), adapter[(*path[:-1], "lora_b")].astype(wide)
-        delta = jnp.matmul(a, b, precision="highest")  # affordable once per policy version
-        flat[(*path[:-1], "kernel")] = (kernel + lora.scale * delta).astype(kernel.dtype)
-    return unflatten_dict(flat)
+    return merge_and_drop(lora, flatten_dict(params[BASE]), flatten_dict(params[ADAPTER]))
+
+
+def merge_and_drop(lora: LoraSpec, base: Leaves, adapter: Leaves, dtype: Any = None) -> Params:
+    """Merge adapters leaf by leaf, and take each leaf out of `base`, so that the device has few of them twice.
+
+    Args:
+        lora: settings of the adapters.
+        base: leaves of the base; empty afterwards.
+        adapter: leaves of the adapters.
+        dtype: dtype of the result; None for that of each leaf.
+    """
+    merged: Leaves = {}
+    for path in list(base):
+        leaf = base.pop(path)
+        merged[path] = _merged(lora, path, leaf, adapter).astype(leaf.dtype if dtype is None else dtype)
+    return unflatten_dict(merged)
+
+
+def _merged(lora: LoraSpec, path: tuple[str, ...], leaf: Any, adapter: Leaves) -> Any:
+    """Return a leaf of the base, in its dtype, with its adapter if it is a kernel that has one."""
+    a, b = (adapter.get((*path[:-1], name)) for name in LORA_NAMES)
+    if path[-1] != "kernel" or a is None or b is None:
+        return leaf
+    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    delta = jnp.matmul(a.astype(wide), b.astype(wide), precision="highest")  # affordable once per policy version
+    return (leaf + lora.scale * delta).astype(leaf.dtype)

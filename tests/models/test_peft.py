@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jaxft
 from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
+from jaxft.models import lora
 from jaxft.models.config import LoraSpec
 from jaxft.models.lora import merge_lora
 from jaxft.models.peft import (
@@ -121,6 +122,25 @@ def test_merged_in_full_and_rounded_once(tmp_path):
     _, narrow = jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
     wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merge_lora(model.lora, params))
     jax.tree.map(np.testing.assert_array_equal, narrow, wanted)
+
+
+def test_leaves_are_merged_one_at_a_time(tmp_path, monkeypatch):
+    _, model, params = loaded("by_jaxft")
+    save_adapter(tmp_path / "adapter", model, params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    before, live, merged = live_bytes(), [], lora._merged
+
+    def watched(*arguments):
+        live.append(live_bytes() - before)
+        return merged(*arguments)
+
+    monkeypatch.setattr(lora, "_merged", watched)
+    jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
+    assert size >= live[0] > live[-1] > size / 4  # the base in float32, then what it became
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def test_an_adapter_of_another_base():
