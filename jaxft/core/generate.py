@@ -161,7 +161,7 @@ def _places(lengths: Int[np.ndarray, "P"], num_generations: int, width: int, new
             elif (lengths[prompt] - 1) % PAGE_TOKENS:
                 copies[shard].append((int(pages[shared[prompt]]), int(tables[shard, row, shared[prompt]])))
     num_pages = most * prompt_columns + each * (columns - first)
-    # Where lengths let all rows copy: other lengths compile nothing.
+    # As many as prompts of any lengths need, so that other lengths compile nothing.
     most_copies = max(int((part >= 0).sum()) - len(its) for part, its in zip(parts, by_shard, strict=True))
     padded = np.full((shards, max(1, most_copies), 2), num_pages, np.int32)
     for shard, pairs in enumerate(copies):
