@@ -346,8 +346,9 @@ def _score_in_chunks(
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])
-        padded = jnp.pad(flat, ((0, chunks * width - total),) + ((0, 0),) * (flat.ndim - 1), mode="edge")
-        return padded.reshape(chunks, width, *flat.shape[1:])
+        if missing := chunks * width - total:  # jnp.pad would add four arrays of zeros to the gradient
+            flat = jnp.concatenate([flat, jnp.repeat(flat[-1:], missing, axis=0)])
+        return flat.reshape(chunks, width, *flat.shape[1:])
 
     def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
         return x.reshape(-1)[:total].reshape(tokens.shape)
