@@ -25,6 +25,9 @@ PROBE_SECONDS = 2.0
 VARIABLES = ("XLA_FLAGS", "GLIBC_TUNABLES", "JAX_PLATFORMS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Environment variables that change speed."""
 
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}
+"""Names of vector instructions by the flag of a processor, the widest first."""
+
 SIZES = {"cpu": (2**28, 2048), "gpu": (2**32, 8192), "tpu": (2**31, 8192)}
 """Bytes of the arrays that are moved, far more than caches hold, and side of the matrices, by backend."""
 
@@ -105,12 +108,17 @@ def this_machine() -> Machine:
     )
 
 
-def cpu_name() -> str:
-    """Model name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the processor, with what a virtual machine's name hides: its generation and its widest vectors."""
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    pairs = (line.partition(":")[::2] for line in info.read_text().partition("\n\n")[0].splitlines())
+    fields = {name.strip(): value.strip() for name, value in pairs}
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    flags = fields.get("flags", "").split()
+    widest = next((name for flag, name in VECTORS.items() if flag in flags), "neither AVX-512 nor AVX2")
+    return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')}, {widest})"
 
 
 @contextlib.contextmanager
