@@ -109,10 +109,9 @@ def this_machine() -> Machine:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """Model name of the processor, with what a virtual machine's name hides: its generation and its widest vectors."""
-    if not info.exists():
-        return platform.processor() or platform.machine()
-    pairs = (line.partition(":")[::2] for line in info.read_text().partition("\n\n")[0].splitlines())
+    """Return the model name of the processor, its generation, which the name may hide, and its widest vectors."""
+    first_core = info.read_text().partition("\n\n")[0] if info.exists() else ""
+    pairs = (line.partition(":")[::2] for line in first_core.splitlines())
     fields = {name.strip(): value.strip() for name, value in pairs}
     if "model name" not in fields:
         return platform.processor() or platform.machine()

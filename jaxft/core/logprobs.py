@@ -346,7 +346,7 @@ def _score_in_chunks(
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])
-        if missing := chunks * width - total:  # jnp.pad would add four arrays of zeros to the gradient
+        if missing := chunks * width - total:  # the gradient of jnp.pad adds four arrays of zeros
             flat = jnp.concatenate([flat, jnp.repeat(flat[-1:], missing, axis=0)])
         return flat.reshape(chunks, width, *flat.shape[1:])
 

@@ -188,6 +188,17 @@ def test_float64_stays_float64(bigram):
         np.testing.assert_allclose(scored.logprobs, plain_scores(PARAMS, TOKENS, 1.0)[0], rtol=0, atol=1e-12)
 
 
+def test_full_chunks_pad_no_hidden_state(bigram):
+    width = PARAMS["embedding"].shape[1]
+
+    def pads(chunk_tokens):
+        text = jitted_value_and_gradient.lower(bigram, PARAMS, TOKENS, chunk_tokens).as_text()
+        return [line for line in text.splitlines() if "stablehlo.pad" in line and f"x{width}xf32>" in line]
+
+    # One is of the gradient of leaving out the last token; another of 18 tokens in chunks of 5 leaves out the rest.
+    assert [len(pads(chunk_tokens)) for chunk_tokens in (100, 6, 5)] == [1, 1, 2]
+
+
 def test_chunked_gradients_never_hold_all_logits(bigram):
     """Logits of 256 tokens and 16384 ids are 16 MiB: 8 tokens at a time, all scratch memory is under a quarter of it.
 
