@@ -138,12 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.verb == "report":
             await report(parsed, Console().message)
             return
-        from jaxft.harness.device_commands import doctor, export  # imports jax as well
-
         if parsed.verb == "export":
+            from jaxft.harness.export import export  # imports jax as well
+
             export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
         else:
             config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
+            from jaxft.harness.doctor import doctor  # imports jax as well
+
             doctor(config, sharding=parsed.sharding)
 
     if parsed.verb == "resume":

@@ -8,11 +8,11 @@ from typing import Any
 from jaxft.runs.directory import (
     CURRICULUM_FILE,
     METRICS_FILE,
+    PLOT_FILE,
     REWARD_HISTORY_FILE,
     VALIDATION_HISTORY_FILE,
     RunDirectory,
 )
-from jaxft.runs.plots import PLOT_FILE
 
 NAMES = {
     "avg_reward": "reward_mean",

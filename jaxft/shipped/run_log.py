@@ -19,7 +19,6 @@ from jaxft.runs.directory import (
 )
 from jaxft.runs.loggers import LoggedEpisode, Loggers
 from jaxft.runs.metrics import log_metrics
-from jaxft.runs.plots import plot_rewards
 
 SAVE_EVERY = 10
 
@@ -175,6 +174,8 @@ class RunLog:
         if self.validations:
             self._directory.write_json(VALIDATION_HISTORY_FILE, self.validations)
         if self._rewards or self.validations:
+            from jaxft.runs.plots import plot_rewards  # imports matplotlib, for which only a picture should wait
+
             plot_rewards(self._directory, self._rewards, self.validations)
 
     def _without_secret_ids(self, trajectory: Trajectory) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 import jaxft
 from jaxft.cli import main
-from jaxft.harness.device_commands import ACCELERATORS
+from jaxft.harness.doctor import ACCELERATORS
 from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.hf import save_model

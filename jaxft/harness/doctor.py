@@ -1,4 +1,4 @@
-"""The verbs `export` and `doctor`, which compute with jax in this process."""
+"""The verb `doctor`: what this machine has, and whether a run can compute and write here."""
 
 import importlib.metadata
 import os
@@ -15,13 +15,6 @@ from packaging.requirements import Requirement
 from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config
 from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
-from jaxft.harness.session import MODEL_FOLDER
-from jaxft.models.decoder_sharding import rules_table
-from jaxft.models.hf import save_model
-from jaxft.models.load import load_merged, load_model
-from jaxft.models.model_card import Weights, card_of_copy, card_text
-from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import environment, version
@@ -30,43 +23,6 @@ DEVELOPMENT = frozenset({"test", "dev", "docs"})
 """Extras for work on jaxft itself, which nobody else misses."""
 ACCELERATORS = {"/dev/nvidiactl": ("an NVIDIA GPU", "cuda"), "/dev/accel0": ("a TPU", "tpu")}
 """Files by which Linux shows an accelerator: its name, and the extra with which jax uses it."""
-
-
-def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
-    """Write the model of a run directory, or of a folder in Hugging Face's file format, in the dtype given.
-
-    With `merge`, the LoRA adapters of the source are merged into their base, and the result is written. The model card
-    says of the training what the source's card says.
-
-    Raises:
-        ConfigError: the source holds no complete model, or the folder is not empty or cannot be written.
-    """
-    model_folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
-    is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
-    if is_adapter and not merge:
-        raise ConfigError(
-            [f"{source}: holds adapters, which need no export: copy {model_folder}, or merge them with --merge"]
-        )
-    if merge and not is_adapter:
-        raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
-    if not is_adapter and not (model_folder / "config.json").is_file():
-        raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
-    if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
-        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
-    try:
-        load = load_merged if merge else load_model
-        model, params = load(model_folder, dtype=jnp.dtype(dtype))
-        tokenizer = load_tokenizer(model_folder)
-        card = card_of_copy(model_folder, source.resolve().name)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"{model_folder}: {error}"]) from error
-    try:
-        text = card_text(card, Weights(dtype, is_merged=merge))
-        save_model(folder, model, params, tokenizer=tokenizer, card=text)
-    except OSError as error:
-        raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    Console().message(f"{count:,} parameters in {dtype} written to {folder}")
 
 
 def doctor(config: Config | None, *, sharding: bool = False) -> None:
@@ -206,6 +162,8 @@ def _show_choices(show: Callable[[str], None], config: Config) -> None:
 
 def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
     """Show the sharding rules of all model families, and the resulting table of each configured model."""
+    from jaxft.models.decoder_sharding import rules_table  # imports flax, which takes a second
+
     show(f"\n{rules_table()}\n")
     for name, llm in ({} if config is None else config.llms).items():
         try:

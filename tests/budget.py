@@ -1,0 +1,95 @@
+"""A pytest plugin that counts what tests compile and start, and fails an unmarked test that goes beyond its allowance.
+
+An unmarked test may compile `PROGRAMS` programs of XLA and start no process. What a fixture shared by several tests
+compiles counts for the suite, not for the test that happens to ask first. A marked test (`slow`, `long`, ...) may do as
+it likes. Reports of git, which every run asks for its commit, are not counted as processes.
+"""
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax.monitoring
+import pytest
+
+PROGRAMS = 5
+"""Programs that an unmarked test may compile."""
+
+ALLOWED = {
+    # test file or test: (programs of a test, processes of a test, why)
+}
+"""Tests that may do more, by the longest matching beginning of their name, with the reason."""
+
+MARKED = ("slow", "long", "gpu", "oracle", "aot", "nat", "agents", "envs", "loggers", "browser", "models", "docs")
+COMPILED, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+
+suite, shared = Counter(), Counter()
+"""Programs and processes of this process of pytest, and those of them that fixtures for several tests made."""
+
+
+def _count_process(event: str, arguments: tuple) -> None:
+    if event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])).name != "git":
+        suite["processes"] += 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: suite.update(programs=event == COMPILED)
+    )
+    # Also reported for a program that comes out of the cache.
+    jax.monitoring.register_event_listener(lambda event, **_: suite.subtract(programs=event == LOADED))
+    sys.addaudithook(_count_process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    before = suite.copy()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            shared.update(suite - before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    item.stash[BEFORE] = suite - shared
+    return (yield)
+
+
+BEFORE = pytest.StashKey[Counter]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    result = yield
+    made = suite - shared - item.stash[BEFORE]
+    programs, processes = allowance(item.nodeid)
+    is_marked = any(item.get_closest_marker(name) for name in MARKED)
+    if not is_marked and (made["programs"] > programs or made["processes"] > processes):
+        pytest.fail(
+            f"compiled {made['programs']} programs (may: {programs}) and started {made['processes']} processes "
+            f"(may: {processes}): share shapes, put the function under one jit, or mark the test (CONTRIBUTING.md)"
+        )
+    return result
+
+
+def allowance(name: str) -> tuple[int, int]:
+    """Return how many programs and processes an unmarked test may need."""
+    matching = [allowed for allowed in ALLOWED if name.startswith(allowed)]
+    return ALLOWED[max(matching, key=len)][:2] if matching else (PROGRAMS, 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # pytest-xdist sets it on its workers
+        session.config.workeroutput["budget"] = dict(suite)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    suite.update(getattr(node, "workeroutput", {}).get("budget", {}))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    terminalreporter.write_line(f"{suite['programs']:,} programs compiled, {suite['processes']} processes started")
