@@ -5,6 +5,7 @@ compiles counts for the suite, not for the test that happens to ask first. A mar
 it likes. Reports of git, which every run asks for its commit, are not counted as processes.
 """
 
+import json
 import os
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ ALLOWED = {
 """Tests that may do more, by the longest matching beginning of their name, with the reason."""
 
 MARKED = ("slow", "long", "gpu", "oracle", "aot", "nat", "agents", "envs", "loggers", "browser", "models", "docs")
+RATCHET = Path(__file__).parents[1] / "scripts" / "ratchet.json"
 COMPILED, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 
 suite, shared = Counter(), Counter()
@@ -81,9 +83,12 @@ def allowance(name: str) -> tuple[int, int]:
     return ALLOWED[max(matching, key=len)][:2] if matching else (PROGRAMS, 0)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workeroutput"):  # pytest-xdist sets it on its workers
         session.config.workeroutput["budget"] = dict(suite)
+    elif exitstatus == 0 and exceeded(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -91,5 +96,25 @@ def pytest_testnodedown(node, error):
     suite.update(getattr(node, "workeroutput", {}).get("budget", {}))
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     terminalreporter.write_line(f"{suite['programs']:,} programs compiled, {suite['processes']} processes started")
+    for excess in exceeded(config):
+        terminalreporter.write_line(f"FAILED {RATCHET.name}: {excess}")
+    report_programs(suite["programs"])
+
+
+def report_programs(count: int) -> None:
+    """Add a number of compiled programs to the file in which `.ci/run` sums those of a part."""
+    if file := os.environ.get("PROGRAMS_FILE"):
+        with open(file, "a") as lines:
+            lines.write(f"{count}\n")
+
+
+def exceeded(config: pytest.Config) -> list[str]:
+    """Return what is above `scripts/ratchet.json` after a run of all default tests, and nothing after other runs."""
+    if config.args_source.name != "TESTPATHS" or "not slow" not in config.option.markexpr or config.option.keyword:
+        return []
+    most = json.loads(RATCHET.read_text())
+    return [
+        f"{count:,} {name}, where {most[name]:,} are the most" for name, count in suite.items() if count > most[name]
+    ]

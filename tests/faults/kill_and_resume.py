@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.budget import report_programs
 from tests.faults.compare import differences
 from tests.faults.injection import KILL_POINTS, kill_after, run, start
 
@@ -109,6 +110,7 @@ def main() -> int:
                 found = differences(folder, whole)
                 spoiled, total = spoiled + bool(found), total + 1
                 print(f"{name} {number + 1:>2}  killed at {where}: {'; '.join(found) or 'equal'}", flush=True)
+        report_programs(len(list((work / "cache").glob("*-cache"))))  # all programs are cached
     print(f"{total - spoiled} of {total} resumed runs are the uninterrupted one, bit for bit")
     return 1 if spoiled else 0
 

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.budget import report_programs
 from tests.faults.compare import differences
 from tests.faults.injection import KILL_POINTS, ROOT
 from tests.faults.kill_and_resume import OFTEN
@@ -182,6 +183,7 @@ def main() -> int:
             spoiled, slowest = spoiled + bool(found), max(slowest, late)
             said = "; ".join(found) or ("equal" if not equal else f"first gradient within {difference:.1e}")
             print(f"{name} {number + 1:>2}  killed {where}; {processes} go on: {said}", flush=True)
+        report_programs(len(list((work / "cache").glob("*-cache"))))  # all programs are cached
     print(
         f"{arguments.kills - spoiled} of {arguments.kills} went on as they should; ended at most {slowest:.1f} s late"
     )
