@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
@@ -377,6 +376,10 @@ def attend_tpu(
     Raises:
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
+    # From jax 0.11 on this import adds a setting to the key of every program: at the top of the file it would make GPUs,
+    # which need none of it, compile again what was compiled before, for seconds.
+    from jax.experimental.pallas import tpu as pltpu
+
     rows, length, _, head_dim = q.shape
     kv_heads, _, page_size, width = keys.shape
     groups = _groups(q.shape[2], keys)
