@@ -56,7 +56,7 @@ def _bytecode_file(typechecker: str, path: str, debug_override: bool | None = No
 
 _import_hook._optimized_cache_from_source = _bytecode_file
 
-# Shapes and types of every annotated function in the rooms with arrays are checked from here on, so nothing of jaxft may
+# Shapes and types of all annotated functions in the rooms with arrays are checked from here on, so nothing of jaxft may
 # be imported above. The tower: an int may stand where a float is annotated, as everywhere else in Python.
 install_import_hook(
     ["jaxft.core", "jaxft.models", "jaxft.rollout", "jaxft.training"],

@@ -376,8 +376,8 @@ def attend_tpu(
     Raises:
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
-    # From jax 0.11 on this import adds a setting to the key of every program: at the top of the file it would make GPUs,
-    # which need none of it, compile again what was compiled before, for seconds.
+    # From jax 0.11 on this import adds a setting to the key of every program. At the top of the file it would make
+    # GPUs, which need none of it, compile again what was compiled before: seconds.
     from jax.experimental.pallas import tpu as pltpu
 
     rows, length, _, head_dim = q.shape
