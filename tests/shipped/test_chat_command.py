@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxft.cli import main
@@ -33,6 +34,10 @@ sys.exit(main())
 """
 
 
+SHORT = ("--context_tokens", 96)
+"""A context for which other tests have compiled already."""
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("models") / "model"
@@ -41,19 +46,19 @@ def model_folder(tmp_path_factory, tokenizer):
     return folder
 
 
-def chat(monkeypatch, capsys, *arguments, text="hi\n"):
+def chat(monkeypatch, capsys, *arguments, text=b"hi\n"):
     """Exit code and output of the verb, in this process."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     code = main(["chat", *map(str, arguments)])
     shown = capsys.readouterr()
     return code, shown.out, shown.err
 
 
-def test_a_chat_in_a_script(model_folder, tmp_path):
-    command = [sys.executable, "-c", PROGRAM, "chat", str(model_folder), "--max_tokens", "8", "--seed", "1"]
-    done = subprocess.run(command, input=b"hi\nyou\n\xff", capture_output=True, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.decode().count("cut off after 8 tokens") == 3
-    assert b"\x1b" not in done.stdout + done.stderr and done.stdout.endswith(b"\n")
+def test_a_chat_in_a_script(model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = chat(monkeypatch, capsys, model_folder, "--max_tokens", 8, "--seed", 1, *SHORT, text=b"hi\n\xff")
+    assert code == 0 and err.count("cut off after 8 tokens") == 2
+    assert "\x1b" not in out + err and out.endswith("\n")
     assert not any(tmp_path.iterdir())
 
 
@@ -104,23 +109,35 @@ def test_settings_that_were_spoiled_are_named(finished_run, monkeypatch, capsys)
 
 
 def test_nothing_is_written_to_a_run(finished_run, monkeypatch, capsys):
-    folder = finished_run(max_context_tokens=77)
+    folder = finished_run(max_context_tokens=96)
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     assert chat(monkeypatch, capsys, folder, "--max_tokens", 2)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
 
 
-@pytest.mark.parametrize("has_own_base", [True, False])
-def test_a_run_with_adapters(model_folder, tmp_path, tokenizer, has_own_base):
-    model, params = init_model("qwen3-50k", jax.random.key(0), lora=LoraSpec(2, 4.0, ("*_proj",), False))
-    params[ADAPTER] = jax.tree.map(lambda leaf: leaf + 0.5, params[ADAPTER])
-    base = None if has_own_base else str(model_folder)
-    save_adapter(tmp_path / "run" / "model", model, params, base=base, tokenizer=tokenizer)
-    policy = load_policy(tmp_path / "run", seed=0)
-    assert policy.model.lora.rank == 2 and asyncio.run(policy.is_healthy())
-    loaded = asyncio.run(policy.read(lambda loaded: jax.tree.map(lambda leaf: leaf.copy(), loaded)))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
+@pytest.fixture(scope="module")
+def with_adapters(model_folder, tmp_path_factory, tokenizer):
+    """Parameters of a model with adapters, and what a run that holds it loads: with a base of its own, and without."""
+    model, params = init_model("qwen3-50k", jax.random.key(0), lora=LoraSpec(2, 4.0, ("q_proj",), False))
+    params = jax.device_get(params)
+    params |= {ADAPTER: jax.tree.map(lambda leaf: leaf + np.float32(0.5), params[ADAPTER])}
+    loaded = []
+    for base in (None, str(model_folder)):
+        run = tmp_path_factory.mktemp("adapters") / "run"
+        save_adapter(run / "model", model, params, base=base, tokenizer=tokenizer)
+        policy = load_policy(run, seed=0, context_tokens=96)
+        loaded.append((policy.model.lora.rank, asyncio.run(policy.read(jax.device_get))))
+    assert asyncio.run(policy.is_healthy())
     policy.close()
+    return params, loaded
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_run_with_adapters(with_adapters, which):
+    params, loaded = with_adapters
+    rank, found = loaded[which]
+    assert rank == 2
+    jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
 def test_a_folder_without_a_model_says_what_to_do(tmp_path, monkeypatch, capsys):
@@ -179,6 +196,7 @@ def test_options_say_what_they_want(capsys, option):
     assert f"{option.partition('=')[0]}: wants " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_chat_in_a_terminal(model_folder):
     """A greedy answer of this model goes on until the context is full: Ctrl-C ends it, and Ctrl-D the chat."""
     terminal, program = os.openpty()

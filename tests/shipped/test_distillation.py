@@ -1,22 +1,33 @@
-"""On-policy distillation: runs of a tiny student with a teacher of other weights, and teachers that do not fit."""
+"""On-policy distillation: a run of a tiny student with a teacher of other weights, and teachers that do not fit."""
 
+import asyncio
+import copy
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxft
 from jaxft.cli import main
+from jaxft.errors import ComponentError
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import model_preset
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.policy import Policy
+from jaxft.serving.remote import RemoteClient
+from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.shipped.local_adapter import LocalTrainerAdapter
+from jaxft.shipped.teacher import load_teacher
 from jaxft.training.batch import BatchPlanner, compute_advantages, make_batch
 from jaxft.training.config import LossConfig
+from jaxft.training.learner import TeacherModel
 
 EXAMPLES = 2
 
@@ -56,119 +67,151 @@ async def distilled_questions(config: QuestionsConfig, builder: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory, tokenizer):
-    """A checkpoint of another seed."""
-    model, params = init_model(model_preset("qwen3-50k"), jax.random.key(7, impl="threefry2x32"))
+def teacher_params():
+    """Weights of another seed, of three times the size."""
+    _, params = init_model(model_preset("qwen3-50k"), jax.random.key(7, impl="threefry2x32"))
+    return jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, policy, teacher_params, tokenizer):
+    """Their checkpoint."""
     folder = tmp_path_factory.mktemp("teacher") / "model"
-    save_model(folder, model, jax.tree.map(lambda leaf: 3 * leaf, params), tokenizer=tokenizer)
+    save_model(folder, policy.model, teacher_params, tokenizer=tokenizer)
     return folder
 
 
-@pytest.fixture
-def finetune(tmp_path, teacher, capsys):
-    """Runs `jaxft finetune` with a loss; returns status, output and the rows of the metrics."""
-
-    def run(name: str, loss: dict, *options: str, **changes: Any) -> tuple[int, str, list[dict]]:
-        config = {
-            "imports": [str(Path(__file__))],
-            "llms": {
-                "policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 32, "slots": 8},
-                "teacher": {"_type": "local_policy", "path": str(teacher), "max_context_tokens": 32, "slots": 1},
-            },
-            "workflow": {"_type": "distilled_student", "llm": "policy"},
-            "eval": {
-                "general": {"dataset": {"_type": "distilled_questions"}},
-                "evaluators": {"nothing": {"_type": "no_reward"}},
-            },
-            "trajectory_builders": {"rollouts": {"_type": "grpo_trajectory_builder", "num_generations": 4}},
-            "trainer_adapters": {
-                "local": {
-                    "_type": "local_trainer_adapter",
-                    "llm": "policy",
-                    "loss": {"name": "dapo", **loss},
-                    "optimizer": {"learning_rate": 1e-2},
-                    "microbatch_tokens": 128,
-                }
-            },
-            "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 0}},
-            "finetuning": {
-                "enabled": True,
-                "trainer": "loop",
-                "trajectory_builder": "rollouts",
-                "trainer_adapter": "local",
-                "reward_function": {"name": "nothing"},
-                "num_epochs": 10,
-                "output_dir": str(tmp_path / name),
-            },
-        }
-        (tmp_path / "run.yml").write_text(dump_yaml(config))
-        sets = [word for path, value in changes.items() for word in ("--set", f"{path.replace('__', '.')}={value}")]
-        options = options or ("--overwrite",)
-        status = main(["finetune", "--config_file", str(tmp_path / "run.yml"), *options, *sets])
-        file = tmp_path / name / "training_metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        said = capsys.readouterr()
-        return status, said.out + said.err, rows
-
-    return run
+def finetune(folder, teacher, *options, loss=None, **changes):
+    """Run `jaxft finetune`, and return status and rows of metrics; `changes` maps dotted paths to values."""
+    loss = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "sampled_token"}} | (loss or {})
+    config = {
+        "imports": [str(Path(__file__))],
+        "llms": {
+            "policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 96, "slots": 8},
+            "teacher": {"_type": "local_policy", "path": str(teacher), "max_context_tokens": 96, "slots": 1},
+        },
+        "workflow": {"_type": "distilled_student", "llm": "policy"},
+        "eval": {
+            "general": {"dataset": {"_type": "distilled_questions"}},
+            "evaluators": {"nothing": {"_type": "no_reward"}},
+        },
+        "trajectory_builders": {"rollouts": {"_type": "grpo_trajectory_builder", "num_generations": 4}},
+        "trainer_adapters": {
+            "local": {
+                "_type": "local_trainer_adapter",
+                "llm": "policy",
+                "loss": loss,
+                "optimizer": {"learning_rate": 1e-2},
+                "microbatch_tokens": 128,
+            }
+        },
+        "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 0}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "loop",
+            "trajectory_builder": "rollouts",
+            "trainer_adapter": "local",
+            "reward_function": {"name": "nothing"},
+            "num_epochs": 10,
+            "output_dir": str(folder),
+        },
+    }
+    file = folder.parent / "run.yml"
+    file.write_text(dump_yaml(config))
+    sets = [word for path, value in changes.items() for word in ("--set", f"{path.replace('__', '.')}={value}")]
+    status = main(["finetune", "--config_file", str(file), *options, *sets])
+    metrics = folder / "training_metrics.jsonl"
+    return status, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-@pytest.mark.parametrize("form", ["sampled_token", "forward"])
-def test_a_student_learns_from_its_teacher_alone(finetune, form):
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory, teacher):
+    """Status and metrics of a run."""
+    return finetune(tmp_path_factory.mktemp("distilled") / "run", teacher)
+
+
+def test_a_student_learns_from_its_teacher_alone(distilled):
     """The rewards are all equal; whatever is learned is the teacher's."""
-    status, said, rows = finetune("run", {"distillation": {"teacher": "teacher", "form": form}})
-    assert status == 0, said
+    status, rows = distilled
     distances = [row["teacher_divergence"] for row in rows]
+    assert status == 0 and len(rows) == 10
     assert all(row["applied_updates"] == 1 and row["no_signal_groups"] == EXAMPLES for row in rows)
-    assert np.mean(distances[-3:]) < 0.9 * distances[0]
+    assert np.mean(distances[-3:]) < 0.9 * distances[0], distances
 
 
-def test_a_resumed_run_goes_on_with_its_teacher(finetune):
-    loss = {"distillation": {"teacher": "teacher", "form": "reverse"}}
-    status, said, whole = finetune("whole", loss, "--strict-compile", finetuning__num_epochs=3)
-    assert status == 0, said  # nothing is compiled after the start
-    finetune("parts", loss, finetuning__num_epochs=2)
-    status, _, rows = finetune("parts", loss, "--resume", finetuning__num_epochs=3)
-    assert status == 0 and rows == whole
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_its_teacher(distilled, tmp_path, teacher):
+    """Nor does it compile anything after its start."""
+    finetune(tmp_path / "run", teacher, "--strict-compile", finetuning__num_epochs=2)
+    status, rows = finetune(tmp_path / "run", teacher, "--resume", finetuning__num_epochs=3)
+    assert status == 0 and rows == distilled[1][:3]
 
 
-def test_without_a_teacher_equal_rewards_teach_nothing(finetune):
-    status, said, rows = finetune("run", {}, finetuning__num_epochs=2)
-    assert status != 0 and "the rewards of every group are equal" in said
-    assert all(row["applied_updates"] == 0 and "teacher_divergence" not in row for row in rows)
+@pytest.fixture(scope="module")
+def taught(make_policy, policy, teacher_params, make_collection):
+    """Metrics of four jobs with a teacher of the whole vocabulary, and its parameters after them."""
+    loss = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "forward"}}
+    trusted = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
+    rate = {"learning_rate": 1e-2}
+    config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer=rate, microbatch_tokens=64, **trusted)
+    teacher = TeacherModel(policy.model, jax.tree.map(jnp.asarray, teacher_params))
+    adapter = LocalTrainerAdapter(config, make_policy(), teacher=teacher)
+
+    async def main():
+        refs = [await adapter.submit(make_collection(f"job {number}", rewards=(1.0,) * 4)) for number in range(4)]
+        return [(await adapter.wait_until_complete(ref)).metadata["metrics"] for ref in refs]
+
+    return asyncio.run(main()), teacher.params
+
+
+def test_a_teacher_of_the_whole_vocabulary_teaches_rows_of_equal_rewards(taught, teacher_params):
+    metrics, params = taught
+    assert [(each["no_signal_groups"], each["applied_updates"]) for each in metrics] == [(2, 1.0)] * 4
+    distances = [each["teacher_divergence"] for each in metrics]
+    assert distances == sorted(distances, reverse=True) and distances[-1] < 0.9 * distances[0], distances
+    jax.tree.map(np.testing.assert_array_equal, params, teacher_params)
+
+
+class Models:
+    """A builder of language models that are there already."""
+
+    def __init__(self, **llms):
+        self.llms = llms
+
+    async def get_llm(self, name):
+        return self.llms[name]
+
+
+def test_teachers_that_do_not_fit_are_refused(policy, make_policy, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<strange>"])
+    params = asyncio.run(policy.read(lambda params: jax.tree.map(lambda leaf: leaf.copy(), params)))
+    strange = Policy(policy.model, params, other, stop_ids=(), slots=1, max_context_tokens=96)
+    student = make_policy()
+    old = student.add_snapshot("old", every=1, seed=0, slots=8, max_context_tokens=96)
+    remote = RemoteClient("x", "remote", base_url="http://localhost:1", api_key="x", max_retries=0, timeout_seconds=1.0)
+    cases = {
+        "cannot teach itself": ChatClient(student),
+        "a snapshot changes while it teaches": ChatClient(old),
+        "gives no probabilities": remote,
+        "its max_context_tokens is 16, and the policy's 96": ChatClient(make_policy(max_context_tokens=16)),
+        "its tokenizer is another than the policy's: 1 tokens .*'<strange>'": ChatClient(strange),
+    }
+    for said, llm in cases.items():
+        with pytest.raises(ComponentError, match=rf"llms\.one cannot teach: .*{said}"):
+            asyncio.run(load_teacher("one", student, Models(one=llm)))
+    found = asyncio.run(load_teacher("one", student, Models(one=ChatClient(policy))))
+    assert found.model is policy.model and jax.tree.structure(found.params) == jax.tree.structure(params)
+    strange.close()
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"loss__distillation__teacher": "policy"}, "cannot teach itself"),
-        ({"teacher__max_context_tokens": 16}, "its max_context_tokens is 16, and the policy's 32"),
-        ({"teacher": "{_type: local_policy, snapshot_of: policy}"}, "a snapshot changes while it teaches"),
-        (
-            {"teacher": "{_type: openai, model: x, api_key: x, base_url: 'http://localhost:1'}"},
-            "gives no probabilities",
-        ),
-        ({"loss__name": "ppo"}, "ppo has no distillation"),
-        ({"loss__distillation__teacher": "techer"}, "techer"),
-    ],
+    ("loss", "said"),
+    [({"name": "ppo"}, "ppo has no distillation"), ({"distillation": {"teacher": "techer"}}, "techer")],
 )
-def test_teachers_that_do_not_fit_are_refused(finetune, changes, expected):
-    where = {"loss": "trainer_adapters__local__loss", "teacher": "llms__teacher"}
-    paths = {where[path.split("__")[0]] + path[len(path.split("__")[0]) :]: value for path, value in changes.items()}
-    status, said, rows = finetune("run", {"distillation": {"teacher": "teacher"}}, **paths)
-    assert status == 2 and expected in said and not rows
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(finetune, tmp_path, tokenizer):
-    folder = tmp_path / "other"
-    model, params = init_model(model_preset("qwen3-50k", vocab_size=263), jax.random.key(7, impl="threefry2x32"))
-    import copy
-
-    other = copy.deepcopy(tokenizer)
-    other.add_tokens(["<strange>"])
-    save_model(folder, model, params, tokenizer=other)
-    status, said, _ = finetune("run", {"distillation": {"teacher": "teacher"}}, llms__teacher__path=folder)
-    assert status == 2 and "its tokenizer is another than the policy's: 1 tokens" in said and "'<strange>'" in said
+def test_losses_that_nobody_can_teach_are_refused(tmp_path, teacher, capsys, loss, said):
+    status, rows = finetune(tmp_path / "run", teacher, loss=loss)
+    assert status == 2 and said in capsys.readouterr().err and not rows
 
 
 def test_what_the_teacher_thinks_is_added_to_the_advantages(make_group, collect):

@@ -602,7 +602,7 @@ def test_samples_spell_no_secret_with_token_ids(train, tmp_path, tokenizer, reco
     assert secret in tokenizer.decode(tokens[0])  # what is trained is not masked
 
 
-def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer, make_policy, record_call):
+def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer, policy, record_call):
     """As of a tool's message, which a builder leaves out of the conversation that it gives."""
     secret = "sk-TEST-SENTINEL"
 
@@ -610,7 +610,7 @@ def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer
         record_call(tokenizer.encode(f"the key is {secret}" if example["name"] == "a" else "no key"), [5, 6])
         return None  # which is kept, and not trained
 
-    adapter = LocalTrainerAdapter(LocalTrainerAdapterConfig(llm="policy"), make_policy(), print, seed=0)
+    adapter = LocalTrainerAdapter(LocalTrainerAdapterConfig(llm="policy"), policy, print, seed=0)
     with hiding([secret]), pytest.raises(NoLearningSignal):
         train(ask, adapter, epochs=1, save_episodes="all")
     samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]

@@ -4,7 +4,8 @@ import asyncio
 import io
 import json
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxft
+from jaxft.cli import main
 from jaxft.core.partition import combine
 from jaxft.errors import ComponentError, ConfigError, RestoreError
 from jaxft.harness.component_builder import ComponentBuilder
@@ -30,14 +32,15 @@ from jaxft.shipped.local_policy import choices, lora_of, sharding_table
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_lora_policy(tokenizer):
     """Makes a policy with adapters; equal seeds give equal weights."""
     made = []
 
-    def make(seed=1, **lora):
+    def make(seed=1, params=None, **lora):
         config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora})
-        model, params = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_of(config.lora))
+        model, own = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_of(config.lora))
+        params = own if params is None else jax.tree.map(jnp.asarray, params)
         made.append(Policy(model, params, tokenizer, stop_ids=(), slots=8, max_context_tokens=96))
         return made[-1]
 
@@ -75,18 +78,64 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_jobs_move_the_adapters_and_share_the_base_as_reference(make_lora_policy, make_collection):
-    policy = make_lora_policy()
-    before = host(policy)
-    adapter = make_adapter(policy, beta=0.1)
-    first, second = run(adapter, make_collection("first"), make_collection("second"))
-    assert first.status == second.status == TrainingStatusEnum.COMPLETED and policy.version == 2
-    after = host(policy)
+class Trained(NamedTuple):
+    """Two jobs of an adapter; parameters, in `params`, before the first and after each, and the state between them."""
+
+    adapter: Any
+    statuses: list
+    params: list
+    values: dict
+    arrays: dict
+
+
+@pytest.fixture(scope="module")
+def trained(make_lora_policy, make_collection):
+    """A policy with adapters and a KL to its first ones."""
+    adapter = make_adapter(make_lora_policy(), beta=0.1)
+    params = [host(adapter.policy)]
+    statuses = run(adapter, make_collection("first"))
+    params.append(host(adapter.policy))
+    values, arrays = saved(adapter)
+    statuses += run(adapter, make_collection("second"))
+    return Trained(adapter, statuses, [*params, host(adapter.policy)], values, arrays)
+
+
+@pytest.fixture(scope="module")
+def restored(make_lora_policy, make_collection, trained):
+    """Parameters and version of a fresh policy that was restored from that state, and parameters after its next job."""
+    adapter = make_adapter(make_lora_policy(), beta=0.1)
+    values = json.loads(json.dumps(trained.values))
+    asyncio.run(adapter.restore_state(values, partial(on_device, trained.arrays)))
+    params, version = host(adapter.policy), adapter.policy.version
+    run(adapter, make_collection("second"))
+    return params, version, host(adapter.policy)
+
+
+def saved(adapter):
+    """The values and arrays of a checkpoint."""
+    return asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
+
+
+def merged(policy):
+    """The parameters of the model without adapters, in numpy."""
+    spec, params = policy.model.lora, host(policy)
+    return _merge(spec)(params)
+
+
+@cache
+def _merge(spec):
+    return jax.jit(partial(merge_lora, spec))
+
+
+def test_jobs_move_the_adapters_and_share_the_base_as_reference(trained):
+    first, second = trained.statuses
+    assert first.status == second.status == TrainingStatusEnum.COMPLETED and trained.adapter.policy.version == 2
+    before, _, after = trained.params
     equal(before["base"], after["base"])
     assert any(
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before["adapter"], after["adapter"])), strict=True)
     )
-    reference = adapter.learner.ref_params
+    reference = trained.adapter.learner.ref_params
     assert jax.tree.leaves(reference["base"]) == []  # no second base
     equal(jax.device_get(reference["adapter"]), before["adapter"])
     assert first.metadata["metrics"]["kl"] == 0 and second.metadata["metrics"]["kl"] > 0
@@ -99,37 +148,28 @@ def test_a_moving_reference_follows_the_adapters(make_lora_policy, make_collecti
     equal(jax.device_get(adapter.learner.ref_params["adapter"]), host(policy)["adapter"])
 
 
-def test_checkpoints_hold_the_adapters_and_know_their_base(make_lora_policy, make_collection):
-    policy = make_lora_policy()
-    adapter = make_adapter(policy)
-    run(adapter, make_collection("first"))
-    values, arrays = asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
+def test_checkpoints_hold_the_adapters_and_know_their_base(trained, restored, make_lora_policy):
+    arrays = trained.arrays
     assert jax.tree.leaves(arrays["params"]["base"]) == []
-    base_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(host(policy)["base"]))
+    base_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trained.params[0]["base"]))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) < base_bytes
+    params, version, continued = restored
+    assert version == 1
+    equal(params, trained.params[1])
+    equal(continued, trained.params[2])
 
-    fresh = make_adapter(make_lora_policy())
-    asyncio.run(fresh.restore_state(json.loads(json.dumps(values)), lambda like: jax.tree.map(jnp.asarray, arrays)))
-    equal(host(fresh.policy), host(policy))
-    assert fresh.policy.version == 1
-    run(adapter, make_collection("second"))
-    run(fresh, make_collection("second"))
-    equal(host(fresh.policy), host(policy))
-
-    foreign = make_adapter(make_lora_policy(seed=7))
+    foreign = make_adapter(make_lora_policy(seed=7), beta=0.1)
     with pytest.raises(RestoreError, match=r"adapters of another base than that of llms\.policy"):
-        asyncio.run(foreign.restore_state(values, lambda like: arrays))
+        asyncio.run(foreign.restore_state(trained.values, lambda like: arrays))
 
 
-@pytest.mark.parametrize("has_adapters", [True, False])
+@pytest.mark.parametrize("has_adapters", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_checkpoints_hold_the_snapshots(make_lora_policy, make_policy, make_collection, has_adapters):
-    def make():
+    def make(snapshots=("old",)):
         policy = make_lora_policy() if has_adapters else make_policy()
-        policy.add_snapshot("old", every=2, seed=5, slots=8, max_context_tokens=96)
-        return make_adapter(policy, beta=0.1)
-
-    def saved(adapter):
-        return asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
+        for name in snapshots:
+            policy.add_snapshot(name, every=2, seed=5, slots=8, max_context_tokens=96)
+        return make_adapter(policy, **({"beta": 0.1} if has_adapters else {}))
 
     adapter, parameters = make(), []
     for jobs in range(4):  # versions 0 and 2 are those of the policy, and are not saved twice
@@ -147,7 +187,7 @@ def test_checkpoints_hold_the_snapshots(make_lora_policy, make_policy, make_coll
     if has_adapters:
         assert jax.tree.leaves(arrays["snapshots"]["old"]["base"]) == []
 
-    without = make_adapter(make_lora_policy() if has_adapters else make_policy(), beta=0.1)
+    without = make(snapshots=())
     values, arrays = saved(without)
     assert "snapshots" not in values and "snapshots" not in arrays  # as in every earlier checkpoint
     for one, other, said in ((adapter, without, "the snapshots old"), (without, adapter, "no snapshots")):
@@ -155,26 +195,29 @@ def test_checkpoints_hold_the_snapshots(make_lora_policy, make_policy, make_coll
             asyncio.run(other.restore_state(saved(one)[0], lambda like: like))
 
 
-def test_a_base_that_was_changed_is_kept_and_exported(make_lora_policy, make_collection, tmp_path):
-    """A warm start changes the base, which then exists nowhere else."""
-    policy = make_lora_policy()
+@pytest.fixture(scope="module")
+def warm_started(make_lora_policy, trained, tmp_path_factory):
+    """A policy whose base was changed, and what its export holds, merged."""
+    policy, folder = make_lora_policy(params=trained.params[2]), tmp_path_factory.mktemp("warm") / "model"
 
     def change(params):
-        return {**params, "base": jax.tree.map(lambda leaf: leaf * 1.01, params["base"])}, None
+        return {**params, "base": jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf) * 1.01), params["base"])}, None
 
     asyncio.run(policy.update(change))
-    adapter = make_adapter(policy)
-    run(adapter, make_collection("first"))
-    values, arrays = asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
-    equal(arrays["params"]["base"], host(policy)["base"])
-    fresh = make_adapter(make_lora_policy())
-    asyncio.run(fresh.restore_state(values, lambda like: jax.tree.map(jnp.asarray, arrays)))
-    equal(host(fresh.policy), host(policy))
     policy._base = "somewhere"  # where the unchanged one came from
-    asyncio.run(policy.save(tmp_path / "model"))
-    _, merged = jaxft.load_merged(tmp_path / "model")
-    wanted = merge_lora(policy.model.lora, host(policy))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), merged, wanted)
+    asyncio.run(policy.save(folder))
+    return policy, jaxft.load_merged(folder)[1]
+
+
+def test_a_base_that_was_changed_is_kept_and_exported(make_lora_policy, warm_started):
+    """A warm start changes the base, which then exists nowhere else."""
+    policy, loaded = warm_started
+    values, arrays = saved(make_adapter(policy, beta=0.1))
+    equal(arrays["params"]["base"], host(policy)["base"])
+    fresh = make_adapter(make_lora_policy(), beta=0.1)
+    asyncio.run(fresh.restore_state(values, partial(on_device, arrays)))
+    equal(host(fresh.policy), host(policy))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), loaded, merged(policy))
 
 
 def test_a_checkpoint_without_adapters_is_told_apart(make_lora_policy, policy):
@@ -188,29 +231,31 @@ def test_a_checkpoint_without_adapters_is_told_apart(make_lora_policy, policy):
             asyncio.run(other.restore_state(values, lambda like: like))
 
 
-def test_a_reference_of_its_own_cannot_follow_adapters(make_lora_policy, tmp_path):
-    policy = make_lora_policy()
-    jaxft.save_model(tmp_path / "reference", base_model(policy.model), host(policy)["base"])
+def test_a_reference_of_its_own_cannot_follow_adapters(trained, tmp_path):
+    policy, base = trained.adapter.policy, trained.params[2]["base"]
+    jaxft.save_model(tmp_path / "reference", base_model(policy.model), jax.tree.map(lambda leaf: 2 * leaf, base))
     own = {"path": str(tmp_path / "reference")}
-    memory = asyncio.run(make_adapter(policy, beta=0.1, reference=own).memory())
-    assert memory["reference"] == pytest.approx(memory["parameters"])
+    learner = make_adapter(policy, beta=0.1, reference=own).learner
+    equal(jax.device_get(learner.ref_params["base"]), jax.tree.map(lambda leaf: 2 * leaf, base))
+    sizes = asyncio.run(policy.read(learner.held_bytes))
+    assert sizes["reference"] == pytest.approx(sizes["parameters"])
     with pytest.raises(ComponentError, match="cannot follow the policy"):
         make_adapter(policy, beta=0.1, reference={**own, "update_every": 1})
 
 
-def test_memory_of_adapters_is_small(make_lora_policy, policy):
-    with_lora = asyncio.run(make_adapter(make_lora_policy(), beta=0.1).memory())
-    whole = asyncio.run(make_adapter(policy, beta=0.1).memory())
+def test_memory_of_adapters_is_small(trained, policy):
+    def sizes(policy):
+        learner = make_adapter(policy, beta=0.1).learner
+        return asyncio.run(policy.read(lambda params: learner.held_bytes(params) | policy.sampling_bytes(params)))
+
+    with_lora, whole = sizes(trained.adapter.policy), sizes(policy)
     for purpose in ("gradients", "optimizer", "reference"):
         assert with_lora[purpose] < 0.15 * whole[purpose], purpose
     assert with_lora["sampling weights"] == whole["sampling weights"] > 0  # merged kernels; the ends are shared
 
 
-def test_exported_adapters_are_merged_by_the_command_line(make_lora_policy, make_collection, tmp_path, capsys):
-    from jaxft.cli import main
-
-    policy, card = make_lora_policy(), ModelCard("Adapters", "How they were trained.", {"tags": ["jaxft"]})
-    run(make_adapter(policy), make_collection("first"))
+def test_exported_adapters_are_merged_by_the_command_line(trained, tmp_path, capsys):
+    policy, card = trained.adapter.policy, ModelCard("Adapters", "How they were trained.", {"tags": ["jaxft"]})
     asyncio.run(policy.save(tmp_path / "run" / "model", card))
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
     weights = Weights("float32", policy.model.lora, has_base=True)
@@ -218,19 +263,16 @@ def test_exported_adapters_are_merged_by_the_command_line(make_lora_policy, make
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 2
     assert "holds adapters" in capsys.readouterr().err
     assert main(["export", "--merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
-    merged = card_text(card, Weights("float32", is_merged=True))
-    assert (tmp_path / "merged" / "README.md").read_text() == merged
+    text = card_text(card, Weights("float32", is_merged=True))
+    assert (tmp_path / "merged" / "README.md").read_text() == text
     _, params = jaxft.load_model(tmp_path / "merged")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), params, merge_lora(policy.model.lora, host(policy))
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), params, merged(policy))
     assert main(["export", "--merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
     assert "holds no adapters to merge" in capsys.readouterr().err
 
 
-def test_adapters_of_a_folder_go_on(make_lora_policy, make_collection, tmp_path):
-    policy = make_lora_policy()
-    run(make_adapter(policy), make_collection("first"))
+def test_adapters_of_a_folder_go_on(make_lora_policy, trained, tmp_path):
+    policy = trained.adapter.policy
     asyncio.run(policy.save(tmp_path / "model"))
     again = make_lora_policy(path=str(tmp_path / "model"), rank=5)  # its own rank counts
     equal(host(again)["adapter"], host(policy)["adapter"])
@@ -381,20 +423,23 @@ def test_the_configuration_of_a_snapshot_is_what_was_given(tmp_path):
 
 
 def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
-    config = configured(tmp_path, old=snapshot(slots=16, long_prompts="drop"), other=sections()["llms"]["policy"])
+    other = sections()["llms"]["policy"]
+    config = configured(tmp_path, old=snapshot(long_prompts="drop"), wide=snapshot(slots=16), other=other)
 
     async def main():
         with RunDirectory.create(tmp_path / "run") as directory:
             async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
                 adapter = await builder.get_trainer_adapter("local")
-                assert list(adapter.policy.snapshots) == ["old"]  # though nothing has asked for it
+                assert list(adapter.policy.snapshots) == ["old", "wide"]  # though nothing has asked for them
                 old, other = await builder.get_llm("old"), await builder.get_llm("other")
-                assert (old.name, old.long_prompts, old.policy.engine.slots) == ("old", "drop", 16)
+                assert (old.name, old.long_prompts, old.policy.engine.slots) == ("old", "drop", 8)
+                assert adapter.policy.snapshots["wide"].engine.slots == 16
                 assert old.max_context_tokens == 96 and old.policy.template is adapter.policy.template
                 assert other.policy is not adapter.policy
-                memory = await adapter.memory()
-                assert memory["snapshots"] == memory["parameters"] and adapter.peak_memory(memory) > 0
-                assert memory["sampling"] == 3 * adapter.policy.engine.cache_bytes("float32") / 2**20
+                sampling, held = adapter.policy.sampling_bytes, adapter.learner.held_bytes
+                sizes = await adapter.policy.read(lambda params: held(params) | sampling(params))
+                assert sizes["snapshots"] == 2 * sizes["parameters"]
+                assert sizes["sampling"] == 4 * adapter.policy.engine.cache_bytes("float32")
                 # The three draw different answers to one request, though all have the same weights.
                 message, asked = [{"role": "user", "content": "x?"}], ("policy", "old", "other")
                 replies = [await (await builder.get_llm(name)).chat(message, max_tokens=8, seed=1) for name in asked]
