@@ -1,6 +1,6 @@
 """A network of the user's own behind the model contract: sampled, scored and trained like the built-in decoder."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -53,34 +53,45 @@ def bigram(params, tokens, positions):
     return params["table"][tokens] + params["place"][positions]
 
 
+def nnx_network():
+    return nnx.jit(lambda: NnxNetwork(nnx.Rngs(0)))()
+
+
+@cache
 def nnx_model():
-    return from_nnx(NnxNetwork(nnx.Rngs(0)))
+    return from_nnx(nnx_network())
 
 
+@cache
 def linen_model():
-    start = jnp.zeros((1, 1), jnp.int32)
-    return from_linen(LinenNetwork(), LinenNetwork().init(jax.random.key(0), start, start)["params"])
+    start = np.zeros((1, 1), np.int32)
+    init = jax.jit(LinenNetwork().init)
+    return from_linen(LinenNetwork(), init(jax.random.key(0), start, start)["params"])
 
 
-def function_model():
-    table, place = (jax.random.normal(jax.random.key(i), (n, VOCAB)) for i, n in enumerate((VOCAB, PLACES)))
+def function_model(dtype=np.float32):
+    table, place = (np.random.default_rng(n).normal(size=(n, VOCAB)).astype(dtype) for n in (VOCAB, PLACES))
     return from_function(bigram), {"table": table, "place": place}
 
 
 score = jax.jit(token_logprobs, static_argnums=0)
 
 
-@pytest.mark.parametrize("make", [nnx_model, linen_model])
-def test_sampler_and_trainer_agree(make):
-    model, params = make()
-    prompts = [[3], [1, 2, 3, 4, 5], [0, 0]]
-    rollout = generate(
-        model, params, prompts, jax.random.key(5), num_generations=4, max_new_tokens=12, temperature=1.3, stop_ids=(9,)
+@pytest.fixture(scope="module", params=[nnx_model, pytest.param(linen_model, marks=pytest.mark.slow)])
+def rollout(request):
+    prompts, sampling = [[3], [1, 2, 3, 4, 5], [0, 0]], {"num_generations": 4, "max_new_tokens": 12}
+    return request.param(), generate(
+        *request.param(), prompts, jax.random.key(5), **sampling, temperature=1.3, stop_ids=(9,)
     )
-    mask = np.asarray(rollout.completion_mask)
-    again = score(model, params, rollout.tokens, temperature=1.3).logprobs
+
+
+def test_sampler_and_trainer_agree(rollout):
+    made, rollout = rollout
+    again = np.asarray(score(*made, rollout.tokens, temperature=np.float32(1.3)).logprobs)
+    rollout = jax.device_get(rollout)
+    mask = rollout.completion_mask
     np.testing.assert_allclose(rollout.sampler_logprobs[mask], again[mask], rtol=0, atol=1e-5)
-    assert (np.asarray(rollout.tokens)[mask] == 0).any()
+    assert (rollout.tokens[mask] == 0).any()
     assert rollout.sampler_logprobs.min() < -2
 
 
@@ -88,9 +99,11 @@ def test_sampler_and_trainer_agree(make):
 def test_updates_lower_the_loss_and_leave_the_module_alone(make):
     model, params = make()
     update = make_update(model, sft_loss, optax.sgd(0.1))
-    tokens = jax.random.randint(jax.random.key(1), (4, 10), 0, VOCAB)
-    batch = Batch(tokens, jnp.ones_like(tokens, bool).at[:, 0].set(False))
-    state, before = update(init_train_state(jax.tree.map(jnp.copy, params), optax.sgd(0.1)), batch)
+    mask = np.ones((4, 10), bool)
+    mask[:, 0] = False
+    batch = Batch(np.random.default_rng(1).integers(0, VOCAB, (4, 10), np.int32), mask)
+    params = jax.device_put(jax.device_get(params), jax.devices()[0])
+    state, before = update(init_train_state(params, optax.sgd(0.1)), batch)
     _, after = update(state, batch)
     assert after["loss"] < before["loss"]
 
@@ -105,76 +118,91 @@ def test_the_same_network_is_the_same_model():
 
 
 def test_the_network_sees_the_module_it_came_from():
-    module = NnxNetwork(nnx.Rngs(0))
+    module = nnx_network()
     model, params = from_nnx(module)
-    tokens = jnp.array([[1, 2, 3]])
-    positions = jnp.array([[0, 1, 2]])
-    hidden, _ = model.apply(params, tokens, positions)
-    np.testing.assert_allclose(model.unembed(params, hidden), module(tokens, positions), rtol=0, atol=1e-6)
+    tokens, positions = np.array([[1, 2, 3]], np.int32), np.array([[0, 1, 2]], np.int32)
+    call = nnx.jit(lambda module, tokens, positions: module(tokens, positions))
+    bridged = jax.jit(lambda params, *given: model.unembed(params, model.apply(params, *given)[0]))
+    np.testing.assert_allclose(bridged(params, tokens, positions), call(module, tokens, positions), rtol=0, atol=1e-6)
     # What is given back when training ends: the arrays go, the module stays.
     jax.tree.map(lambda leaf: leaf.delete(), params)
-    assert np.isfinite(module(tokens, positions)).all()
+    assert np.isfinite(call(module, tokens, positions)).all()
 
-    trained = jax.tree.map(jnp.zeros_like, from_nnx(module)[1])
+    trained = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), from_nnx(module)[1])
     state = nnx.state(module, nnx.Param)
     nnx.replace_by_pure_dict(state, trained)
     nnx.update(module, state)
-    assert not module(tokens, positions).any()
+    assert not np.asarray(call(module, tokens, positions)).any()
 
 
 def test_the_cache_holds_the_tokens():
     """Two rows: two tokens at the start of the first, one on the second page of the other, between garbage."""
     model, params = function_model()
-    cache, tables = model.init_cache(5, jnp.bfloat16), np.array([[3, 99], [1, 2]])
-    assert (cache.shape, cache.dtype) == ((5, 64), jnp.int32)
-    garbage = cache - 7
-    tokens, positions = jnp.array([[4, 5, 9], [6, 9, 9]]), jnp.array([[0, 1, -1], [40, -1, -1]])
-    hidden, cache = model.apply(params, tokens, positions, cache=garbage, tables=tables)
-    np.testing.assert_array_equal(cache, garbage.at[3, :2].set(jnp.array([4, 5])).at[1, 40].set(6))
-    expected = bigram(params, tokens, positions)
-    np.testing.assert_allclose(hidden[positions >= 0], expected[positions >= 0], rtol=0, atol=1e-6)
-    # An idle row writes nothing.
-    _, again = model.apply(params, tokens[:, :1], jnp.array([[2], [-1]]), cache=cache, tables=tables)
-    np.testing.assert_array_equal(again, cache.at[3, 2].set(4))
+    tables = np.array([[3, 99], [1, 2]])
+    tokens = np.array([[4, 5, 9], [6, 9, 9]], np.int32)
+    positions = np.array([[0, 1, -1], [40, -1, -1]], np.int32)
+
+    @jax.jit
+    def two_calls(params, tokens, positions, then):
+        garbage = model.init_cache(5, jnp.bfloat16) - 7
+        hidden, cache = model.apply(params, tokens, positions, cache=garbage, tables=tables)
+        return hidden, cache, model.apply(params, tokens[:, :1], then, cache=cache, tables=tables)[1]
+
+    hidden, cache, again = jax.device_get(two_calls(params, tokens, positions, np.array([[2], [-1]], np.int32)))
+    expected = np.full((5, 64), -7, np.int32)
+    expected[3, :2], expected[1, 40] = (4, 5), 6
+    assert cache.dtype == np.int32
+    np.testing.assert_array_equal(cache, expected)
+    wanted = bigram(params, tokens, positions)
+    np.testing.assert_allclose(hidden[positions >= 0], wanted[positions >= 0], rtol=0, atol=1e-6)
+    expected[3, 2] = 4  # an idle row writes nothing
+    np.testing.assert_array_equal(again, expected)
 
 
 def test_a_network_sees_zeros_behind_the_last_token_of_a_row():
     """The contents of reused pages change no logits, and several tokens at once give those of one at a time."""
-    seen = []
 
     def network(params, tokens, positions):
-        seen.append((tokens, positions))
-        return jax.nn.one_hot(tokens, VOCAB)
+        """At every token, all tokens and positions that the network sees."""
+        seen = jnp.concatenate([tokens, positions], axis=1).astype(jnp.float32)
+        return jnp.broadcast_to(seen[:, None], (*tokens.shape, seen.shape[1]))
 
     model = from_function(network)
-    tables = np.array([[2, 0]])
-    tokens, positions = jnp.arange(1, 9)[None], jnp.arange(8)[None]
-    _, cache = model.apply({}, tokens, positions, cache=jnp.full((3, 64), 77), tables=tables)
-    _, cache = model.apply({}, tokens[:, :1], jnp.array([[8]]), cache=cache, tables=tables)
-    for (history, places), held in zip(seen, ([*range(1, 9)], [*range(1, 9), 1]), strict=True):
-        assert history[0].tolist() == held + [0] * (128 - len(held))
-        assert places[0].tolist() == list(range(128))
+
+    @jax.jit
+    def two_calls(tokens):
+        places, then = jnp.arange(8)[None], jnp.array([[8]])
+        given = {"cache": jnp.full((3, 64), 77), "tables": np.array([[2, 0]])}
+        first, given["cache"] = model.apply({}, tokens, places, **given)
+        return first[0, -1], model.apply({}, tokens[:, :1], then, **given)[0][0, -1]
+
+    calls = two_calls(np.arange(1, 9, dtype=np.int32)[None])
+    for seen, held in zip(calls, ([*range(1, 9)], [*range(1, 9), 1]), strict=True):
+        assert seen.tolist() == held + [0] * (128 - len(held)) + [*range(128)]
 
 
 def test_logits_of_a_narrow_network_are_widened():
-    model, params = function_model()
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    hidden, _ = model.apply(narrow, tokens, tokens)
-    assert (hidden.dtype, model.unembed(narrow, hidden).dtype) == (jnp.bfloat16, jnp.float32)
+    model, params = function_model(jnp.bfloat16)
+
+    def call(params, tokens):
+        hidden = model.apply(params, tokens, tokens)[0]
+        return hidden, model.unembed(params, hidden)
+
+    hidden, logits = jax.eval_shape(call, params, np.zeros((1, 2), np.int32))
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_linen_can_initialise_and_others_say_that_they_cannot():
     model, params = linen_model()
-    fresh = model.init(jax.random.key(0))
-    assert jax.tree.all(jax.tree.map(np.array_equal, fresh, params))
+    fresh = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, fresh, jax.device_get(params)))
     with pytest.raises(ValueError, match="this model has no init; make its parameters where the network was made"):
         nnx_model()[0].init(jax.random.key(0))
 
 
 def test_what_cannot_be_bridged_is_refused():
     model, params = function_model()
-    tokens = jnp.zeros((1, 2), jnp.int32)
+    tokens = jax.device_put(np.zeros((1, 2), np.int32))
     with pytest.raises(ValueError, match="segment_ids were given; a bridged network cannot keep packed"):
         model.apply(params, tokens, tokens, segment_ids=tokens)
 

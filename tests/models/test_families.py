@@ -1,6 +1,6 @@
 """Every family of models against what transformers computed from tiny checkpoints (`scripts/make_model_oracles.py`).
 
-Logits, greedy text through the engine, the cache, packed rows, a mesh of 8 devices, and the export. The checkpoints
+Logits, greedy text, the cache, the engine, packed rows, a mesh of 8 devices, and the export. The checkpoints
 were made with transformers 5.23.0 and torch 2.13.0. `.ci/more models` draws further ones for a live comparison.
 """
 
@@ -30,22 +30,32 @@ from jaxft.rollout.engine import Engine
 from jaxft.rollout.requests import Request
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
-FAST = (
-    "qwen3-mixed",
-    "gemma2",
-    "gemma3_text-v4",
-    "olmo3-v4",
-    "smollm3-window",
-    "phi3-longrope",
-    "ministral3-window",
-)
-"""Cases whose programs of sampling are compiled in the default tests: together they have all kinds of layers."""
+FAST = ("gemma2", "olmo3-v4", "phi3-longrope", "ministral3-window")
+"""Cases whose rows also go through pages in the default tests: together they have all kinds of
+attention but that of `test_paged.py`."""
 
 MADE = sorted(file.parent.name for file in DATA.glob("*/expected.npz"))
 CASES = tuple(name for name in MADE if "greedy_ids" in np.load(DATA / name / "expected.npz"))
 """All cases with a text; the older ones without are those of `test_hf.py`."""
 
-OTHERS_SLOW = (*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in FAST))
+VARIANTS = (
+    "gemma2-untied",
+    "gemma3",
+    "gemma3-v5",
+    "gemma3_text",
+    "granite-tied",
+    "mistral3",
+    "mistral3-mistral",
+    "olmo2-tied",
+    "phi3",
+    "smollm3",
+)
+"""Cases that compute nothing which no other case does; their files differ, and are compared in the default tests."""
+
+COMPUTED = [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in CASES]
+
+SAMPLED = ("gemma2", "phi3-longrope")
+"""Cases whose text the engine samples in the slow tests."""
 
 
 def family_of(name):
@@ -62,7 +72,8 @@ ON_A_MESH = tuple({family_of(name): name for name in MADE if divides(name)}.valu
 
 
 def test_every_family_has_a_case_for_each_comparison():
-    assert set(FAST) <= set(CASES)
+    assert set(FAST) <= set(CASES) - set(VARIANTS)
+    assert {family_of(name) for name in CASES if name not in VARIANTS} == set(FAMILIES)
     assert {family_of(name) for name in CASES} == {family_of(name) for name in ON_A_MESH} == set(FAMILIES)
 
 
@@ -87,7 +98,7 @@ def expected(name):
 
 
 @partial(jax.jit, static_argnums=0)
-def full_logits(model, params, tokens, positions, segment_ids=None):
+def full_logits(model, params, tokens, positions, segment_ids):
     hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)
     return model.unembed(params, hidden)
 
@@ -99,7 +110,11 @@ def cached_logits(model, params, tokens, prefilled):
     params = model.decode_layout(params)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     cache, tables = init_cache(model, rows, length, jnp.float32)
-    hidden, cache = model.apply(params, tokens[:, :prefilled], positions[:, :prefilled], cache=cache, tables=tables)
+    pieces = []
+    if prefilled:
+        at = positions[:, :prefilled]
+        hidden, cache = model.apply(params, tokens[:, :prefilled], at, cache=cache, tables=tables)
+        pieces.append(hidden)
 
     def step(cache, place):
         token, position = (jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1) for x in (tokens, positions))
@@ -107,34 +122,68 @@ def cached_logits(model, params, tokens, prefilled):
         return cache, hidden[:, 0]
 
     _, rest = jax.lax.scan(step, cache, jnp.arange(prefilled, length))
-    return model.unembed(params, jnp.concatenate([hidden, rest.transpose(1, 0, 2)], axis=1))
+    return model.unembed(params, jnp.concatenate([*pieces, rest.transpose(1, 0, 2)], axis=1))
+
+
+def prompt_and_text(name):
+    return np.concatenate([expected(name)["prompt_ids"], expected(name)["greedy_ids"]]).astype(np.int32)
+
+
+def parts_of_a_packed_row(name):
+    """Two rows and a third that is a part of the first, one after the other, so that windows reach beyond borders."""
+    tokens = expected(name)["input_ids"]
+    return [tokens[0], tokens[1, :27], tokens[0, :5]]
+
+
+@cache
+def rows_of(name):
+    """Tokens, positions and segments of all rows of a case: its two, the prompt with its text, and a packed one."""
+    tokens, segment_ids = (np.zeros((4, CONTEXT_TOKENS), np.int32) for _ in range(2))
+    tokens[:2, : expected(name)["input_ids"].shape[1]] = expected(name)["input_ids"]
+    tokens[2] = prompt_and_text(name)
+    positions = np.tile(np.arange(CONTEXT_TOKENS, dtype=np.int32), (4, 1))
+    first = 0
+    for number, part in enumerate(parts_of_a_packed_row(name), 1):
+        here = slice(first, first := first + len(part))
+        tokens[3, here], positions[3, here], segment_ids[3, here] = part, np.arange(len(part)), number
+    return tokens, positions, segment_ids
 
 
 @cache
 def whole(name):
-    """The logits of the rows of a case in one pass."""
-    tokens = jnp.asarray(expected(name)["input_ids"])
-    return np.asarray(full_logits(*loaded(name), tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
+    """The logits of all rows of a case in one pass."""
+    return np.asarray(full_logits(*loaded(name), *rows_of(name)))
 
 
 def assert_close(logits, wanted):
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=CLOSE * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers(name):
+@pytest.mark.parametrize("name", COMPUTED)
+def test_logits_and_greedy_text_are_those_of_transformers(name):
     is_real = expected(name)["attention_mask"] == 1
     assert 0 < is_real.sum() < is_real.size
     assert whole(name).dtype == np.float32
-    np.testing.assert_allclose(whole(name)[is_real], expected(name)["logits"][is_real], rtol=0, atol=1e-4)
+    logits = whole(name)[:2, : is_real.shape[1]]
+    np.testing.assert_allclose(logits[is_real], expected(name)["logits"][is_real], rtol=0, atol=1e-4)
+    assert expected(name)["min_margin"] > 1e-3
+    text = expected(name)["greedy_ids"]
+    np.testing.assert_array_equal(whole(name)[2, -1 - len(text) : -1].argmax(axis=-1), text)
 
 
-@pytest.mark.parametrize("name", OTHERS_SLOW)
+@pytest.mark.parametrize("name", FAST)
+def test_rows_through_pages_have_the_logits_of_one_pass(name):
+    """The prompt and its text need two pages."""
+    assert_close(np.asarray(cached_logits(*loaded(name), rows_of(name)[0][:3], 0)), whole(name)[:3])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SAMPLED else pytest.mark.long) for name in CASES]
+)
 def test_greedy_text_of_the_engine_is_that_of_transformers(name):
-    """The prompt and its text need two pages. Log-probabilities are those that a trainer computes in one pass."""
+    """Log-probabilities are those that a trainer computes in one pass."""
     model, params = loaded(name)
     prompt, text = (expected(name)[key].tolist() for key in ("prompt_ids", "greedy_ids"))
-    assert expected(name)["min_margin"] > 1e-3
     layout = model.decode_layout(params)
     device = DeviceThread()
     length = len(prompt) + len(text)
@@ -146,8 +195,7 @@ def test_greedy_text_of_the_engine_is_that_of_transformers(name):
         device.close()
     assert completion.token_ids == text
 
-    tokens = jnp.array([prompt + text])
-    scored = score(model, params, tokens)[0, len(prompt) :]
+    scored = score(model, params, jnp.asarray(prompt_and_text(name))[None])[0, len(prompt) :]
     np.testing.assert_allclose(completion.sampler_logprobs, scored, rtol=0, atol=CLOSE)
 
 
@@ -159,23 +207,15 @@ def score(model, params, tokens):
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_cache_gives_the_logits_of_one_pass(name):
-    tokens, is_real = jnp.asarray(expected(name)["input_ids"]), expected(name)["attention_mask"] == 1
     for prefilled in (1, 20):
-        logits = np.asarray(cached_logits(*loaded(name), tokens, prefilled))
-        assert_close(logits[is_real], whole(name)[is_real])
+        assert_close(np.asarray(cached_logits(*loaded(name), rows_of(name)[0][:3], prefilled)), whole(name)[:3])
 
 
-@pytest.mark.parametrize("name", OTHERS_SLOW)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_packed_rows_give_the_logits_of_rows_alone(name):
-    """Two rows and a third that is a part of the first, one after the other, so that windows reach beyond borders."""
-    tokens = expected(name)["input_ids"]
-    parts = [tokens[0], tokens[1, :27], tokens[0, :5]]
-    packed = jnp.asarray(np.concatenate(parts))[None]
-    positions = jnp.concatenate([jnp.arange(len(part)) for part in parts])[None]
-    segment_ids = jnp.concatenate([jnp.full(len(part), number) for number, part in enumerate(parts, 1)])[None]
-    logits = np.asarray(full_logits(*loaded(name), packed, positions, segment_ids))[0]
-    alone = np.concatenate([whole(name)[0], whole(name)[1, :27], whole(name)[0, :5]])
-    assert_close(logits, alone)
+    lengths = [len(part) for part in parts_of_a_packed_row(name)]
+    alone = [whole(name)[row, :length] for row, length in zip((0, 1, 0), lengths, strict=True)]
+    assert_close(whole(name)[3, : sum(lengths)], np.concatenate(alone))
 
 
 def stored(folder):

@@ -24,6 +24,7 @@ from jaxft.models.decoder import decoder
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model, load_model
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
+from tests.models.weights import narrowed, random_params
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -33,8 +34,7 @@ BIASED = DecoderConfig("llama", 64, 16, 32, 2, 2, 1, 8, qkv_bias=True, output_bi
 
 @partial(jax.jit, static_argnums=0)
 def full_logits(model, params, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model.apply(params, tokens, positions)
+    hidden, _ = model.apply(params, tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
     return model.unembed(params, hidden)
 
 
@@ -56,15 +56,35 @@ def cached_logits(model, params, tokens, prefilled):
     return model.unembed(params, jnp.concatenate([hidden, rest.transpose(1, 0, 2)], axis=1))
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_logits_are_those_of_transformers(name):
-    model, params = load_model(DATA / name)
+ELSEWHERE = ("llama", "mistral", "qwen3")
+"""Families of which `test_families.py` compares logits in the default tests."""
+
+
+def assert_as_expected(name, logits):
     expected = np.load(DATA / name / "expected.npz")
-    tokens, is_real = jnp.asarray(expected["input_ids"]), expected["attention_mask"] == 1
+    is_real = expected["attention_mask"] == 1
     assert 0 < is_real.sum() < is_real.size
-    for logits in (full_logits(model, params, tokens), cached_logits(model, params, tokens, 20)):
-        assert logits.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(logits)[is_real], expected["logits"][is_real], rtol=0, atol=1e-4)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(logits)[is_real], expected["logits"][is_real], rtol=0, atol=1e-4)
+
+
+def model_and_rows(name):
+    model, params = load_model(DATA / name)
+    rows = np.load(DATA / name / "expected.npz")["input_ids"].astype(np.int32)
+    return decoder(model.config.architecture), params, rows  # two folders share what is compiled
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ELSEWHERE)) for name in FOLDERS]
+)
+def test_logits_are_those_of_transformers(name):
+    assert_as_expected(name, full_logits(*model_and_rows(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama31-rope", "qwen2", "qwen3"])
+def test_logits_through_pages_are_those_of_transformers(name):
+    assert_as_expected(name, cached_logits(*model_and_rows(name), 20))
 
 
 def assert_same_bits(params, others):
@@ -74,11 +94,13 @@ def assert_same_bits(params, others):
         assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*FOLDERS, "biases"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("biases", "float32"), ("biases", "bfloat16"), ("llama", "float32"), ("qwen2", "bfloat16"), ("qwen3", "float32")],
+)
 def test_export_and_reload_keep_every_bit(name, dtype, tmp_path):
-    model, params = init_model(BIASED, jax.random.key(0)) if name == "biases" else load_model(DATA / name)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    model, params = (decoder(BIASED), random_params(BIASED)) if name == "biases" else load_model(DATA / name)
+    params = jax.device_put(narrowed(params, jnp.dtype(dtype)))
     save_model(tmp_path / "whole", model, params)
     written = {file.name for file in (tmp_path / "whole").iterdir()}
     assert written == {"config.json", "model.safetensors", MANIFEST}
@@ -116,7 +138,7 @@ def test_shards_hold_no_more_than_asked_and_the_index_adds_up(tmp_path):
 def test_weights_are_cast_while_loading(tmp_path):
     _, wide = load_model(DATA / "qwen2")
     _, narrow = load_model(DATA / "qwen2", dtype=jnp.bfloat16)
-    assert_same_bits(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide), narrow)
+    assert_same_bits(narrowed(wide, jnp.bfloat16), narrow)
     with pytest.raises(ValueError, match="dtype is int32; wanted float32, bfloat16"):
         load_model(DATA / "qwen2", dtype=jnp.int32)
     with pytest.raises(ValueError, match="dtype is float64, which jax has switched off; set jax_enable_x64"):
@@ -367,12 +389,12 @@ def test_parameters_of_another_model_are_refused(tmp_path):
     model, params = load_model(DATA / "llama")
     with pytest.raises(ModelFileError, match=r"params lack \['lm_head'\] and hold \['lora'\]"):
         headless = {key: value for key, value in params.items() if key != "lm_head"}
-        save_model(tmp_path / "m", model, {**headless, "lora": jnp.ones(2)})
+        save_model(tmp_path / "m", model, {**headless, "lora": jax.device_put(np.ones(2))})
     other = decoder(replace(model.config, vocab_size=130))
     with pytest.raises(ModelFileError, match=r"params: \w+ has shape \(128, 32\); .* asks for \(130, 32\)"):
         save_model(tmp_path / "m", other, params)
     with pytest.raises(ModelFileError, match=r"params: .* has dtype int32; wanted a floating-point one"):
-        save_model(tmp_path / "m", model, jax.tree.map(lambda leaf: leaf.astype(jnp.int32), params))
+        save_model(tmp_path / "m", model, jax.device_put(narrowed(params, np.int32)))
     with pytest.raises(ModelFileError, match="config is a NetworkConfig; only a decoder can be written"):
         save_model(tmp_path / "m", from_function(lambda params, tokens, positions: None), params)
     with pytest.raises(ValueError, match="max_shard_bytes is 0; wanted at least 1"):

@@ -7,103 +7,132 @@ import optax
 import pytest
 
 import jaxft
-from jaxft.core.cache import init_cache
+from jaxft.core.cache import compute_dtype, init_cache
 from jaxft.core.partition import trainable
 from jaxft.models.config import PROJECTIONS, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
 from jaxft.models.load import base_model, init_adapter
 from jaxft.models.lora import merge_lora
+from tests.models.weights import narrowed, random_params
 
 CONFIG = model_preset("qwen3-50k")
 LORA = LoraSpec(4, 8.0)
 MODEL, PLAIN = decoder(CONFIG, lora=LORA), decoder(CONFIG)
-TOKENS = jax.random.randint(jax.random.key(9), (4, 16), 0, CONFIG.vocab_size)
-POSITIONS = jnp.broadcast_to(jnp.arange(16), TOKENS.shape)
-BATCH = jaxft.Batch(TOKENS, POSITIONS >= 8, jnp.array([1, -1, 0.5, -2]))
+PARAMS = random_params(CONFIG, LORA)
+"""Adapters that change the logits a lot."""
+TOKENS = np.random.default_rng(9).integers(0, CONFIG.vocab_size, (4, 16), np.int32)
+POSITIONS = np.tile(np.arange(16, dtype=np.int32), (4, 1))
+BATCH = jaxft.Batch(TOKENS, POSITIONS >= 8, np.array([1, -1, 0.5, -2], np.float32))
 
 
-@jax.jit
-def fresh():
-    return MODEL.init(jax.random.key(0))
+def logits(model, params):
+    return model.unembed(params, model.apply(params, jnp.asarray(TOKENS), jnp.asarray(POSITIONS))[0])
 
 
-@pytest.fixture
-def params():
-    return fresh()
+def through_pages(params):
+    """Logits with parameters that are not laid out for decoding."""
+    cache, tables = init_cache(MODEL, *TOKENS.shape, compute_dtype(params["base"]))
+    tokens, positions = jnp.asarray(TOKENS), jnp.asarray(POSITIONS)
+    return MODEL.unembed(params, MODEL.apply(params, tokens, positions, cache=cache, tables=tables)[0])
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Logits and merged kernels of one set of parameters, by one program."""
+
+    @jax.jit
+    def compute(params):
+        merged = merge_lora(LORA, params)
+        fresh = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf * (path[-1].key != "lora_b"), params["adapter"]
+        )
+        return {
+            "beside": logits(MODEL, params),
+            "plain": logits(PLAIN, params["base"]),
+            "merged": logits(PLAIN, merged),
+            "fresh": logits(MODEL, {**params, "adapter": fresh}),
+            "paged": through_pages(params),
+            "up_proj": merged["layers"]["mlp"]["up_proj"]["kernel"],
+        }
+
+    return jax.device_get(compute(PARAMS))
 
 
 def test_adapters_are_drawn_beside_the_base_that_the_key_gives_without_them():
-    key = jax.random.key(3)
+    key = jax.random.wrap_key_data(np.array([0, 3], np.uint32))
     model, params = jaxft.init_model(CONFIG, key, lora=LORA, dtype=jnp.bfloat16)
     plain, base = jaxft.init_model(CONFIG, key, dtype=jnp.bfloat16)
     assert model is MODEL and base_model(model) is plain
     jax.tree.map(np.testing.assert_array_equal, params["base"], base)
     again = init_adapter(model, jax.random.fold_in(key, 4))
     jax.tree.map(np.testing.assert_array_equal, params["adapter"], again)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params["adapter"])} == {jnp.dtype("float32")}
+    drawn = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params["adapter"])}
+    assert {leaf.dtype for leaf in drawn.values()} == {jnp.dtype("float32")}
+    assert np.asarray(drawn["lora_a"]).all() and not np.asarray(drawn["lora_b"]).any()  # fresh ones change nothing
 
 
-def filled(params):
-    """The same parameters with adapters that change the logits a lot."""
-    leaves, structure = jax.tree.flatten(params["adapter"])
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return {**params, "adapter": jax.tree.unflatten(structure, noisy)}
+def test_fresh_adapters_change_nothing(computed):
+    np.testing.assert_array_equal(computed["fresh"], computed["plain"])
 
 
-def logits(model, params):
-    return jax.jit(lambda p: model.unembed(p, model.apply(p, TOKENS, POSITIONS)[0]))(params)
+def test_merged_and_beside_are_the_same(computed):
+    assert np.abs(computed["beside"] - computed["plain"]).max() > 0.1
+    np.testing.assert_allclose(computed["merged"], computed["beside"], atol=1e-5)
 
 
-def test_fresh_adapters_change_nothing(params):
-    np.testing.assert_array_equal(logits(MODEL, params), logits(PLAIN, params["base"]))
-    same = init_adapter(MODEL, jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, same, params["adapter"])
+def test_a_cache_takes_parameters_that_were_not_laid_out(computed):
+    np.testing.assert_allclose(computed["paged"], computed["beside"], rtol=0, atol=1e-5)
 
 
-def test_merged_and_beside_are_the_same(params):
-    params = filled(params)
-    beside, merged = logits(MODEL, params), logits(PLAIN, merge_lora(LORA, params))
-    assert jnp.abs(beside - logits(PLAIN, params["base"])).max() > 0.1
-    np.testing.assert_allclose(merged, beside, atol=1e-5)
-
-
-def test_a_layer_by_hand(params):
+def test_a_layer_by_hand(computed):
     """`x (W + alpha / r A B)`, in numpy."""
-    params = filled(params)
-    kernel = np.asarray(params["base"]["layers"]["mlp"]["up_proj"]["kernel"][1], np.float64)
-    a, b = (np.asarray(params["adapter"]["layers"]["mlp"]["up_proj"][f"lora_{k}"][1], np.float64) for k in "ab")
-    merged = merge_lora(LORA, params)["layers"]["mlp"]["up_proj"]["kernel"][1]
-    np.testing.assert_allclose(merged, kernel + 8.0 / 4 * a @ b, atol=1e-6)
+    kernel = PARAMS["base"]["layers"]["mlp"]["up_proj"]["kernel"][1].astype(np.float64)
+    a, b = (PARAMS["adapter"]["layers"]["mlp"]["up_proj"][f"lora_{k}"][1].astype(np.float64) for k in "ab")
+    np.testing.assert_allclose(computed["up_proj"][1], kernel + 8.0 / 4 * a @ b, atol=1e-6)
 
 
-@pytest.mark.parametrize("microbatch_rows", [None, 2])
-def test_an_update_moves_adapters_alone(params, microbatch_rows):
+@pytest.fixture(scope="module", params=[pytest.param(None, marks=pytest.mark.slow), 2])
+def updated(request):
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    params = filled(params)
-    before = jax.device_get(params)
-    state = jaxft.init_train_state(params, optimizer, MODEL)
-    update = jaxft.make_update(MODEL, jaxft.grpo_loss, optimizer, microbatch_rows=microbatch_rows)
+    state = jaxft.init_train_state(jax.device_put(PARAMS, jax.devices()[0]), optimizer, MODEL)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state))
+    update = jaxft.make_update(MODEL, jaxft.grpo_loss, optimizer, microbatch_rows=request.param)
     state, metrics = update(state, BATCH)
+    return size, jax.device_get(state.params), metrics
+
+
+def test_an_update_moves_adapters_alone(updated):
+    size, params, metrics = updated
     assert metrics["applied_updates"] == 1
-    jax.tree.map(np.testing.assert_array_equal, before["base"], state.params["base"])
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).min()), before["adapter"], state.params["adapter"])
+    jax.tree.map(np.testing.assert_array_equal, PARAMS["base"], params["base"])
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).min()), PARAMS["adapter"], params["adapter"])
     assert min(jax.tree.leaves(moved)) > 0, "every number of every adapter has a gradient"
+    # The base has no optimizer state.
+    assert size == 2 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS["adapter"])) + 1
 
 
-def test_gradients_are_those_of_the_merged_kernels(params):
+def test_only_adapters_are_trainable():
+    assert jax.tree.structure(trainable(MODEL, PARAMS)["adapter"]) == jax.tree.structure(PARAMS["adapter"])
+    assert jax.tree.leaves(trainable(MODEL, PARAMS)["base"]) == []
+
+
+def test_gradients_are_those_of_the_merged_kernels():
     """By the chain rule: `dA = scale x dW B'`, `dB = scale A' dW`, dW the gradient of the whole model's kernel."""
-    params = filled(params)
 
-    def loss(model):
-        return lambda p: jaxft.grpo_loss(model, p, BATCH, jaxft.count_tokens(BATCH.completion_mask))[0]
+    def loss(model, params):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        return jaxft.grpo_loss(model, params, batch, jaxft.count_tokens(batch.completion_mask))[0]
 
-    whole = jax.jit(jax.grad(loss(PLAIN)))(merge_lora(LORA, params))
-    found = jax.jit(jax.grad(lambda adapter: loss(MODEL)({**params, "adapter": adapter})))(params["adapter"])
+    @jax.jit
+    def gradients(params):
+        adapted = jax.grad(lambda adapter: loss(MODEL, {**params, "adapter": adapter}))(params["adapter"])
+        return jax.grad(lambda merged: loss(PLAIN, merged))(merge_lora(LORA, params)), adapted
+
+    whole, found = gradients(PARAMS)
     for path in PROJECTIONS:
         group, name = path.split("/")
         dw = np.asarray(whole["layers"][group][name]["kernel"], np.float64)
-        adapter = params["adapter"]["layers"][group][name]
+        adapter = PARAMS["adapter"]["layers"][group][name]
         a, b = (np.asarray(adapter[f"lora_{k}"], np.float64) for k in "ab")
         for kind, wanted in (("lora_a", 2 * dw @ b.swapaxes(1, 2)), ("lora_b", 2 * a.swapaxes(1, 2) @ dw)):
             np.testing.assert_allclose(
@@ -111,45 +140,34 @@ def test_gradients_are_those_of_the_merged_kernels(params):
             )
 
 
-def test_the_base_has_no_optimiser_state(params):
-    state = jaxft.init_train_state(params, optax.adamw(1e-3), MODEL)
-    adapters = sum(leaf.size for leaf in jax.tree.leaves(params["adapter"]))
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * adapters + 1
-    assert jax.tree.structure(trainable(MODEL, params)["adapter"]) == jax.tree.structure(params["adapter"])
-    assert jax.tree.leaves(trainable(MODEL, params)["base"]) == []
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampler_and_trainer_agree(params, dtype):
-    model = decoder(CONFIG, lora=LORA, compute_dtype=dtype)
-    params = filled(params)
-    rollout = jaxft.generate(model, params, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
-    scored = jaxft.token_logprobs(model, params, rollout.tokens)
+def test_sampler_and_trainer_agree(dtype):
+    model, prompts = decoder(CONFIG, lora=LORA, compute_dtype=dtype), [[5, 6, 7], [9]]
+    rollout = jaxft.generate(model, PARAMS, prompts, jax.random.key(2), num_generations=2, max_new_tokens=12)
+    scored = jax.jit(jaxft.token_logprobs, static_argnums=0)(model, PARAMS, rollout.tokens)
     difference = np.abs(np.where(rollout.completion_mask, scored.logprobs - rollout.sampler_logprobs, 0))
     assert difference.max() <= (1e-5 if dtype == "float32" else 0.3)
     assert difference.mean() <= (1e-5 if dtype == "float32" else 0.02)
 
 
-def test_a_narrow_base_keeps_what_small_adapters_say(params):
-    """Merging in bfloat16 rounds changes of up to half a step of the base away."""
-    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params["base"])
-    small = {"base": base, "adapter": jax.tree.map(lambda leaf: leaf + 1e-3, params["adapter"])}
-    merged = merge_lora(LORA, small)["layers"]["mlp"]["up_proj"]["kernel"]
-    assert (merged == base["layers"]["mlp"]["up_proj"]["kernel"]).mean() > 0.5
-    decoded = jax.jit(MODEL.decode_layout)(small)["decoding_layers"][1]["mlp"]["gate_up_proj"]
-    assert decoded["lora_a"].dtype == jnp.bfloat16 and decoded["kernel"].shape == (2 * 96, 32)
-    rollout = jaxft.generate(MODEL, small, [[5, 6, 7], [9]], jax.random.key(2), num_generations=2, max_new_tokens=12)
-    scored = jaxft.token_logprobs(MODEL, small, rollout.tokens)
-    assert np.abs(np.where(rollout.completion_mask, scored.logprobs - rollout.sampler_logprobs, 0)).mean() < 0.02
+def test_a_narrow_base_keeps_what_small_adapters_say():
+    """Merging in bfloat16 rounds changes of up to half a step of the base away; beside it, they change the logits."""
+    tiny = jax.tree.map(lambda leaf: (1e-2 * leaf).astype(np.float32), PARAMS["adapter"])
+    small = {"base": narrowed(PARAMS["base"], jnp.bfloat16), "adapter": tiny}
 
+    @jax.jit
+    def compute(params):
+        merged = merge_lora(LORA, params)["layers"]["mlp"]["up_proj"]["kernel"]
+        joined = MODEL.decode_layout(params)["decoding_layers"][1]["mlp"]["gate_up_proj"]
+        return merged, joined, jax.nn.log_softmax(logits(MODEL, params)), jax.nn.log_softmax(through_pages(params))
 
-def test_a_cache_takes_parameters_that_were_not_laid_out(params):
-    cache, tables = init_cache(MODEL, *TOKENS.shape, jnp.float32)
-
-    def through_pages(params):
-        return MODEL.unembed(params, MODEL.apply(params, TOKENS, POSITIONS, cache=cache, tables=tables)[0])
-
-    np.testing.assert_allclose(jax.jit(through_pages)(filled(params)), logits(MODEL, filled(params)), rtol=0, atol=1e-5)
+    merged, joined, trained, sampled = map(jax.device_get, compute(small))
+    assert (merged == small["base"]["layers"]["mlp"]["up_proj"]["kernel"]).mean() > 0.5
+    assert joined["lora_a"].dtype == jnp.bfloat16 and joined["kernel"].shape == (2 * 96, 32)
+    chosen = TOKENS[:, 1:, None]
+    trained, sampled = (np.take_along_axis(each[:, :-1], chosen, axis=-1) for each in (trained, sampled))
+    assert np.abs(trained - sampled).mean() < 0.02
 
 
 def test_what_cannot_be_an_adapter():

@@ -1,7 +1,6 @@
 """Attention over pages: as a plain softmax in numpy, and nothing but the tokens of a row changes its bits."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jaxft.models.paged import (
     write_token,
     write_tokens,
 )
+from tests.models.weights import narrowed, random_params
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 COLUMNS = 4
@@ -31,7 +31,7 @@ GARBAGE = 10**6
 """A page number behind the last page of a row, of a page that does not exist."""
 
 both_layouts = pytest.mark.parametrize("axis", [0, 1], ids=["pages first", "heads first"])
-attend = jax.jit(attend_reference, static_argnums=(3, 4))
+attend = jax.jit(lambda q, *given: attend_reference(jnp.asarray(q), *given), static_argnums=(3, 4))
 write_one = jax.jit(write_token, static_argnums=4)
 write_many = jax.jit(write_tokens, static_argnums=4)
 
@@ -68,8 +68,8 @@ def filled_pages(rows, tables, axis, unused=np.nan):
 def in_layout(keys, values, axis):
     """Pages `[N K P h]` as `LayerPages` has them."""
     if axis == 0:
-        return LayerPages(jnp.asarray(keys.swapaxes(2, 3)), jnp.asarray(values))
-    return LayerPages(jnp.asarray(keys.swapaxes(0, 1)), jnp.asarray(values.swapaxes(0, 1)))
+        return jax.device_put(LayerPages(keys.swapaxes(2, 3), values))
+    return jax.device_put(LayerPages(keys.swapaxes(0, 1), values.swapaxes(0, 1)))
 
 
 def plain_softmax(q, keys, values, position, scores):
@@ -87,25 +87,36 @@ def ragged(lengths, tokens):
     """Rows whose last tokens, `tokens` or fewer from the first place of a page on, are those of a call."""
     lengths = np.array(lengths)
     starts = lengths - 1 if tokens == 1 else np.maximum(lengths - 1, 0) // 64 * 64
-    return jnp.asarray(np.maximum(starts, 0), jnp.int32), jnp.asarray(lengths - np.maximum(starts, 0), jnp.int32)
+    return np.maximum(starts, 0).astype(np.int32), (lengths - np.maximum(starts, 0)).astype(np.int32)
 
 
 RAGGED = [200, 1, 0, 64, 65, 128, 256]
 """Tokens of each row; the third is idle, and the last fills its table."""
 
 
-@both_layouts
+CAPPED = Scores(0.4, 100, 2.0)
+
+
 @pytest.mark.parametrize(
-    "scores", [PLAIN, *(Scores(PLAIN.scale, window) for window in (1, 40, 100)), Scores(0.4, 100, 2.0)], ids=str
+    ("axis", "scores", "tokens"),
+    [
+        *((0, scores, 1) for scores in (PLAIN, *(Scores(PLAIN.scale, window) for window in (1, 40, 100)), CAPPED)),
+        (0, PLAIN, 64),
+        (0, Scores(0.4, 40, 2.0), 64),
+        (1, PLAIN, 1),
+        (1, CAPPED, 1),
+        (1, CAPPED, 64),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("tokens", [1, 64], ids=["one token", "a page"])
 def test_attention_is_a_plain_softmax_over_the_tokens_of_the_row(axis, scores, tokens):
     """Unused pages, and places behind a row's last token, hold NaN."""
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     q = draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
     mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), scores, axis)
-    assert mixed.dtype == jnp.float32 and np.isfinite(mixed).all()
+    mixed = np.asarray(mixed)
+    assert mixed.dtype == np.float32 and np.isfinite(mixed).all()
     compared = 0
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         for token in range(count):
@@ -124,6 +135,7 @@ def test_a_call_may_begin_after_earlier_pages_and_span_several(axis):
     counts = np.array(lengths, np.int32) - starts  # none in the last row
     q = draw(1, len(lengths), 128, HEADS, WIDTH)
     mixed = attend(q, filled_pages(rows, tables, axis), PagedRows(tables, starts, counts), PLAIN, axis)
+    mixed = np.asarray(mixed)
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for token in {0, 1, 63, 64, count - 1} & set(range(count)):
             expected = plain_softmax(q[row, token], *rows[row], start + token, PLAIN)
@@ -136,9 +148,9 @@ def test_bfloat16_is_rounded_after_sums_in_float32(axis):
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     q = draw(1, len(RAGGED), 1, HEADS, WIDTH)
     pages = filled_pages(rows, tables, axis)
-    q, pages = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (q, pages))
-    q64, rows = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64), (q, rows))
-    mixed = attend(q, pages, PagedRows(tables, *ragged(RAGGED, 1)), PLAIN, axis)
+    q, pages = narrowed((q, pages), jnp.bfloat16)
+    q64, rows = q.astype(np.float64), narrowed(narrowed(rows, jnp.bfloat16), np.float64)
+    mixed = np.asarray(attend(q, jax.device_put(pages), PagedRows(tables, *ragged(RAGGED, 1)), PLAIN, axis))
     assert mixed.dtype == jnp.bfloat16
     for row in (0, 1, 3, 4, 5, 6):
         expected = plain_softmax(q64[row, 0], *rows[row], RAGGED[row] - 1, PLAIN)
@@ -149,44 +161,45 @@ def test_bfloat16_is_rounded_after_sums_in_float32(axis):
 # --- What changes no bit of a row.
 
 
-@both_layouts
 @pytest.mark.parametrize(
-    ("scores", "tokens"),
-    [(PLAIN, 1), (Scores(PLAIN.scale, 100), 1), (PLAIN, 64), (Scores(0.3, soft_cap=2.0), 1)],
-    ids=str,
+    ("axis", "scores", "tokens"), [(0, PLAIN, 1), (0, CAPPED, 1), (0, PLAIN, 64), (1, CAPPED, 1)], ids=str
 )
 def test_a_row_has_the_same_bits_alone_and_among_others(axis, scores, tokens):
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     pages, q = filled_pages(rows, tables, axis), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
-    together = attend(q, pages, PagedRows(tables, starts, counts), scores, axis)
+    together = np.asarray(attend(q, pages, PagedRows(tables, starts, counts), scores, axis))
     for row in range(len(RAGGED)):
         few = slice(row, row + 1)
         alone = attend(q[few], pages, PagedRows(tables[few], starts[few], counts[few]), scores, axis)
         np.testing.assert_array_equal(alone, together[few])
 
 
-@both_layouts
-@pytest.mark.parametrize("tokens", [1, 64], ids=["one token", "a page"])
+@pytest.mark.parametrize(("axis", "tokens"), [(0, 1), (0, 64), (1, 1)])
 def test_page_numbers_unused_places_and_the_width_of_tables_change_no_bit(axis, tokens):
     rows, q = keys_and_values(RAGGED), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
     starts, counts = ragged(RAGGED, tokens)
     tables = own_tables(len(RAGGED), COLUMNS)
     expected = attend(q, filled_pages(rows, tables, axis, unused=0), PagedRows(tables, starts, counts), PLAIN, axis)
-    is_real = np.arange(tokens) < np.asarray(counts)[:, None]
+    is_real = np.arange(tokens) < counts[:, None]
     for seed, unused, more in ((1, np.nan, 0), (2, np.inf, 0), (3, 7.0, 5)):
         tables = shuffled_tables(RAGGED, seed)
         wider = np.pad(tables, ((0, 0), (0, more)), constant_values=GARBAGE)
         found = attend(q, filled_pages(rows, tables, axis, unused), PagedRows(wider, starts, counts), PLAIN, axis)
-        np.testing.assert_array_equal(found[is_real], expected[is_real])
+        np.testing.assert_array_equal(np.asarray(found)[is_real], np.asarray(expected)[is_real])
 
 
 def test_the_lanes_that_pad_heads_change_no_bit():
     """Pages on TPUs have 128 lanes; those behind the width of a head are never read."""
     rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
     pages, q = filled_pages(rows, tables, axis=1), draw(1, len(RAGGED), 1, HEADS, WIDTH)
-    empty = init_pages(len(RAGGED) * COLUMNS + 3, KV_HEADS, WIDTH, jnp.float32, "tpu")
-    padded = jax.tree.map(lambda page, lanes: jnp.full_like(lanes, jnp.nan).at[..., :WIDTH].set(page), pages, empty)
+    number = len(RAGGED) * COLUMNS + 3
+    empty = jax.eval_shape(lambda: init_pages(number, KV_HEADS, WIDTH, jnp.float32, "tpu"))
+
+    def pad(page, lanes):
+        return jax.device_put(np.pad(page, [(0, 0)] * 3 + [(0, lanes.shape[-1] - WIDTH)], constant_values=np.nan))
+
+    padded = jax.tree.map(pad, pages, empty)
     of_call = PagedRows(tables, *ragged(RAGGED, 1))
     np.testing.assert_array_equal(attend(q, padded, of_call, PLAIN, 1), attend(q, pages, of_call, PLAIN, 1))
 
@@ -198,7 +211,7 @@ def test_rows_may_read_the_same_pages(axis):
     pages, q = filled_pages(rows, tables, axis), draw(1, 1, 1, HEADS, WIDTH)
     starts, counts = np.array([63, 127, 129, 129], np.int32), np.ones(4, np.int32)
     shared = PagedRows(np.repeat(tables, 4, axis=0), starts, counts)
-    mixed = attend(np.repeat(q, 4, axis=0), pages, shared, PLAIN, axis)
+    mixed = np.asarray(attend(np.repeat(q, 4, axis=0), pages, shared, PLAIN, axis))
     np.testing.assert_array_equal(mixed[2], mixed[3])
     for row in range(3):
         expected = plain_softmax(q[0, 0], *rows[0], int(starts[row]), PLAIN)
@@ -245,39 +258,45 @@ def test_tokens_are_written_page_by_page_and_pages_without_one_stay(axis):
     np.testing.assert_array_equal(mixed, again)
 
 
-@both_layouts
-@pytest.mark.parametrize("window", [None, 50], ids="window {}".format)
+@pytest.mark.parametrize(("axis", "window"), [(0, None), (0, 50), (1, 50)])
 def test_several_tokens_at_once_are_the_same_as_token_by_token(axis, window):
     counts = np.array([100, 0, 64, 1], np.int32)
-    q, k, v = draw(1, 4, 100, HEADS, WIDTH), *draw(2, 2, 4, 100, KV_HEADS, WIDTH)
+    drawn = draw(1, 4, 100, HEADS, WIDTH), *draw(2, 2, 4, 100, KV_HEADS, WIDTH)
     tables, starts = shuffled_tables([100] * 4), np.zeros(4, np.int32)
-    empty = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan), init_pages(19, KV_HEADS, WIDTH, jnp.float32, ("cpu", "gpu")[axis])
-    )
-    pages = write_many(empty, k, v, PagedRows(tables, starts, counts), axis)
     scores = Scores(PLAIN.scale, window)
-    at_once = attend(q, pages, PagedRows(tables, starts, counts), scores, axis)
 
     @jax.jit
-    def step(pages, token):
-        rows = PagedRows(tables, starts + token, (token < counts).astype(jnp.int32))
-        here = [jax.lax.dynamic_slice_in_dim(x, token, 1, axis=1) for x in (q, k, v)]
-        pages = write_token(pages, *here[1:], rows, axis)
-        return pages, attend_reference(here[0], pages, rows, scores, axis)[:, 0]
+    def both_ways(q, k, v):
+        empty = init_pages(19, KV_HEADS, WIDTH, jnp.float32, ("cpu", "gpu")[axis])
+        empty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty)
+        pages = write_tokens(empty, k, v, PagedRows(tables, starts, counts), axis)
+        at_once = attend_reference(q, pages, PagedRows(tables, starts, counts), scores, axis)
 
-    pages, one_by_one = jax.lax.scan(step, empty, jnp.arange(100))
+        def step(pages, token):
+            rows = PagedRows(tables, starts + token, (token < counts).astype(jnp.int32))
+            here = [jax.lax.dynamic_slice_in_dim(x, token, 1, axis=1) for x in (q, k, v)]
+            pages = write_token(pages, *here[1:], rows, axis)
+            return pages, attend_reference(here[0], pages, rows, scores, axis)[:, 0]
+
+        return at_once, jax.lax.scan(step, empty, jnp.arange(100))[1].swapaxes(0, 1)
+
     is_real = np.arange(100) < counts[:, None]
-    np.testing.assert_allclose(one_by_one.swapaxes(0, 1)[is_real], at_once[is_real], rtol=0, atol=1e-6)
+    at_once, one_by_one = (np.asarray(mixed)[is_real] for mixed in both_ways(*drawn))
+    np.testing.assert_allclose(one_by_one, at_once, rtol=0, atol=1e-6)
 
 
 def test_the_layer_writes_and_attends_in_the_layout_of_the_device():
     counts, tables, starts = np.array([70, 128], np.int32), shuffled_tables([71, 129]), np.zeros(2, np.int32)
     q, k, v = draw(1, 2, 128, HEADS, WIDTH), *draw(2, 2, 2, 128, KV_HEADS, WIDTH)
-    rows = PagedRows(tables, starts, counts)
-    empty = init_pages(11, KV_HEADS, WIDTH, jnp.float32, "cpu")
-    mixed, pages = jax.jit(write_and_attend, static_argnums=(5, 6))(q, k, v, empty, rows, PLAIN, None)
+
+    @jax.jit
+    def two_calls(q, k, v, rows, row):
+        pages = init_pages(11, KV_HEADS, WIDTH, jnp.float32, "cpu")
+        mixed, pages = write_and_attend(q, k, v, pages, rows, PLAIN, None)
+        return mixed, write_and_attend(q[:, :1], k[:, :1], v[:, :1], pages, row, PLAIN, None)[0]
+
     row = PagedRows(tables, counts, np.ones(2, np.int32))  # one token more in each
-    more, _ = jax.jit(write_and_attend, static_argnums=(5, 6))(q[:, :1], k[:, :1], v[:, :1], pages, row, PLAIN, None)
+    mixed, more = map(np.asarray, two_calls(q, k, v, PagedRows(tables, starts, counts), row))
     for i, count in enumerate(counts):
         found = np.concatenate([mixed[i, :count], more[i]])
         queries, keys, values = (np.concatenate([x[i, :count], x[i, :1]]) for x in (q, k, v))
@@ -322,7 +341,6 @@ def test_a_kernel_is_chosen_where_all_devices_can_run_it(dtype, devices, kernel)
 LENGTHS = [130, 129, 65, 64, 1]
 
 
-@partial(jax.jit, static_argnums=(0, 3))
 def logits_through_pages(model, params, tokens, width):
     """Logits of rows of `LENGTHS` tokens: the first 128 are prefilled `width` at a time, the others token by token."""
     params, lengths = model.decode_layout(params), jnp.array(LENGTHS)[:, None]
@@ -339,16 +357,19 @@ def logits_through_pages(model, params, tokens, width):
 
 @pytest.mark.parametrize(
     ("width", "window"),
-    [(64, None), pytest.param(64, 70, marks=pytest.mark.slow), pytest.param(128, None, marks=pytest.mark.slow)],
+    [pytest.param(64, None, marks=pytest.mark.slow), (64, 70), pytest.param(128, None, marks=pytest.mark.slow)],
 )
 def test_a_decoder_gives_the_same_logits_through_pages(width, window):
-    model = decoder(replace(PRESETS["qwen3-50k"], vocab_size=48, pattern=(LayerKind(window=window),)))
-    params = jax.jit(model.init)(jax.random.key(0))
-    params["embed"] *= 8  # logits with a standard deviation of about 1
-    tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), 130), 0, 48)
-    logits = logits_through_pages(model, params, tokens, width)
-    assert 0.5 < float(logits.std()) < 3
-    scored = token_logprobs(model, params, tokens).logprobs[:, 1:]
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    config = replace(PRESETS["qwen3-50k"], num_layers=1, vocab_size=48, pattern=(LayerKind(window=window),))
+    model, tokens = decoder(config), np.random.default_rng(1).integers(0, 48, (len(LENGTHS), 130), np.int32)
+
+    @jax.jit
+    def both_ways(params, tokens):
+        logits = logits_through_pages(model, params, tokens, width)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+        return logits.std(), logprobs, token_logprobs(model, params, tokens).logprobs[:, 1:]
+
+    spread, logprobs, scored = map(np.asarray, both_ways(random_params(config), tokens))
+    assert 0.5 < spread < 3
     is_real = np.arange(1, 130) < np.array(LENGTHS)[:, None]
     np.testing.assert_allclose(logprobs[is_real], scored[is_real], rtol=0, atol=1e-5)

@@ -21,6 +21,7 @@ from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps, write
 
 KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="scores") for name, f in
            {"gpu": attend_gpu, "tpu": attend_tpu}.items()}  # fmt: skip
+write_and_attend_in_one = jax.jit(partial(write_and_attend_gpu, interpret=True), static_argnames="scores")
 PAGE, COLUMNS, PAGES = 64, 4, 18
 PLAIN = Scores(64**-0.5)
 EPSILON = {"bfloat16": 2**-8, "float32": 2**-20}
@@ -46,7 +47,7 @@ def draw(length, groups, dtype, kv_heads=2, head_dim=64, seed=0):
             for pool in (keys, values):
                 pool[:, tables[row, column], :real] = draws.normal(size=(kv_heads, real, head_dim))
     q = draws.normal(size=(4, length, kv_heads * groups, head_dim))
-    return [jnp.asarray(x, dtype) for x in (q, keys, values)] + [jnp.asarray(x) for x in (tables, starts, counts)]
+    return [x.astype(jnp.dtype(dtype)) for x in (q, keys, values)] + [tables, starts, counts]
 
 
 def attend_in_float64(q, keys, values, tables, starts, counts, scores):
@@ -81,8 +82,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("length", "kv_heads", "groups", "scores", "dtype", "head_dim"), CASES)
+DEFAULT = {"gpu": (2, 5, 7), "tpu": (2, 3, 4, 7)}
+"""Numbers of the cases in the default tests, which have every length, option, dtype and number of heads."""
+ONE_QUERY = CASES[2]
+"""A case that other tests share, so that its programs are compiled once."""
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "kv_heads", "groups", "scores", "dtype", "head_dim"),
+    [
+        pytest.param(name, *case, marks=[] if number in DEFAULT[name] else [pytest.mark.slow])
+        for name in KERNELS
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, groups, scores, dtype, head_dim):
     arguments = draw(length, groups, dtype, kv_heads, head_dim)
     mixed = np.asarray(KERNELS[name](*arguments, scores=scores), np.float32)
@@ -95,25 +108,28 @@ def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, grou
 
 @pytest.mark.parametrize(("kv_heads", "groups", "scores", "dtype", "head_dim"), [
     (2, 2, Scores(64**-0.5), "bfloat16", 64), (1, 3, Scores(0.2, 70, 2.0), "float32", 96),
-    (2, 1, Scores(64**-0.5, 1), "float32", 64),
+    pytest.param(2, 1, Scores(64**-0.5, 1), "float32", 64, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, scores, dtype, head_dim):
     """The first row begins a page, the second its sequence; the third is idle."""
     q, keys, values, tables, _, counts = draw(1, groups, dtype, kv_heads, head_dim)
-    starts = jnp.array([64, 0, 70, 254], jnp.int32)
-    keys, values = (x.at[:, tables[:1, 1]].set(x[:, tables[:1, 0]]) for x in (keys, values))
+    starts = np.array([64, 0, 70, 254], np.int32)
+    for pool in (keys, values):
+        pool[:, tables[:1, 1]] = pool[:, tables[:1, 0]]
     real, places = np.flatnonzero(counts), (tables[np.arange(4), starts // PAGE], starts % PAGE)
     at = slice(None), *(x[real] for x in places)
-    k, v = (jnp.full((4, 1, kv_heads, head_dim), jnp.nan, dtype) for _ in range(2))
-    k, v = (x.at[real, 0].set(pool[at].swapaxes(0, 1)) for x, pool in ((k, keys), (v, values)))
-    unwritten = [pool.at[at].set(jnp.nan) for pool in (keys, values)]
-    kernel = jax.jit(partial(write_and_attend_gpu, interpret=True), static_argnames="scores")
-    mixed, *written = kernel(q, k, v, *unwritten, tables, starts, counts, scores=scores)
+    k, v = (np.full((4, 1, kv_heads, head_dim), np.nan, q.dtype) for _ in range(2))
+    unwritten = [keys.copy(), values.copy()]
+    for x, pool, without in zip((k, v), (keys, values), unwritten, strict=True):
+        x[real, 0] = pool[at].swapaxes(0, 1)
+        without[at] = np.nan
+    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, scores=scores)
     wanted = attend_in_float64(q, keys, values, tables, starts, counts, scores)
-    np.testing.assert_allclose(np.asarray(mixed, np.float32)[real], wanted[real], rtol=0, atol=4 * EPSILON[dtype])
+    mixed = np.asarray(mixed, np.float32)
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=0, atol=4 * EPSILON[dtype])
     assert not mixed[2].any()
     for pool, expected in zip(written, (keys, values), strict=True):
-        np.testing.assert_array_equal(np.asarray(pool, np.float32), np.asarray(expected, np.float32))
+        np.testing.assert_array_equal(np.asarray(pool, np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.gpu
@@ -159,10 +175,10 @@ def test_the_gpu_kernel_takes_any_width_and_group():
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
 def test_a_pool_may_be_wider_than_heads(name):
     q, keys, values, *rows = draw(1, 2, "float32")
-    wide = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, 64)]) for x in (keys, values)]
+    wide = [np.pad(x, [(0, 0), (0, 0), (0, 0), (0, 64)]) for x in (keys, values)]
     mixed, wanted = KERNELS[name](q, *wide, *rows, scores=PLAIN), attend_in_float64(q, keys, values, *rows, PLAIN)
     is_real = ~np.isnan(wanted)
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
@@ -173,26 +189,28 @@ def test_blocks_of_queries_do_not_differ_from_single_ones(name):
     """512 rows of a tile are two blocks on TPUs and four on GPUs; the second row has queries in the first only."""
     arguments = draw(128, 4, "float32", kv_heads=1)
     q, *pool, starts, counts = arguments
-    counts, scores = counts.at[1].set(5), PLAIN._replace(window=70)
+    counts, scores = np.where(np.arange(4) == 1, 5, counts).astype(np.int32), PLAIN._replace(window=70)
     mixed, wanted = KERNELS[name](q, *pool, starts, counts, scores=scores), attend_in_float64(*arguments, scores)
     is_real = (np.arange(128) < np.asarray(counts)[:, None]) & ~np.isnan(wanted[:, :, 0, 0])
     np.testing.assert_allclose(np.asarray(mixed)[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON["float32"])
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("length", [1, 16])
-def test_a_row_has_the_same_bits_alone_and_among_others(name, length):
-    q, keys, values, *rows = draw(length, 2, "float32", kv_heads=8)
-    together = KERNELS[name](q, keys, values, *rows, scores=PLAIN)
+@pytest.mark.parametrize("case", [ONE_QUERY, pytest.param(CASES[4], marks=pytest.mark.slow)], ids=["1", "16"])
+def test_a_row_has_the_same_bits_alone_and_among_others(name, case):
+    length, kv_heads, groups, scores, dtype, head_dim = case
+    q, keys, values, *rows = draw(length, groups, dtype, kv_heads, head_dim)
+    together = np.asarray(KERNELS[name](q, keys, values, *rows, scores=scores))
     for row in range(4):
-        alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), scores=PLAIN)
-        np.testing.assert_array_equal(alone[0], together[row])
+        alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), scores=scores)
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_may_all_be_idle(name):
-    q, keys, values, tables, starts, counts = draw(1, 2, "bfloat16")
-    assert not KERNELS[name](q, keys, values, tables, starts, 0 * counts, scores=PLAIN).any()
+    length, kv_heads, groups, scores, dtype, head_dim = ONE_QUERY
+    q, keys, values, tables, starts, counts = draw(length, groups, dtype, kv_heads, head_dim)
+    assert not np.asarray(KERNELS[name](q, keys, values, tables, starts, 0 * counts, scores=scores)).any()
 
 
 def test_steps_load_each_page_that_is_seen_once():
@@ -220,7 +238,7 @@ def test_steps_load_each_page_that_is_seen_once():
 
 def test_arguments_that_no_kernel_takes_are_refused():
     q, *rest = draw(2, 2, "float32")
-    with pytest.raises(ValueError, match="3 queries"):
-        attend_gpu(jnp.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)]), *rest, scores=PLAIN)
-    with pytest.raises(ValueError, match="3 query heads"):
-        attend_tpu(q[:, :, :3], *rest, scores=PLAIN)
+    for name, given, said in (("gpu", np.pad(q, [(0, 0), (0, 1), (0, 0), (0, 0)]), "3 queries"),
+                              ("tpu", q[:, :, :3], "3 query heads")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            jax.eval_shape(partial(KERNELS[name], scores=PLAIN), given, *rest)

@@ -19,6 +19,7 @@ from jaxft.errors import ModelFileError
 from jaxft.files import MANIFEST
 from jaxft.models import lora
 from jaxft.models.config import LoraSpec
+from jaxft.models.decoder import decoder
 from jaxft.models.lora import merge_lora
 from jaxft.models.peft import (
     ABOUT_BASE,
@@ -29,25 +30,49 @@ from jaxft.models.peft import (
     load_lora_config,
     save_adapter,
 )
+from tests.models.weights import narrowed, random_params
 
 DATA = Path(__file__).parents[1] / "data"
 BASES = {"by_jaxft": "qwen2", "by_peft": "llama", "fused_by_jaxft": "phi3", "fused_by_peft": "phi3"}
 
 
-def loaded(name, base=None):
+def load(name, base=None):
     model, params = jaxft.load_model(DATA / "hf" / (base or BASES[name]), lora=DATA / "peft" / name)
     return jaxft.base_model(model), model, params
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Loads adapters with their base, once; parameters are on the host."""
+    found = {name: (*models, jax.device_get(params)) for name in BASES for *models, params in [load(name)]}
+    return found.__getitem__
+
+
+@pytest.fixture(scope="module")
+def adapter(loaded, tmp_path_factory):
+    """A folder of adapters, and what is loaded from it in bfloat16."""
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    save_adapter(folder, *loaded("by_jaxft")[1:])
+    return folder, jaxft.load_merged(folder, dtype=jnp.bfloat16)[1]
+
+
 @pytest.mark.parametrize("name", BASES)
-def test_logits_are_those_of_peft(name):
+def test_logits_are_those_of_peft(name, loaded):
     plain, model, params = loaded(name)
     recorded = json.loads((DATA / "peft" / name / "logits.json").read_text())
-    tokens = jnp.array(recorded["tokens"])
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    for each, weights in ((model, params), (plain, merge_lora(model.lora, params))):
-        logits = each.unembed(weights, each.apply(weights, tokens, positions)[0])
+    tokens = np.array(recorded["tokens"], np.int32)
+    positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
+
+    @jax.jit
+    def beside_and_merged(params, tokens, positions):
+        pairs = (model, params), (plain, merge_lora(model.lora, params))
+        return [each.unembed(weights, each.apply(weights, tokens, positions)[0]) for each, weights in pairs]
+
+    for logits in beside_and_merged(params, tokens, positions):
         np.testing.assert_allclose(logits, recorded["logits"], atol=1e-4)
+
+
+merge = jax.jit(merge_lora, static_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -60,21 +85,22 @@ def test_adapters_are_committed_where_their_base_is(lora):
 
 
 @pytest.mark.parametrize("name", ["by_jaxft", "fused_by_jaxft"])
-def test_saved_and_loaded_again(name, tmp_path):
+def test_saved_and_loaded_again(name, loaded, tmp_path):
     _, model, params = loaded(name)
+    params = params | {"base": narrowed(params["base"], jnp.bfloat16)}
     save_adapter(tmp_path / "again", model, params)
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (DATA / "peft" / name / WEIGHTS).read_bytes()
     assert (tmp_path / "again" / WEIGHTS).stat().st_mode == (tmp_path / "again" / CONFIG).stat().st_mode
     assert load_lora_config(tmp_path / "again") == model.lora
     same = load_adapter(tmp_path / "again", model.config, params["base"])
-    jax.tree.map(np.testing.assert_array_equal, same, params["adapter"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), params["adapter"])
     with pytest.raises(ModelFileError, match="exists and is not an empty folder"):
         save_adapter(tmp_path / "again", model, params)
     with pytest.raises(ModelFileError, match="no adapters to save"):
         save_adapter(tmp_path / "other", jaxft.load_model(DATA / "hf" / BASES[name])[0], params["base"])
 
 
-def test_a_fused_adapter_of_peft_is_one_of_each_projection():
+def test_a_fused_adapter_of_peft_is_one_of_each_projection(loaded):
     _, model, params = loaded("fused_by_peft")
     assert model.lora.targets == (*(f"self_attn/{name}_proj" for name in "qkvo"), "mlp/gate_proj", "mlp/up_proj")
     attention = params["adapter"]["layers"]["self_attn"]
@@ -95,38 +121,37 @@ def test_ranks_in_sum_are_only_those_of_fused_projections(tmp_path):
 def test_adapters_of_a_base_with_other_modalities(tmp_path):
     """The base on its own, which is exported with the adapters, is the text model, and so has the names of one."""
     base, spec = DATA / "hf" / "gemma3", LoraSpec(2, 4.0, ("q_proj", "mlp/*"))
-    model, params = jaxft.load_model(base, lora=spec)
+    model, params = jaxft.load_model(base)
+    params = {"base": narrowed(params, jnp.bfloat16), "adapter": random_params(model.config, spec)["adapter"]}
+    model = decoder(model.config, lora=spec)
     for folder, place, prefix in (("beside", str(base), "language_model."), ("with", None, "")):
         save_adapter(tmp_path / folder, model, params, base=place)
         names = load_file(tmp_path / folder / WEIGHTS)
         assert {name.split("layers")[0] for name in names} == {f"base_model.model.model.{prefix}"}
         again = load_adapter(tmp_path / folder, model.config, params["base"])
-        jax.tree.map(np.testing.assert_array_equal, again, params["adapter"])
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), params["adapter"])
     targets = json.loads((tmp_path / "beside" / CONFIG).read_text())["target_modules"]
     assert re.fullmatch(targets, "model.language_model.layers.12.mlp.up_proj")
     assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
 
 
-def test_a_merged_base_is_another_base():
+def test_a_merged_base_is_another_base(loaded):
     """Merging changes only kernels."""
     _, model, params = loaded("by_jaxft")
-    merged = merge_lora(model.lora, params)
-    assert base_fingerprint(merged) != base_fingerprint(params["base"])
+    merged = narrowed(merge(model.lora, params), jnp.bfloat16)  # a fingerprint is the same in any dtype
+    assert base_fingerprint(merged) != base_fingerprint(narrowed(params["base"], jnp.bfloat16))
     with pytest.raises(ModelFileError, match="an adapter of another base"):
         load_adapter(DATA / "peft" / "by_jaxft", model.config, merged)
 
 
-def test_merged_in_full_and_rounded_once(tmp_path):
+def test_merged_in_full_and_rounded_once(loaded, adapter):
     _, model, params = loaded("by_jaxft")
-    save_adapter(tmp_path / "adapter", model, params)
-    _, narrow = jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
-    wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merge_lora(model.lora, params))
-    jax.tree.map(np.testing.assert_array_equal, narrow, wanted)
+    wanted = narrowed(merge(model.lora, params), jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(adapter[1]), wanted)
 
 
-def test_leaves_are_merged_one_at_a_time(tmp_path, monkeypatch):
-    _, model, params = loaded("by_jaxft")
-    save_adapter(tmp_path / "adapter", model, params)
+def test_leaves_are_merged_one_at_a_time(loaded, adapter, monkeypatch):
+    params = loaded("by_jaxft")[2]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     before, live, merged = live_bytes(), [], lora._merged
 
@@ -135,7 +160,7 @@ def test_leaves_are_merged_one_at_a_time(tmp_path, monkeypatch):
         return merged(*arguments)
 
     monkeypatch.setattr(lora, "_merged", watched)
-    jaxft.load_merged(tmp_path / "adapter", dtype=jnp.bfloat16)
+    jaxft.load_merged(adapter[0], dtype=jnp.bfloat16)
     assert size >= live[0] > live[-1] > size / 4  # the base in float32, then what it became
 
 
@@ -145,9 +170,9 @@ def live_bytes():
 
 def test_an_adapter_of_another_base():
     with pytest.raises(ModelFileError, match=f"an adapter of another base: its {ABOUT_BASE} does not fit"):
-        loaded("by_jaxft", base="llama")
+        load("by_jaxft", base="llama")
     with pytest.raises(ModelFileError, match=r"lora_[AB] of .* the base (asks for|has)"):
-        loaded("by_peft", base="qwen3")
+        load("by_peft", base="qwen3")
 
 
 @pytest.fixture

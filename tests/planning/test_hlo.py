@@ -835,6 +835,7 @@ print(json.dumps([jax.jit(f, **options).lower(*shapes).compile().as_text() for f
 """
 
 
+@pytest.mark.slow
 def test_collectives_of_eight_devices():
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

@@ -1,8 +1,10 @@
 """Plans by the command line, estimated, and the arithmetic of plans whose compiled figures are given by hand."""
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
@@ -11,11 +13,14 @@ from pydantic import TypeAdapter
 from jaxft.cli import main
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.flash import Choice
+from jaxft.planning import compiler
+from jaxft.planning import plan as plan_module
 from jaxft.planning.compiler import Compiled, cudnn_limits_of, plain
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
 from jaxft.planning.programs import Run, mesh_shape
 from jaxft.planning.targets import find_target, target_names
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.training import learner as learner_module
 
 AGENT = """
 import jaxft
@@ -73,12 +78,38 @@ def folder(tmp_path_factory):
     return tmp_path
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_made_once():
+    """Plans of one run for one target share its programs, which are traced to be made, and whether a model can pack."""
+    made, make = {}, plan_module.Programs
+    packing, can_pack = {}, learner_module.can_pack
+
+    def packs(model, params):
+        if model not in packing:
+            packing[model] = can_pack(model, params)
+        return packing[model]
+
+    def programs(*arguments):
+        if repr(arguments) not in made:
+            made[repr(arguments)] = make(*arguments)
+        return made[repr(arguments)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "Programs", programs)
+        patch.setattr(learner_module, "can_pack", packs)
+        yield
+
+
 @pytest.fixture
 def planned(folder, monkeypatch):
     """Make the folder the working directory, without compilers in the user's cache."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     return folder
+
+
+ONE = "llms.policy.remat=full"
+"""A setting with which the programs of one checkpoint policy are traced, not of four."""
 
 
 def plan(target, *settings):
@@ -101,7 +132,7 @@ def test_a_plan_without_compilers_is_estimated(planned, capsys):
 
 
 def test_a_plan_for_many_hosts_says_what_is_sent(planned, capsys):
-    assert plan("v5p-256", "llms.policy.mesh={data: 4, fsdp: 32}", "llms.policy.slots=128") == 0
+    assert plan("v5p-256", ONE, "llms.policy.mesh={data: 4, fsdp: 32}", "llms.policy.slots=128") == 0
     shown = capsys.readouterr().out
     assert "v5p-256: 128 x TPU v5p; mesh data 4, fsdp 32, tensor 1 (estimated)" in shown
     assert "32 hosts, with a process on each" in shown
@@ -112,30 +143,26 @@ def test_a_plan_for_many_hosts_says_what_is_sent(planned, capsys):
     assert "1,154.8 MB a chip for each update along fsdp between hosts: weights to sample with" in shown
 
 
-def test_messages_within_a_host_take_its_links_and_those_of_adapters_are_few(planned, capsys):
-    assert plan("h200x16", "llms.policy.mesh={data: 2, fsdp: 8}", "llms.policy.lora.rank=16") == 0
+def test_adapters_have_a_base_of_bfloat16_and_few_messages(planned, capsys):
+    assert plan("h200x16", ONE, "llms.policy.mesh={data: 2, fsdp: 8}", "llms.policy.lora.rank=16") == 0
     shown = capsys.readouterr().out
     assert "2 hosts, with a process on each" in shown
-    # The frozen base is gathered, too: 606,141,440 parameters, 7 of 8 parts, twice, at 450 GB/s.
+    assert "parameters in bfloat16, 10.1 M trained; products in bfloat16" in shown
+    # Messages within a host take its links. The frozen base is gathered, too: 606,141,440 parameters, 7 of 8 parts,
+    # twice, at 450 GB/s.
     assert "2,121.5 MB a chip for each microbatch along fsdp: weights, forward and backward, at least 4.7 ms" in shown
     assert "2.5 MB a chip for each microbatch along data between hosts: sums of gradients, at least 0.1 ms" in shown
 
 
 def test_a_sampler_that_holds_its_weights_needs_them_once_more(planned, capsys):
-    assert plan("v5e-8", "trainers.loop.max_staleness=1") == 0
+    assert plan("v5e-8", ONE, "trainers.loop.max_staleness=1") == 0
     shown = capsys.readouterr().out
     # 596,049,920 parameters of bfloat16, 1.110 GiB, gathered along fsdp: whole on each chip.
     assert "   1.110 GiB  held sampling weights\n" in shown
 
 
-def test_adapters_have_a_base_of_bfloat16(planned, capsys):
-    assert plan("h200x1", "llms.policy.mesh=null", "llms.policy.lora.rank=16") == 0
-    shown = capsys.readouterr().out
-    assert "parameters in bfloat16, 10.1 M trained; products in bfloat16" in shown
-
-
 def test_a_snapshot_is_a_copy_in_the_dtype_of_products_with_its_own_cache(planned, capsys):
-    assert plan("v5e-8", "llms.old={_type: local_policy, snapshot_of: policy, slots: 32}") == 0
+    assert plan("v5e-8", ONE, "llms.old={_type: local_policy, snapshot_of: policy, slots: 32}") == 0
     shown = capsys.readouterr().out
     assert "   0.139 GiB  snapshots\n" in shown  # 596,049,920 parameters of bfloat16 over 8 chips
     assert "   2.625 GiB  sampling\n" in shown  # and half as many slots as the policy's
@@ -150,7 +177,7 @@ def test_a_snapshot_is_a_copy_in_the_dtype_of_products_with_its_own_cache(planne
         ("h200x8", ["llms.policy.mesh.tensor=3"], 2, ["mesh is data 1 x fsdp -1 x tensor 3", "8 devices"]),
         ("h200x1", ["llms.policy.path=absent/model"], 2, ["llms.policy", "absent/model"]),
         ("h200x8", ["llms.policy.sampler_mesh.data=1"], 2, ["llms.policy.sampler_mesh", "can be planned"]),
-        ("v5e-1", ["llms.policy.mesh=null"], 1, ["does not fit", "microbatch_tokens to 65536", "lora"]),
+        ("v5e-1", ["llms.policy.mesh=null", ONE], 1, ["does not fit", "microbatch_tokens to 65536", "lora"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(planned, capsys, target, settings, code, wanted):
@@ -161,14 +188,73 @@ def test_what_cannot_be_planned_is_one_line(planned, capsys, target, settings, c
         assert part in said
 
 
-def test_compilers_that_are_not_there_are_one_line(planned, capsys):
-    command = ["plan", "--config_file", "run.yml", "--target", "v5e-8", "--compiler", "nowhere/python"]
-    assert main(command) == 1
-    assert "nowhere/python" in (said := capsys.readouterr().err) and "scripts/make_compilers.sh" in said
-    (planned / "empty").write_text("#!/bin/sh\necho no module named jax >&2; exit 1\n")
-    (planned / "empty").chmod(0o755)
-    assert main([*command[:-1], str(planned / "empty")]) == 1
-    assert "no module named jax" in (said := capsys.readouterr().err) and "scripts/make_compilers.sh" in said
+def compile_with(interpreter, *settings):
+    options = [part for setting in settings for part in ("--set", setting)]
+    return main(["plan", "--config_file", "run.yml", "--target", "v5e-8", "--compiler", str(interpreter), *options])
+
+
+def answer_in_this_process(sizes):
+    """Returns what stands in for `subprocess` beside the compilers: it answers as a process of `STUB` does."""
+
+    def run(command, *, env, input="{}", **options):
+        interpreter, *arguments = command
+        assert arguments in (["-m", "jaxft.planning.compiler"], ["-m", "jaxft.planning.compiler", "compile"])
+        assert env["JAX_PLATFORMS"] == "cpu" and env["PYTHONPATH"] == str(compiler.ROOT) and "XLA_FLAGS" not in env
+        assert options == {"capture_output": True, "text": True}
+        if not interpreter.endswith("python"):
+            return subprocess.CompletedProcess(command, 1, "", "no module named jax\n")
+        if interpreter == "nowhere/python":
+            raise FileNotFoundError(2, "No such file or directory", interpreter)
+        return subprocess.CompletedProcess(command, 0, json.dumps(answer(sizes, arguments, json.loads(input))) + "\n")
+
+    return SimpleNamespace(run=run)
+
+
+def answer(sizes, arguments, request):
+    """What an interpreter with compilers prints for a request, with the temporaries of each program given."""
+    if arguments[-1] != "compile":
+        return {"jax": "9.9"}
+    size = sizes.get((request["program"], request["remat"]), sizes.get(request["program"], 0))
+    if isinstance(size, str):
+        return {"error": size, "is_out_of_memory": "RESOURCE" in size}
+    return {
+        "arguments": 1, "outputs": 1, "temporaries": size, "aliased": 0, "flops": 10**13, "bytes": 10**9,
+        "collectives": [], "kernels": {}, "seconds": 1.0,
+    }  # fmt: skip
+
+
+def test_compilers_that_are_not_there_are_one_line(planned, capsys, monkeypatch):
+    monkeypatch.setattr(compiler, "subprocess", answer_in_this_process({}))
+    for interpreter in ("nowhere/python", str(planned / "empty")):
+        assert compile_with(interpreter) == 1
+        said = capsys.readouterr().err
+        assert interpreter in said and "scripts/make_compilers.sh" in said
+    assert "no module named jax" in said
+
+
+@pytest.mark.slow
+def test_compilers_are_processes_of_an_interpreter(planned, capsys):
+    assert compile_with("nowhere/python") == 1
+    assert "nowhere/python" in capsys.readouterr().err
+    (planned / "broken").write_text("#!/bin/sh\necho no module named jax >&2; exit 1\n")
+    (planned / "python").write_text(f"#!{sys.executable}\n{STUB}")
+    for name in ("broken", "python"):
+        (planned / name).chmod(0o755)
+    assert compile_with(planned / "broken") == 1
+    assert "no module named jax" in capsys.readouterr().err
+    assert compile_with(planned / "python", ONE) == 0
+    assert "compiled with jax 9.9" in capsys.readouterr().out
+
+
+STUB = """
+import json, sys
+if sys.argv[-1] != "compile":
+    print(json.dumps({"jax": "9.9"}))
+else:
+    json.load(sys.stdin)
+    print(json.dumps(dict(arguments=1, outputs=1, temporaries=1, aliased=0, flops=10**13, bytes=10**9,
+                          collectives=[], kernels={}, seconds=1.0)))
+"""
 
 
 def test_every_target_has_a_topology():
@@ -279,21 +365,6 @@ def test_advice_begins_with_what_costs_least():
 LARGE = "llms.policy.cache_tokens=262144"
 """A setting with which `dots` does not fit."""
 
-STUB = """#!{python}
-import json, sys
-if sys.argv[-1] != "compile":
-    print(json.dumps({{"jax": "9.9"}}))
-else:
-    request = json.load(sys.stdin)
-    sizes = {sizes}
-    size = sizes.get((request["program"], request["remat"]), sizes.get(request["program"], 0))
-    if isinstance(size, str):
-        print(json.dumps({{"error": size, "is_out_of_memory": "RESOURCE" in size}}))
-    else:
-        print(json.dumps(dict(arguments=1, outputs=1, temporaries=size, aliased=0, flops=10**13, bytes=10**9,
-                              collectives=[], kernels={{}}, seconds=1.0)))
-"""
-
 
 @pytest.mark.parametrize(
     ("sizes", "settings", "code", "wanted"),
@@ -312,23 +383,20 @@ else:
         ({"step": "INTERNAL: no"}, [], 1, ["INTERNAL: no"]),
     ],
 )
-def test_the_first_checkpoint_policy_that_fits_is_planned(planned, capsys, sizes, settings, code, wanted):
-    stub = planned / "python"
-    stub.write_text(STUB.format(python=sys.executable, sizes=sizes))
-    stub.chmod(0o755)
-    options = [part for setting in settings for part in ("--set", setting)]
-    given = ["plan", "--config_file", "run.yml", "--target", "v5e-8", "--compiler", str(stub), *options]
-    assert main(given) == code
+def test_the_first_checkpoint_policy_that_fits_is_planned(planned, capsys, monkeypatch, sizes, settings, code, wanted):
+    monkeypatch.setattr(compiler, "subprocess", answer_in_this_process(sizes))
+    compiler.versions.cache_clear()
+    assert compile_with("python", *settings) == code
     shown = "".join(capsys.readouterr())
     for part in wanted:
         assert part in shown
 
 
 def test_the_reference_is_planned_where_no_kernel_takes_attention(planned, capsys):
-    assert plan("h100x8", "llms.policy.compute_dtype=float32") == 0
+    assert plan("h100x8", ONE, "llms.policy.compute_dtype=float32") == 0
     shown = capsys.readouterr().out
     assert "reference implementation" in shown and "float32" in shown
-    assert plan("h100x8") == 0
+    assert plan("h100x8", ONE) == 0
     assert "pallas kernel" in capsys.readouterr().out
 
 
@@ -337,16 +405,16 @@ def test_rows_with_a_window_are_not_packed_on_gpus(planned, capsys):
     (planned / "windowed").mkdir()
     config |= {"model_type": "mistral", "sliding_window": 512}
     (planned / "windowed" / "config.json").write_text(json.dumps(config))
-    assert plan("h100x8", "llms.policy.path=windowed") == 0
+    assert plan("h100x8", ONE, "llms.policy.path=windowed") == 0
     assert "cudnn kernel" in capsys.readouterr().out
-    assert plan("v5e-8", "llms.policy.path=windowed") == 0
+    assert plan("v5e-8", ONE, "llms.policy.path=windowed") == 0
     assert "splash kernel" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("fraction", "limit"), [("0.5", "39.55"), ("1", "79.10")])
 def test_the_limit_of_a_gpu_is_what_jax_takes(planned, capsys, monkeypatch, fraction, limit):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
-    assert plan("h100x8") == 0
+    assert plan("h100x8", ONE) == 0
     assert f"of {limit}" in capsys.readouterr().out
 
 
