@@ -22,6 +22,11 @@ ALLOWED = {
     "tests/shipped/test_chat_command.py": (8, 0, "the first chat compiles all programs of sampling"),
     "tests/shipped/test_local_adapter.py": (8, 0, "the first job compiles all programs of a loss"),
     "tests/shipped/test_local_policy.py::test_snapshots_are_made": (10, 0, "makes the policies of a run, and samples"),
+    "jaxft/": (100, 0, "an example is what a user types: each operation a program of its own"),
+    "tests/core/test_checks.py": (8, 0, "lists become arrays outside of any jit, as users give them"),
+    "tests/core/test_generate.py": (8, 0, "a call of generate is five programs, of which none is large here"),
+    "tests/core/test_invariance.py": (8, 0, "an update of microbatches is six programs, beside those of whole layouts"),
+    "tests/core/test_update.py": (12, 0, "the same: the programs of an update are what these tests are about"),
 }
 """Tests that may do more, by the longest matching beginning of their name, with the reason."""
 

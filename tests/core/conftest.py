@@ -1,7 +1,7 @@
 """Models small enough to compute by hand, and one real decoder, shared by the tests of the core."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxft.core.types import Model
@@ -46,6 +46,6 @@ def tiny():
     """A decoder and its weights, with logits that have a standard deviation of about 1."""
     model = decoder(model_preset("qwen3-50k", vocab_size=VOCABULARY))
     params = jax.jit(model.init)(jax.random.key(0))
-    embedding = params["embed"]
-    params["embed"] = embedding / jnp.std(embedding) * model.config.hidden_size**-0.5
+    embedding = np.asarray(params["embed"])
+    params["embed"] = jax.device_put(embedding / embedding.std() * np.float32(model.config.hidden_size**-0.5))
     return model, params

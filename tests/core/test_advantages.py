@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,6 +37,12 @@ def of_vectors(name, rewards, group_ids):
     return {"group_mean": group_mean_advantages, "leave_one_out": leave_one_out_advantages}[name](rewards, group_ids)
 
 
+@jax.jit
+def on_device(rewards, group_ids):
+    """Advantages by every estimator."""
+    return {estimator.__name__: estimator(rewards, group_ids) for estimator in GROUP_ESTIMATORS}
+
+
 def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
     """The definitions again, written without a single trick of the code under test."""
     rewards, group_ids = np.asarray(rewards, np.float64), np.asarray(group_ids)
@@ -59,19 +64,21 @@ def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
     return result
 
 
-@pytest.mark.parametrize("name", ["group_eps_1e-6", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("case", VECTORS, ids=["case0", "case1"])
-def test_published_numbers(case, name):
-    expected = case["expected"][name]
-    got = of_vectors(name, case["rewards"], case["group_ids"])
-    assert got.dtype == np.float64
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-8)
+def test_published_numbers(case):
+    names = ("group_eps_1e-6", "group_mean", "leave_one_out")
 
-    jitted = jax.jit(of_vectors, static_argnums=0)(
-        name, jnp.array(case["rewards"], jnp.float32), jnp.array(case["group_ids"])
-    )
-    assert jitted.dtype == jnp.float32
-    np.testing.assert_allclose(jitted, expected, rtol=1e-5, atol=1e-5)
+    @jax.jit
+    def of_all(rewards, group_ids):
+        return [of_vectors(name, rewards, group_ids) for name in names]
+
+    jitted = of_all(np.array(case["rewards"], np.float32), np.array(case["group_ids"]))
+    for name, fast in zip(names, jitted, strict=True):
+        got = of_vectors(name, case["rewards"], case["group_ids"])
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, case["expected"][name], rtol=0, atol=1e-8)
+        assert fast.dtype == np.float32
+        np.testing.assert_allclose(fast, case["expected"][name], rtol=1e-5, atol=1e-5)
 
 
 def test_batch_estimator_by_hand():
@@ -99,7 +106,7 @@ def test_no_signal_is_exactly_zero(estimator, on_host):
     if on_host:
         got = estimator(rewards, groups)
     else:
-        got = jax.jit(estimator)(jnp.array(rewards, jnp.float32), jnp.array(groups))
+        got = on_device(np.array(rewards, np.float32), np.array(groups))[estimator.__name__]
     assert np.array_equal(got, np.zeros(8))
 
 
@@ -108,9 +115,7 @@ def test_no_signal_is_exactly_zero(estimator, on_host):
 def test_unscorable_members_count_for_nobody(estimator, on_host):
     rewards = np.array([NAN, 1.0, INF, 0.0, -INF, 0.5, NAN, 4.0])
     groups = np.array([0, 0, 0, 0, 1, 1, 2, 3])  # the second group is left with one member, the third with none
-    if not on_host:
-        rewards, groups = jnp.array(rewards, jnp.float32), jnp.array(groups)
-    got = estimator(rewards, groups)
+    got = estimator(rewards, groups) if on_host else on_device(rewards.astype(np.float32), groups)[estimator.__name__]
     assert np.array_equal(np.flatnonzero(np.asarray(got)), [1, 3])
     np.testing.assert_allclose(got, one_group_at_a_time(estimator, rewards, groups), rtol=1e-6)
 
@@ -157,14 +162,19 @@ def test_estimators_by_name():
         estimate_advantages(rewards, groups, "median")
 
 
-@pytest.mark.parametrize("xp", [np, jnp])
-def test_several_rewards_by_hand(xp):
-    table = xp.asarray([[1.0, 10.0], [0.0, 30.0], [0.0, NAN], [5.0, 5.0]])
-    assert np.array_equal(weighted_sum(table, [1.0, 0.1]), xp.asarray([2.0, 3.0, NAN, 5.5]), equal_nan=True)
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["numpy", "jax"])
+def test_several_rewards_by_hand(jit):
+    table = np.array([[1.0, 10.0], [0.0, 30.0], [0.0, NAN], [5.0, 5.0]], np.float32)
+
+    @jit
+    def combined(table, group_ids):
+        return weighted_sum(table, [1.0, 0.1]), normalize_then_sum(table, group_ids, [1.0, 3.0], eps=0.0)
+
+    summed, normalized = combined(table, np.array([0, 0, 0, 1]))
+    np.testing.assert_allclose(summed, [2.0, 3.0, NAN, 5.5], rtol=1e-7)
     # Members with both: (1, 0) and (10, 30) have spreads sqrt(1/2) and sqrt(200); the last one is alone.
-    got = normalize_then_sum(table, xp.asarray([0, 0, 0, 1]), [1.0, 3.0], eps=0.0)
     half = np.sqrt(0.5)
-    np.testing.assert_allclose(got, [half - 3 * half, -half + 3 * half, 0.0, 0.0], rtol=1e-5)
+    np.testing.assert_allclose(normalized, [half - 3 * half, -half + 3 * half, 0.0, 0.0], rtol=1e-5)
     with pytest.raises(ValueError, match=r"rewards have shape \(4, 2\) and there are 1 weights"):
         weighted_sum(table, [1.0])
 
@@ -210,8 +220,7 @@ def test_a_step_reward_that_is_missing_makes_the_trajectory_unscorable():
     assert got.tolist() == [[0.5, 0.0], [0.0, 0.0], [-0.5, 0.0], [0.0, 0.0]]
 
 
-CASES = [(case, name) for case in range(2) for name in VECTORS[case]["expected"] if "gamma" in name]
-QUICKLY = {"xla_backend_optimization_level": 0}
+NAMES = [name for name in VECTORS[0]["expected"] if "gamma" in name]
 
 
 def of_returns(name, rewards, token_rewards, values, mask):
@@ -224,19 +233,24 @@ def of_returns(name, rewards, token_rewards, values, mask):
     return whiten(advantages, mask), returns
 
 
-@pytest.mark.parametrize(("case", "name"), CASES)
-def test_published_returns(case, name):
-    expected, case = VECTORS[case]["expected"][name], VECTORS[case]
+@pytest.mark.parametrize("case", VECTORS, ids=["case0", "case1"])
+def test_published_returns(case):
     mask = np.array(case["completion_mask"], bool)
     arrays = [np.array(case[field]) for field in ("rewards", "token_rewards", "values")]
-    on_host = of_returns(name, *arrays, mask)
-    jitted = jax.jit(of_returns, static_argnums=0, compiler_options=QUICKLY)
-    on_device = jitted(name, *(jnp.array(array, jnp.float32) for array in arrays), jnp.array(mask))
-    for got, fast, field in zip(on_host, on_device, ("advantages", "returns"), strict=True):
-        want = np.where(mask, expected[field], 0.0)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-8)
-        np.testing.assert_allclose(fast, want, rtol=1e-4, atol=1e-5)
-        assert (got.dtype, fast.dtype) == (np.float64, np.float32)
+
+    @jax.jit
+    def of_all(*arrays):
+        return [of_returns(name, *arrays) for name in NAMES]
+
+    results = of_all(*(array.astype(np.float32) for array in arrays), mask)
+    assert len(NAMES) == 6
+    for name, on_device in zip(NAMES, results, strict=True):
+        on_host = of_returns(name, *arrays, mask)
+        for got, fast, field in zip(on_host, on_device, ("advantages", "returns"), strict=True):
+            want = np.where(mask, case["expected"][name][field], 0.0)
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-8, err_msg=name)
+            np.testing.assert_allclose(fast, want, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert (got.dtype, fast.dtype) == (np.float64, np.float32)
 
 
 def one_row_at_a_time(rewards, values, mask, gamma, lam):
@@ -256,17 +270,19 @@ def one_row_at_a_time(rewards, values, mask, gamma, lam):
     return advantages, returns
 
 
-@pytest.mark.parametrize("xp", [np, jnp])
-def test_a_row_that_was_cut_goes_on_with_its_value(xp):
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["numpy", "jax"])
+def test_a_row_that_was_cut_goes_on_with_its_value(jit):
     """Deltas of the first row 1 + 0.5 x 2 - 0.25 and 0.5 x 0.25 - 0.5; the second, not cut, ends with 0."""
-    rewards, values = xp.array([[0.0, 9.0, 1.0, 0.0], [0.0] * 4]), xp.array([[0.5, 9.0, 0.25, 9.0], [0.5] * 4])
-    mask = xp.array([[True, False, True, False], [False, True, False, False]])
-    rewards = xp.where(mask, rewards, 0.0)
-    got = gae(rewards, values, mask, gamma=0.5, lam=0.5, bootstrap_values=xp.array([2.0, 0.0]))
+    rewards, values = (
+        np.array(rows, np.float32) for rows in ([[0.0, 0.0, 1.0, 0.0], [0.0] * 4], [[0.5, 9.0, 0.25, 9.0], [0.5] * 4])
+    )
+    mask = np.array([[True, False, True, False], [False, True, False, False]])
+    cut = jit(lambda *arrays: gae(*arrays[:3], gamma=0.5, lam=0.5, bootstrap_values=arrays[3]))
+    got = cut(rewards, values, mask, np.array([2.0, 0.0], np.float32))
     np.testing.assert_allclose(got.advantages, [[-0.375 + 0.25 * 1.75, 0, 1.75, 0], [0, -0.5, 0, 0]], rtol=1e-6)
     np.testing.assert_allclose(got.returns, [[0.5625, 0, 2.0, 0], [0, 0, 0, 0]], rtol=1e-6)
     with pytest.raises(ValueError, match=r"bootstrap_values have shape \(3,\); wanted one per row, \(2,\)"):
-        inspect.unwrap(gae)(rewards, values, mask, bootstrap_values=xp.zeros(3))
+        inspect.unwrap(gae)(rewards, values, mask, bootstrap_values=np.zeros(3))
 
 
 arrays = st.integers(0, 2**32 - 1).map(np.random.default_rng)
@@ -304,11 +320,14 @@ def test_the_outcome_stands_on_the_last_trained_token():
     np.testing.assert_array_equal(outcome_rewards(np.array([3.0, 5.0]), mask), [[0, 0, 3, 0], [0, 0, 0, 0]])
 
 
+jitted_whiten = jax.jit(whiten)
+
+
 @pytest.mark.parametrize("values", [[[2.0, 2.0, 2.0]], [[1e7, 1e7 + 1, 1e7]], [[0.1 + 0.2, 0.3, 0.3]]])
-@pytest.mark.parametrize("xp", [np, jnp])
-def test_equal_values_whiten_to_zero(values, xp):
-    x = xp.asarray(values, xp.float32 if xp is jnp else np.float64)
-    assert not np.any(whiten(x, xp.ones(x.shape, bool)))
+def test_equal_values_whiten_to_zero(values):
+    x, mask = np.array(values), np.ones((1, 3), bool)
+    for found in (whiten(x, mask), jitted_whiten(x.astype(np.float32), mask)):
+        assert not np.asarray(found).any()
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -328,8 +347,8 @@ def test_by_hand(dtype):
     got = soft_overlong_punishment(lengths, 100, 20)
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, PENALTIES, rtol=1e-12)
-    jitted = jax.jit(soft_overlong_punishment, static_argnums=(1, 2))(jnp.asarray(lengths), 100, 20)
-    assert jitted.dtype == jnp.float32
+    jitted = jax.jit(soft_overlong_punishment, static_argnums=(1, 2))(lengths, 100, 20)
+    assert jitted.dtype == np.float32
     np.testing.assert_allclose(jitted, PENALTIES, rtol=1e-6)
 
 

@@ -14,8 +14,8 @@ from jaxft.core.objectives import grpo_loss, score_batch
 from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch
 
-MASK = jnp.array([[True, True, True, False], [True, True, False, False]])
-D = jnp.log(jnp.array([[3.0, 0.25, 1.0, 9.0], [1.5, 1.2, 9.0, 9.0]]))
+MASK = np.array([[True, True, True, False], [True, True, False, False]])
+D = np.log(np.array([[3.0, 0.25, 1.0, 9.0], [1.5, 1.2, 9.0, 9.0]], np.float32))
 """Ratios of the trained tokens: 3, 0.25, 1 (product 0.75, geometric mean 0.909) and 1.5, 1.2 (1.8, 1.342)."""
 
 EXPECTED = {
@@ -29,42 +29,70 @@ EXPECTED = {
 }
 
 
-def correct(d, mask, kind, **knobs):
-    fixed = partial(sampler_correction, kind=kind, **knobs)
-    return jax.jit(lambda d, mask: fixed(d - 1.0, jnp.full_like(d, -1.0), mask, count_tokens(mask)))(d, mask)
+CASES = {name: {"kind": name} for name in EXPECTED} | {
+    "high 1.5": {"kind": "sequence_truncate", "high": 1.5},
+    "mask, high 1.5": {"kind": "sequence_mask", "high": 1.5},
+    "geometric, high 1.3": {"kind": "sequence_geometric_mask", "high": 1.3},
+}
+PACKED = np.concatenate([D[:1, :3], D[1:, :2]], axis=1)
+
+
+@pytest.fixture(scope="module")
+def corrections():
+    """Every case on `D`, and the sums of the weights of a long row with their gradient, in one program."""
+
+    def correct(d, mask, **knobs):
+        return sampler_correction(d - 1.0, jnp.full_like(d, -1.0), mask, count_tokens(mask), **knobs)
+
+    @jax.jit
+    def of_all(d, mask, long, packed, segments):
+        def total(long, kind):
+            return correct(long, jnp.ones(long.shape, bool), kind=kind).weights.sum()
+
+        return (
+            {name: correct(d, mask, **knobs) for name, knobs in CASES.items()},
+            {kind: jax.value_and_grad(total)(long, kind) for kind in EXPECTED},
+            sampler_correction(
+                packed, jnp.zeros_like(packed), jnp.ones((1, 5), bool), kind="sequence_mask", segment_ids=segments
+            ),
+            ratio_moments(d, jnp.zeros_like(d), mask, count_tokens(mask)),
+        )
+
+    long = np.ones((1, 4000), np.float32)
+    return jax.device_get(of_all(D, MASK, long, PACKED, np.array([[1, 1, 1, 2, 2]])))
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_by_hand(kind):
-    weights, share, old = correct(D, MASK, kind)
+def test_by_hand(corrections, kind):
+    weights, share, old = corrections[0][kind]
     assert (old is None) == (kind != "ratio")
-    trained = np.asarray(MASK)[:, :3]
+    trained = MASK[:, :3]
     np.testing.assert_allclose(weights[:, :3][trained], np.array(EXPECTED[kind][0])[trained], rtol=1e-5)
     np.testing.assert_allclose(share, EXPECTED[kind][1], rtol=1e-6)
 
 
-def test_bounds_of_sequences():
-    assert correct(D, MASK, "sequence_truncate", high=1.5).weights[:, 0].tolist() == pytest.approx([0.75, 1.5])
-    weights, share, _ = correct(D, MASK, "sequence_mask", high=1.5)
+def test_bounds_of_sequences(corrections):
+    found = corrections[0]
+    assert found["high 1.5"].weights[:, 0].tolist() == pytest.approx([0.75, 1.5])
+    weights, share, _ = found["mask, high 1.5"]
     assert weights[:, 0].tolist() == pytest.approx([0.75, 0.0])
     assert float(share) == pytest.approx(2 / 5)
-    assert correct(D, MASK, "sequence_geometric_mask", high=1.3).weights[:, 0].tolist() == [1.0, 0.0]
+    assert found["geometric, high 1.3"].weights[:, 0].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_long_rows_neither_overflow_nor_have_a_gradient(kind):
-    d = jnp.full((1, 4000), 1.0)
-    mask = jnp.ones(d.shape, bool)
-    weights, gradient = jax.value_and_grad(lambda d: correct(d, mask, kind).weights.sum())(d)
+def test_long_rows_neither_overflow_nor_have_a_gradient(corrections, kind):
+    weights, gradient = corrections[1][kind]
     assert np.isfinite(weights) and not gradient.any()
 
 
-def test_segments_are_rows():
-    packed = jnp.concatenate([D[:1, :3], D[1:, :2]], axis=1)
-    segments = jnp.array([[1, 1, 1, 2, 2]])
-    mask = jnp.ones((1, 5), bool)
-    got = sampler_correction(packed, jnp.zeros_like(packed), mask, kind="sequence_mask", segment_ids=segments)
-    np.testing.assert_allclose(got.weights, [[0.75] * 3 + [1.8] * 2], rtol=1e-5)
+def test_segments_are_rows(corrections):
+    np.testing.assert_allclose(corrections[2].weights, [[0.75] * 3 + [1.8] * 2], rtol=1e-5)
+
+
+def test_moments_of_the_ratio(corrections):
+    ratios = np.array([3.0, 0.25, 1.0, 1.5, 1.2])
+    np.testing.assert_allclose(corrections[3], [ratios.mean(), (ratios**2).mean()], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +105,7 @@ def test_segments_are_rows():
 )
 def test_refusals(kind, knobs, message):
     with pytest.raises(ValueError, match=message):
-        sampler_correction(D, D, MASK, kind=kind, **knobs)
+        jax.eval_shape(partial(sampler_correction, kind=kind, **knobs), D, D, MASK)
 
 
 def tree(params, tokens, positions):
@@ -86,57 +114,64 @@ def tree(params, tokens, positions):
 
 
 TREE = jaxft.from_function(tree)
-NOW, BEFORE = ({"logits": jnp.array(rows)} for rows in ([[0.3, -0.2], [1.0, 0.1], [-0.4, 0.6]], jnp.zeros((3, 2))))
+NOW, BEFORE = (
+    {"logits": np.array(rows, np.float32)}
+    for rows in ([[0.3, -0.2], [1.0, 0.1], [-0.4, 0.6]], [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+)
 REWARDS = np.array([1.0, -0.5, 0.25, -2.0])
 WIDE = {"clip_low": 1.0, "clip_high": 1e4}  # no clip bites
 
 
-def every_answer(length):
-    """All answers of this length to one prompt token."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 token", "2 tokens"])
+def stale_gradients(request):
+    """Number of tokens, the expected gradients of losses on answers that BEFORE sampled, and the exact gradient.
+
+    The answers are all of this length to one prompt token; exact is the gradient of NOW's expected reward.
+    """
+    length = request.param
     answers = np.array(np.meshgrid(*[[0, 1]] * length, indexing="ij")).reshape(length, -1).T
-    tokens = np.pad(answers, ((0, 0), (1, 0)))
-    return Batch(jnp.asarray(tokens), jnp.asarray(np.pad(np.ones(answers.shape, bool), ((0, 0), (1, 0)))))
+    tokens, mask = np.pad(answers, ((0, 0), (1, 0))), np.pad(np.ones(answers.shape, bool), ((0, 0), (1, 0)))
+    kinds = {"ratio": {}, "token_truncate": {"high": 1e4}, "sequence_truncate": {"high": 1e4}, "none": {}, None: {}}
+
+    @jax.jit
+    def gradients(now, before, tokens, mask, rewards):
+        batch = Batch(tokens, mask)
+
+        def probabilities(params):
+            logprobs = score_batch(TREE, params, batch).logprobs
+            return jnp.exp(jnp.where(mask, logprobs, 0.0).sum(axis=1))
+
+        weighted = rewards * probabilities(before) * mask.sum()
+        behavior = score_batch(TREE, before, batch).logprobs
+        given = batch._replace(advantages=weighted, behavior_logprobs=behavior)
+
+        def estimate(kind):
+            options = {"loss": partial(policy_loss, loss="dapo", **WIDE)}
+            if kind is not None:
+                options["correction"] = partial(sampler_correction, kind=kind, **kinds[kind])
+            return -jax.grad(lambda params: grpo_loss(TREE, params, given, **options)[0])(now)["logits"]
+
+        exact = jax.grad(lambda params: (probabilities(params) * rewards).sum())(now)["logits"]
+        return {kind: estimate(kind) for kind in kinds if kind}, estimate(None), exact
+
+    rewards = REWARDS[: 2**length].astype(np.float32)
+    of_kinds, uncorrected, exact = jax.device_get(gradients(NOW, BEFORE, tokens, mask, rewards))
+    return length, of_kinds | {None: uncorrected}, exact
 
 
-def probabilities(params, batch):
-    logprobs = score_batch(TREE, params, batch).logprobs
-    return jnp.exp(jnp.where(batch.completion_mask, logprobs, 0.0).sum(axis=1))
+def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(stale_gradients):
+    """Of several tokens only with the weight of their whole sequence.
 
-
-def stale_gradient(length, **correction):
-    """Expected gradient of the loss on answers that BEFORE sampled, and the gradient of NOW's expected reward."""
-    batch = every_answer(length)
-    rewards = REWARDS[: 2**length]
-    behavior = score_batch(TREE, BEFORE, batch).logprobs
-    weighted = rewards * np.asarray(probabilities(BEFORE, batch), np.float64) * batch.completion_mask.sum()
-    batch = batch._replace(advantages=jnp.asarray(weighted, jnp.float32), behavior_logprobs=behavior)
-    options = {"loss": partial(policy_loss, loss="dapo", **WIDE)}
-    if correction:
-        options["correction"] = partial(sampler_correction, **correction)
-    loss = partial(grpo_loss, TREE, batch=batch, **options)
-    estimated = -jax.grad(lambda params: loss(params)[0])(NOW)["logits"]
-    exact = jax.grad(lambda params: (probabilities(params, batch) * rewards).sum())(NOW)["logits"]
-    return estimated, exact
-
-
-@pytest.mark.parametrize("kind", ["ratio", "token_truncate", "sequence_truncate"])
-def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(kind):
-    estimated, exact = stale_gradient(1, kind=kind, high=1e4)
-    np.testing.assert_allclose(estimated, exact, atol=1e-6)
-
-
-def test_several_tokens_need_the_weight_of_their_whole_sequence():
-    estimated, exact = stale_gradient(2, kind="sequence_truncate", high=1e4)
-    np.testing.assert_allclose(estimated, exact, atol=1e-6)
-    # A ratio per token leaves out how likely the policies find the tokens before; here it errs as far as none at all.
+    A ratio per token leaves out how likely the policies find the tokens before; here it errs as far as none at all.
+    """
+    length, gradients, exact = stale_gradients
     biases = [
-        float(jnp.abs(stale_gradient(2, **options)[0] - exact).max() / jnp.abs(exact).max())
-        for options in ({"kind": "ratio"}, {"kind": "token_truncate", "high": 1e4}, {"kind": "none"}, {})
+        np.abs(gradients[kind] - exact).max() / np.abs(exact).max()
+        for kind in ("ratio", "token_truncate", "none", None)
     ]
-    assert biases == pytest.approx([0.4264, 0.4264, 0.3068, 0.3068], abs=1e-4)
-
-
-def test_moments_of_the_ratio():
-    mean, square_mean = ratio_moments(D, jnp.zeros_like(D), MASK, count_tokens(MASK))
-    ratios = np.array([3.0, 0.25, 1.0, 1.5, 1.2])
-    np.testing.assert_allclose([mean, square_mean], [ratios.mean(), (ratios**2).mean()], rtol=1e-6)
+    if length == 1:
+        for kind in ("ratio", "token_truncate"):
+            np.testing.assert_allclose(gradients[kind], exact, atol=1e-6)
+    else:
+        assert biases == pytest.approx([0.4264, 0.4264, 0.3068, 0.3068], abs=1e-4)
+    np.testing.assert_allclose(gradients["sequence_truncate"], exact, atol=1e-6)

@@ -13,7 +13,7 @@ from jaxft.core.divergence import Teacher, divergence
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.objectives import grpo_loss
 from jaxft.core.types import Batch
-from jaxft.core.update import init_train_state, make_update
+from jaxft.core.update import init_train_state, make_update, split_rows
 
 KINDS = ("reverse", "forward", "jensen_shannon")
 V, W = 11, 13
@@ -43,60 +43,83 @@ def enumerated(student, teacher, temperature, kind, mixing=0.5):
     return np.array(values), np.array(gradients)
 
 
+MIXINGS = (0.1, 0.5)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Divergences of every kind with their gradients, in one program, by `(kind, mixing)`."""
+
+    @jax.jit
+    def of_all(student, teacher, temperature):
+        def total(student, kind, mixing):
+            each = divergence(student, teacher, temperature, kind, mixing)
+            return jnp.sum(jnp.where(jnp.isfinite(each), each, 0.0)), each
+
+        by = jax.grad(total, has_aux=True)
+        return [by(student, kind, mixing) for kind in KINDS for mixing in MIXINGS]
+
+    def by_name(*arrays):
+        results = jax.device_get(of_all(*(np.asarray(array, np.float32) for array in arrays)))
+        names = [(kind, mixing) for kind in KINDS for mixing in MIXINGS]
+        return {name: (values, gradient) for name, (gradient, values) in zip(names, results, strict=True)}
+
+    return by_name
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mixing", [0.1, 0.5])
-def test_values_and_gradients_are_those_of_enumeration(kind, mixing):
-    draw = np.random.default_rng(0)
-    student, teacher = (jnp.asarray(draw.normal(scale=3.0, size=(6, V)), jnp.float32) for _ in range(2))
-    temperature = jnp.array([1.0, 0.5, 2.0, 1.0, 0.7, 1.3])
-
-    def total(student):
-        found = divergence(student, teacher, temperature, kind, mixing)
-        return found.sum(), found
-
-    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(student)
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_values_and_gradients_are_those_of_enumeration(found, kind, mixing):
+    student, teacher = np.random.default_rng(0).normal(scale=3.0, size=(2, 6, V)).astype(np.float32)
+    temperature = np.array([1.0, 0.5, 2.0, 1.0, 0.7, 1.3])
+    got, gradient = found(student, teacher, temperature)[kind, mixing]
     values, gradients = enumerated(student, teacher, temperature, kind, mixing)
-    np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, values, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_are_impossible_for_one_of_both(kind):
+def test_tokens_that_are_impossible_for_one_of_both(found, kind):
     """A token without probability in both distributions adds nothing; a large finite number stands for infinity."""
-    student = jnp.array([[0.0, 1.0, -jnp.inf]])
-    both = jnp.array([[1.0, 0.0, -jnp.inf]])
-    without = divergence(student[:, :2], both[:, :2], jnp.ones(1), kind)
-    found, gradient = jax.value_and_grad(lambda z: divergence(z, both, jnp.ones(1), kind)[0])(student)
-    np.testing.assert_allclose(found, without[0], rtol=1e-6)
-    assert np.isfinite(gradient).all()
-    only_student = divergence(jnp.zeros((1, 3)), both, jnp.ones(1), kind)[0]
-    assert np.isfinite(only_student) and (only_student > 1e20) == (kind == "reverse")
+    impossible = np.full((6, V), -np.inf)
+    student, both = impossible.copy(), impossible.copy()
+    student[:, :2], both[:, :2] = [0.0, 1.0], [1.0, 0.0]
+    student[3:, 2] = 0.5
+    values, gradient = found(student, both, np.ones(6))[kind, 0.5]
+    without, _ = enumerated(student[:3, :2], both[:3, :2], np.ones(3), kind)
+    np.testing.assert_allclose(values[:3], without, rtol=1e-6)
+    assert np.isfinite(gradient[:3]).all()
+    assert np.isfinite(values[3:]).all() and np.all((values[3:] > 1e20) == (kind == "reverse"))
 
 
 def test_vocabularies_of_two_sizes_are_compared_where_both_have_tokens():
     draw = np.random.default_rng(1)
-    student, teacher = draw.normal(size=(2, V)), draw.normal(size=(2, W))
+    student, teacher = draw.normal(size=(2, V)).astype(np.float32), draw.normal(size=(2, W)).astype(np.float32)
     values, _ = enumerated(student, teacher[:, :V], np.ones(2), "reverse")
-    np.testing.assert_allclose(divergence(jnp.asarray(student), jnp.asarray(teacher), jnp.ones(2)), values, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(divergence)(student, teacher, np.ones(2, np.float32)), values, rtol=1e-5)
 
 
 def test_mixtures_outside_of_the_unit_interval_are_refused():
     with pytest.raises(ValueError, match="mixing is 1"):
-        divergence(jnp.zeros((1, 2)), jnp.zeros((1, 2)), jnp.ones(1), "jensen_shannon", 1.0)
+        jax.eval_shape(lambda x: divergence(x, x, x[:, 0], "jensen_shannon", 1.0), np.zeros((1, 2), np.float32))
 
 
 def test_the_expected_sampled_form_is_the_gradient_of_the_reverse_divergence():
     """`sum over tokens of p (log q - log p) grad log p`, all tokens enumerated, is minus the gradient of KL(p || q)."""
-    draw = np.random.default_rng(2)
-    student, teacher = (jnp.asarray(draw.normal(size=(1, V))) for _ in range(2))
-    logprobs = jax.nn.log_softmax(student)[0]
-    gain = jax.nn.log_softmax(teacher)[0] - logprobs  # the advantage of each token
 
-    def surrogate(student):
-        return jnp.sum(jax.lax.stop_gradient(jnp.exp(logprobs) * gain) * jax.nn.log_softmax(student)[0])
+    @jax.jit
+    def both_ways(student, teacher):
+        logprobs = jax.nn.log_softmax(student)[0]
+        gain = jax.nn.log_softmax(teacher)[0] - logprobs  # the advantage of each token
 
-    expected = jax.grad(lambda z: divergence(z, teacher, jnp.ones(1))[0])(student)
-    np.testing.assert_allclose(jax.grad(surrogate)(student), -expected, atol=1e-6)
+        def surrogate(z):
+            return jnp.sum(jax.lax.stop_gradient(jnp.exp(logprobs) * gain) * jax.nn.log_softmax(z)[0])
+
+        expected = jax.grad(lambda z: divergence(z, teacher, jnp.ones(1))[0])(student)
+        return jax.grad(surrogate)(student), -expected
+
+    student, teacher = np.random.default_rng(2).normal(size=(2, 1, V)).astype(np.float32)
+    np.testing.assert_allclose(*both_ways(student, teacher), atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +133,8 @@ def models():
 
     def params(width):
         return {
-            "embedding": jnp.asarray(draw.normal(size=(V, width)), jnp.float32),
-            "kernel": jnp.asarray(draw.normal(size=(width, V)), jnp.float32),
+            "embedding": draw.normal(size=(V, width)).astype(np.float32),
+            "kernel": draw.normal(size=(width, V)).astype(np.float32),
         }
 
     return jaxft.from_function(network), params(4), jaxft.from_function(network), params(9)
@@ -126,29 +149,29 @@ def batch():
     return Batch(tokens, mask, np.zeros(3, np.float32), temperatures)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_tokens", [1, 4, None])
-def test_chunks_give_the_scores_of_whole_tables(models, batch, kind, chunk_tokens):
+def test_chunks_give_the_scores_of_whole_tables(models, batch, chunk_tokens):
     model, params, other, teacher_params = models
-    tokens = jnp.asarray(batch.tokens)
-    scored = token_logprobs(
-        model,
-        params,
-        tokens,
-        temperature=jnp.asarray(batch.temperatures),
-        chunk_tokens=chunk_tokens,
-        teacher=Teacher(other, kind),
-        teacher_params=teacher_params,
-    )
-    plain = token_logprobs(model, params, tokens, temperature=jnp.asarray(batch.temperatures))
-    np.testing.assert_allclose(scored.logprobs, plain.logprobs, rtol=1e-6)
-    student, teacher = (
-        np.asarray(each.apply(own, tokens, tokens)[0])[:, :-1].reshape(-1, V)
-        for each, own in ((model, params), (other, teacher_params))
-    )
-    values, _ = enumerated(student, teacher, batch.temperatures[:, 1:].reshape(-1), kind)
-    np.testing.assert_allclose(scored.divergence[:, 1:].reshape(-1), values, rtol=1e-5, atol=1e-6)
-    assert not scored.divergence[:, 0].any()
+
+    @jax.jit
+    def scores(params, teacher_params, tokens, temperatures):
+        def score(**knobs):
+            return token_logprobs(model, params, tokens, temperature=temperatures, **knobs)
+
+        of_kinds = [
+            score(chunk_tokens=chunk_tokens, teacher=Teacher(other, kind), teacher_params=teacher_params)
+            for kind in KINDS
+        ]
+        both = ((model, params), (other, teacher_params))
+        return of_kinds, score(), [each.apply(own, tokens, tokens)[0] for each, own in both]
+
+    scored, plain, logits = jax.device_get(scores(params, teacher_params, batch.tokens, batch.temperatures))
+    student, teacher = (each[:, :-1].reshape(-1, V) for each in logits)
+    for kind, found in zip(KINDS, scored, strict=True):
+        np.testing.assert_allclose(found.logprobs, plain.logprobs, rtol=1e-6)
+        values, _ = enumerated(student, teacher, batch.temperatures[:, 1:].reshape(-1), kind)
+        np.testing.assert_allclose(found.divergence[:, 1:].reshape(-1), values, rtol=1e-5, atol=1e-6)
+        assert not found.divergence[:, 0].any()
 
 
 def test_an_update_moves_the_student_to_the_teacher_and_leaves_the_teacher(models, batch):
@@ -156,7 +179,8 @@ def test_an_update_moves_the_student_to_the_teacher_and_leaves_the_teacher(model
     loss = partial(grpo_loss, teacher=Teacher(other, "forward"), teacher_coef=2.0)
     optimizer = optax.adam(0.05)
     update = make_update(model, loss, optimizer)
-    both = {"policy": jax.tree.map(jnp.copy, params), "teacher": teacher_params}
+    teacher_params = jax.device_put(teacher_params)
+    both = {"policy": jax.device_put(jax.tree.map(np.array, params)), "teacher": teacher_params}
     state = init_train_state(both, optimizer, model)
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(jax.tree.leaves(params))
     distances = []
@@ -171,14 +195,13 @@ def test_an_update_moves_the_student_to_the_teacher_and_leaves_the_teacher(model
 
 def test_microbatches_add_up_to_the_batch(models, batch):
     model, params, other, teacher_params = models
-    loss = partial(grpo_loss, teacher=Teacher(other))
-    found = []
-    for rows in (None, 1, 2):
-        optimizer = optax.sgd(0.1)
-        update = make_update(model, loss, optimizer, microbatch_rows=rows)
-        both = {"policy": jax.tree.map(jnp.copy, params), "teacher": teacher_params}
-        state, metrics = update(init_train_state(both, optimizer, model), batch)
+    optimizer = optax.sgd(0.1)
+    update, found = make_update(model, partial(grpo_loss, teacher=Teacher(other)), optimizer), []
+    for rows in (None, 2):
+        both = {"policy": params, "teacher": teacher_params}
+        state = init_train_state(jax.device_put(jax.tree.map(np.array, both)), optimizer, model)
+        state, metrics = update(state, split_rows(batch, rows))
         found.append((state.params["policy"]["kernel"], metrics["teacher_divergence"]))
-    for kernel, distance in found[1:]:
-        np.testing.assert_allclose(kernel, found[0][0], atol=1e-6)
-        np.testing.assert_allclose(distance, found[0][1], rtol=1e-6)
+    (whole, whole_distance), (kernel, distance) = found
+    np.testing.assert_allclose(kernel, whole, atol=1e-6)
+    np.testing.assert_allclose(distance, whole_distance, rtol=1e-6)
