@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,14 +125,15 @@ def damages(draw: random.Random) -> dict[str, Callable[[Path], Any]]:
     }
 
 
-def limit_file_size(size_bytes: int) -> Callable[[], None]:
-    """For `preexec_fn`: no file of the process grows beyond this; writing more is an error, as on a full disk."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
-
-    return limit
+@contextlib.contextmanager
+def limited_file_size(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond this within the block; writing more is an error, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Toy components: an agent without a language model, and a trainer that trains nothing."""
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -125,11 +127,19 @@ class ToyAdapterConfig(TrainerAdapterConfig, name="toy_adapter"):
     status: TrainingStatusEnum = TrainingStatusEnum.COMPLETED
     metrics: dict[str, float] = Field(default_factory=dict)
     refuses: bool = False
+    memory: dict[str, float] = Field(default_factory=dict)
+    advice: str | None = None
 
 
 class ToyAdapter(TrainerAdapter):
     async def is_healthy(self) -> bool:
         return True
+
+    async def memory(self) -> dict[str, float]:
+        return self.adapter_config.memory
+
+    def memory_advice(self, memory: dict[str, float]) -> str | None:
+        return self.adapter_config.advice
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         if self.adapter_config.refuses:
@@ -281,3 +291,30 @@ async def leaky_agent(config, builder):
         return " ".join(secrets)
 
     yield answer
+
+
+@pytest.fixture
+def take_place_of_processes(monkeypatch):
+    """Lets a coroutine function, called with the command and a log, take the place of each process of a sweep."""
+
+    class Process:
+        def __init__(self, working):
+            self._working = working
+
+        async def wait(self):
+            await asyncio.wait({self._working})
+            return -signal.SIGTERM if self._working.cancelled() else self._working.result()
+
+        def terminate(self):
+            self._working.cancel()
+
+        kill = terminate
+
+    def take_place(work):
+        async def start(*command, stdout, **options):
+            log = os.fdopen(os.dup(stdout.fileno()), "a", buffering=1)
+            return Process(asyncio.create_task(work(command, log)))
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+    return take_place

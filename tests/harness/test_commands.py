@@ -189,34 +189,41 @@ def test_a_validation_file_brings_its_own_agent_and_shares_the_models(run_file, 
     assert "eval.evaluators: has no 'match', which gives the reward" in capsys.readouterr().err
 
 
-def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsys, monkeypatch):
-    def real(run):
-        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}
-        run["trainer_adapters"]["local"] = {
-            "_type": "local_trainer_adapter", "llm": "policy", "microbatch_tokens": 384,
-        }  # fmt: skip
+def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsys):
+    def with_memory(run):
+        run["trainer_adapters"]["local"]["memory"] = {"parameters": 1.5, "update": 20.0}
 
-    assert main(["finetune", "--config_file", run_file(real), "--dry-run"]) == 0
+    assert main(["finetune", "--config_file", run_file(with_memory), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "dataset      3 examples, the first '0'" in shown
-    assert "components   ToyTrainer, ToyBuilder, LocalTrainerAdapter" in shown
-    for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
-        assert f"MiB  {purpose}" in shown
+    assert "components   ToyTrainer, ToyBuilder, ToyAdapter" in shown
+    for memory in ("1.5 MiB  parameters", "20.0 MiB  update", "21.5 MiB  in all"):
+        assert memory in shown
     assert "policy in training" in shown and "holds a run" not in shown
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
 
-    with monkeypatch.context() as small:
-        small.setattr("jaxft.shipped.memory_advice.device_mebibytes", lambda sharding: 1.0)
-        assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 1
-    said = capsys.readouterr().err
-    assert "this does not fit: a device has 1 MiB and" in said and "microbatch_tokens (now 384)" in said
-
-    def disabled(run):
-        run["finetuning"]["enabled"] = False
-
-    assert main(["finetune", "--config_file", run_file(disabled), "--dry-run"]) == 2
+    command = ["finetune", "--config_file", "run.yml", "--dry-run", "--set"]
+    assert main([*command, "trainer_adapters.local.advice=take less"]) == 1
+    assert "take less" in capsys.readouterr().err
+    assert main([*command, "finetuning.enabled=false"]) == 2
     assert "finetuning.enabled: is false" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_memory_of_a_policy(run_file, capsys, monkeypatch):
+    def real(run):
+        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 4, "max_context_tokens": 32}
+        run["trainer_adapters"]["local"] = {
+            "_type": "local_trainer_adapter", "llm": "policy", "microbatch_tokens": 384,
+        }  # fmt: skip
+
+    monkeypatch.setattr("jaxft.shipped.memory_advice.device_mebibytes", lambda sharding: 1.0)
+    assert main(["finetune", "--config_file", run_file(real), "--dry-run"]) == 1
+    shown = capsys.readouterr()
+    for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
+        assert f"MiB  {purpose}" in shown.out
+    assert "this does not fit: a device has 1 MiB and" in shown.err and "microbatch_tokens (now 384)" in shown.err
 
 
 def test_a_dry_run_says_when_the_directory_is_taken(run_file, tmp_path, capsys):

@@ -137,9 +137,9 @@ def test_ctrl_c_in_a_pipe_ends_the_program(talk):
     assert code == 130 and out == "so far\n"
 
 
-@pytest.fixture
-def tools(tmp_path):
-    path = tmp_path / f"tools_{tmp_path.name}.py"
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "tools_of_a_conversation.py"
     path.write_text(
         'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: one.\n        b: another.\n    """\n'
         "    return a + b\n\n"
@@ -207,8 +207,20 @@ def test_answers_cannot_steer_the_terminal(talk):
     assert (out, err) == ("a\\x1b[31m\n", "\\x07\n")
 
 
-def test_the_history_goes_on_from_the_sampled_tokens(talk, make_policy):
-    policy = make_policy()
+@pytest.fixture(scope="module")
+def answering(policy):
+    """The policy after a first conversation, for which it has compiled its programs."""
+
+    async def run():
+        await Conversation(ChatClient(policy), Tools(), current_console(), max_tokens=8, seed=0).run()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.stdin", io.StringIO("x\ny\n"))
+        assert exit_code_of(run, on_stderr=True) == 0
+    return policy
+
+
+def test_the_history_goes_on_from_the_sampled_tokens(talk, answering):
     answered = []
 
     class Kept(ChatClient):
@@ -218,7 +230,7 @@ def test_the_history_goes_on_from_the_sampled_tokens(talk, make_policy):
 
     def ids(seed):
         answered.clear()
-        assert talk(Kept(policy), "x", "/retry", "y", "/reset", "x", max_tokens=8, seed=seed)[0] == 0
+        assert talk(Kept(answering), "x", "/retry", "y", "/reset", "x", max_tokens=8, seed=seed)[0] == 0
         return [each.token_ids for each in answered]
 
     once = ids(3)
@@ -228,23 +240,26 @@ def test_the_history_goes_on_from_the_sampled_tokens(talk, make_policy):
     assert len(set(once)) == 4 and ids(3) == once
 
 
-def test_half_of_a_character_does_not_end_the_chat(talk, policy):
-    code, _, err = talk(ChatClient(policy), "\ud800", "x", max_tokens=4, typed=True)
+def test_half_of_a_character_does_not_end_the_chat(talk, answering):
+    code, _, err = talk(ChatClient(answering), "\ud800", "x", max_tokens=4, typed=True)
     assert code == 0 and "U+D800" in err and "the message is taken back" in err and err.count("cut off") == 1
 
 
-def test_a_full_context_does_not_end_the_chat(talk, policy):
-    code, _, err = talk(ChatClient(policy), "x" * 200, "x", "/quit", max_tokens=4, typed=True)
-    assert code == 0 and f"the context of {policy.engine.max_context_tokens} tokens" in err
+def test_a_full_context_does_not_end_the_chat(talk, answering):
+    code, _, err = talk(ChatClient(answering), "x" * 200, "x", "/quit", max_tokens=4, typed=True)
+    assert code == 0 and f"the context of {answering.engine.max_context_tokens} tokens" in err
     assert err.count("cut off after 4 tokens") == 1
 
 
-def test_a_model_calls_a_tool(talk, make_scripted_policy, tokenizer, tools):
-    (schema,) = tools.schemas[:1]
-    template = make_scripted_policy([0] * 4).template
-    asked = template.prompt([{"role": "user", "content": "x?"}], tools=[schema]).ids
+@pytest.fixture(scope="module")
+def calling(answering, make_scripted_policy, tokenizer, tools):
+    """A policy that asks `add` for 2 + 3, and then says the sum."""
+    asked = answering.template.prompt([{"role": "user", "content": "x?"}], tools=tools.schemas[:1]).ids
     parts = ['<call:add>{"a":2,"b":3}</call><|end|>', "<|tool|>5<|end|><|assistant|>", "It is 5.<|end|>"]
     script = [*asked, *(token for part in parts for token in tokenizer.encode(part))]
-    policy = make_scripted_policy(script + [script[-1]] * (512 - len(script)))
-    code, out, err = talk(ChatClient(policy), "x?", tools=Tools([schema], tools.functions))
+    return make_scripted_policy(script + [script[-1]] * (512 - len(script)))
+
+
+def test_a_model_calls_a_tool(talk, calling, tools):
+    code, out, err = talk(ChatClient(calling), "x?", tools=Tools(tools.schemas[:1], tools.functions))
     assert (code, out, err) == (0, "It is 5.\n", 'add({"a": 2, "b": 3})\n= 5\n')

@@ -501,6 +501,7 @@ def test_a_cancelled_run_does_not_wait_for_a_thread_that_hangs():
     released.set()
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending():
     program = """
         import asyncio, time

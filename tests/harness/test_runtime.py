@@ -3,10 +3,6 @@ import gc
 import io
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -210,32 +206,6 @@ def test_a_wrong_command_line_is_code_2(arguments):
     with pytest.raises(SystemExit) as caught:
         run_script(finetune, run_arguments("x", "run.yml"), arguments)
     assert caught.value.code == 2
-
-
-SIGNALLED = """
-import asyncio, signal, sys
-from jaxft.harness.runtime import exit_code_of
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that runs in the background has it ignored
-
-async def main():
-    print("ready", flush=True)
-    try:
-        await asyncio.sleep(60)
-    finally:
-        print("closed", flush=True)
-
-sys.exit(exit_code_of(main))
-"""
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_closes_everything(number, code):
-    with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        os.kill(process.pid, number)
-        assert process.stdout.read() == "closed\n"
-    assert process.returncode == code
 
 
 def test_handlers_of_a_program_take_the_records_that_they_took_before():

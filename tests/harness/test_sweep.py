@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import pytest
 from filelock import FileLock
 
 from jaxft.cli import main
+from jaxft.harness.config import load_config, resolved_yaml
+from jaxft.harness.runtime import run_arguments, run_script
 from jaxft.harness.sweep_jobs import last_lines
 from jaxft.runs.directory import RunDirectory
 
@@ -22,7 +25,7 @@ from pathlib import Path
 import jaxft
 
 class ToyConfig(jaxft.WorkflowConfig, name="sweep_toy"):
-    text: str = "good"
+    pass
 
 @jaxft.register_workflow(config_type=ToyConfig)
 async def toy(config, builder):
@@ -31,12 +34,10 @@ async def toy(config, builder):
 async def main(config, arguments):
     async with jaxft.open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
         seed = config.finetuning.seed
-        if config.workflow.text == "bad" and not Path("mended").exists():
-            raise jaxft.ConfigError(["the toy is broken"])
         if Path("hang").exists():
             Path(f"here-{seed}").touch()
             await asyncio.sleep(600)
-        session.write_result({"games": arguments.games, "text": config.workflow.text})
+        session.write_result({"games": arguments.games})
 
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_name("run.yml"))
@@ -62,13 +63,6 @@ def toy(tmp_path, monkeypatch):
     return tmp_path
 
 
-def script(*arguments, code=0):
-    """The finished process of the script."""
-    ended = subprocess.run([sys.executable, "toy.py", *arguments], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == code, f"{ended.stdout}\n{ended.stderr}"
-    return ended
-
-
 def states(folder="runs/toy_sweep"):
     runs = json.loads(Path(folder, "sweep.json").read_text())["runs"]
     return {name: run["state"] for name, run in runs.items()}
@@ -79,30 +73,6 @@ def until(condition, seconds=300.0):
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.05)
-
-
-def test_a_sweep_keeps_failures_and_the_same_command_goes_on(toy):
-    command = ("--seeds", "1", "--set", "workflow.text=good,bad", "--games", "7", "--jobs", "2")
-    ended = script(*command, code=1)
-    folder = toy / "runs" / "toy_sweep"
-    assert states() == {"text=good,seed=4": "done", "text=bad,seed=4": "failed"}
-    result = folder / "text=good,seed=4" / "result.json"
-    assert (json.loads(result.read_text())["games"], json.loads(result.read_text())["seed"]) == (7, 4)
-    assert "1 run of 2 failed" in ended.stderr and "the toy is broken" in ended.stderr
-    assert "the toy is broken" in (folder / "logs" / "text=bad,seed=4.log").read_text()
-    repeat = next(
-        line.strip() for line in ended.stderr.splitlines() if line.strip().startswith("python toy.py --games 7")
-    )
-    assert "workflow.text=bad" in repeat and "text=bad,seed=4" in repeat
-    assert (folder / "compare.html").is_file() and (folder / "compare.png").is_file()
-    assert "\x1b" not in ended.stdout and "[1/2] text=good,seed=4: done" in ended.stdout
-
-    # With another alternative, and the fault gone: what is done is left alone.
-    (toy / "mended").touch()
-    written = result.stat().st_mtime_ns
-    script("--seeds", "1", "--set", "workflow.text=good,bad,new", "--games", "7", "--jobs", "2")
-    assert set(states().values()) == {"done"} and len(states()) == 3
-    assert result.stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
@@ -128,8 +98,10 @@ def test_a_signal_stops_all_runs_and_none_is_left_behind(toy):
     for number in (4, 5):  # whoever gets the locks knows that the runs have ended
         FileLock(toy / "runs" / "toy_sweep" / f"seed={number}" / "LOCK", timeout=60).acquire().lock.release()
     (toy / "hang").unlink()
-    script("--seeds", "3", "--jobs", "2")
+    subprocess.run([*command, "--games", "7"], check=True, capture_output=True, timeout=300)
     assert states() == {"seed=4": "done", "seed=5": "done", "seed=6": "done"}
+    result = json.loads((toy / "runs" / "toy_sweep" / "seed=6" / "result.json").read_text())
+    assert (result["games"], result["seed"]) == (7, 6)
 
 
 @pytest.fixture
@@ -232,8 +204,6 @@ def record(folder, config_file="run.yml", **entry):
 
 
 def test_a_run_of_another_configuration_is_no_run_of_this_sweep(sweep, tmp_path):
-    from jaxft.harness.config import load_config, resolved_yaml
-
     folder = tmp_path / "runs" / "toy_sweep"
     (folder / "seed=0").mkdir(parents=True)
     (folder / "seed=0" / "config.yml").write_text(resolved_yaml(load_config("run.yml")))
@@ -277,10 +247,72 @@ def test_a_folder_has_one_sweep_and_one_process(sweep, tmp_path):
     assert code == 2 and "running in another process" in error
 
 
-def test_options_of_a_sweep_need_one(toy):
-    assert "--dry-run: is for several runs" in script("--dry-run", code=2).stderr
+async def main_of_script(config, arguments):
+    raise AssertionError("a sweep calls it in other processes only")
 
 
+def test_a_script_sweeps_itself_with_its_own_arguments(sweep, monkeypatch, capfd):
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-O", "toy.py", "--games", "7"])
+    monkeypatch.setattr("sys.argv", ["toy.py", "--games", "7"])
+    parser = run_arguments("A script.", "run.yml")
+    parser.add_argument("--games", type=int)
+    assert run_script(main_of_script, parser, ["--games", "7", "--seeds", "2", "--dry-run"]) == 0
+    shown = capfd.readouterr().out
+    assert "2 runs" in shown
+    assert "  python -O toy.py --games 7 --set finetuning.seed=1 --set 'finetuning.output_dir" in shown
+    assert run_script(main_of_script, run_arguments("A script.", "run.yml"), ["--dry-run"]) == 2
+    assert "--dry-run: is for several runs" in capfd.readouterr().err
+
+
+def test_a_sweep_keeps_failures_and_goes_on_with_what_is_left(sweep, tmp_path, take_place_of_processes):
+    """Its runs, in threads of this process, are those of `jaxft finetune`."""
+    started, is_mended = [], False
+
+    async def work(command, log):
+        started.append(command[-1].partition("sweep/")[2])
+        if "num_epochs=2" in " ".join(command) and not is_mended:
+            log.write("jaxft: error: the toy is broken\n")
+            return 2
+        return await asyncio.to_thread(main, [*command[command.index("finetune") :]])
+
+    take_place_of_processes(work)
+    code, shown, error = sweep("--set", "finetuning.num_epochs=1,2", dry=())
+    folder = tmp_path / "runs" / "toy_sweep"
+    assert code == 1 and states() == {"num_epochs=1": "done", "num_epochs=2": "failed"}
+    assert json.loads((folder / "num_epochs=1" / "result.json").read_text())["num_epochs"] == 1
+    assert "1 run of 2 failed" in error and "the toy is broken" in error
+    (repeat,) = (line for line in error.splitlines() if line.strip().startswith("jaxft finetune"))
+    assert "finetuning.num_epochs=2" in repeat and "toy_sweep/num_epochs=2" in repeat
+    assert (folder / "compare.html").is_file() and (folder / "compare.png").is_file()
+    assert "\x1b" not in shown and "[1/2] num_epochs=1: done" in shown
+
+    # With another alternative, and the fault gone: what is done is left alone.
+    is_mended = True
+    written = (folder / "num_epochs=1" / "result.json").stat().st_mtime_ns
+    code, _, _ = sweep("--set", "finetuning.num_epochs=1,2,3", dry=())
+    assert code == 0 and set(states().values()) == {"done"} and len(started) == 4
+    assert (folder / "num_epochs=1" / "result.json").stat().st_mtime_ns == written
+
+
+def test_what_was_interrupted_goes_on_from_its_checkpoint(sweep, tmp_path, take_place_of_processes):
+    started = []
+
+    async def work(command, log):
+        started.append(command[-1])
+        return 0
+
+    take_place_of_processes(work)
+    folder = tmp_path / "runs" / "toy_sweep"
+    record(folder, state="running", exit_code=None)  # the sweep was killed
+    (folder / "seed=0" / "checkpoints" / "1").mkdir(parents=True)
+    (folder / "seed=0" / "checkpoints" / "1" / "manifest.json").write_text("{}")
+    (folder / "seed=0" / "config.yml").write_text(resolved_yaml(load_config("run.yml")))
+    sweep("--seeds", "2", dry=())
+    assert states() == {"seed=0": "done", "seed=1": "done"}
+    assert started[0] == "--resume" and len(started) == 2
+
+
+@pytest.mark.slow
 def test_the_sweep_imports_no_jax_though_the_agent_does(toy):
     (toy / "toy.py").write_text(f"import jax\n{SCRIPT}")
     program = (
@@ -293,34 +325,27 @@ def test_the_sweep_imports_no_jax_though_the_agent_does(toy):
 
 @pytest.mark.slow
 def test_a_sweep_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path):
-    """Two runs of real training, each with a process and a CPU of its own."""
+    """A run of real training in a process of its own."""
     settings = {
         "llms.policy.preset": "qwen3-50k", "llms.policy.slots": "16", "trainers.loop.examples_per_update": "4",
         "trajectory_builders.rollouts.num_generations": "2", "trainer_adapters.local.loss.entropy_coef": "0.01",
         "finetuning.num_epochs": "4",
     }  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "jaxft.cli",
-        "sweep",
-        "--config_file",
-        str(ROOT / "experiments" / "arithmetic.yml"),
-    ]
+    config_file = str(ROOT / "experiments" / "arithmetic.yml")
+    command = [sys.executable, "-m", "jaxft.cli", "sweep", "--config_file", config_file]
     command += [part for path, text in settings.items() for part in ("--set", f"{path}={text}")]
-    command += ["--seeds", "2", "--jobs", "2", "--sweep_dir"]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command += ["--seeds", "1", "--sweep_dir"]
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
     subprocess.run([*command, "whole"], check=True, **options)
-    metrics = [tmp_path / "stopped" / f"seed={seed}" / "training_metrics.jsonl" for seed in range(2)]
+    metrics = tmp_path / "stopped" / "seed=0" / "training_metrics.jsonl"
     with subprocess.Popen([*command, "stopped"], **options) as sweep:
-        until(lambda: all(file.exists() and file.stat().st_size for file in metrics))
+        until(lambda: metrics.exists() and metrics.stat().st_size)
         sweep.send_signal(signal.SIGINT)
     assert sweep.returncode == 128 + signal.SIGINT
-    assert set(states(tmp_path / "stopped").values()) == {"interrupted"}
+    assert states(tmp_path / "stopped") == {"seed=0": "interrupted"}
     subprocess.run([*command, "stopped"], check=True, **options)
-    for seed in range(2):
-        whole, stopped = (tmp_path / folder / f"seed={seed}" for folder in ("whole", "stopped"))
-        assert (stopped / "resumes.jsonl").exists()
-        for name in ("training_metrics.jsonl", "model/model.safetensors", "trajectories/samples.jsonl"):
-            assert (whole / name).read_bytes() == (stopped / name).read_bytes(), name
+    whole, stopped = (tmp_path / folder / "seed=0" for folder in ("whole", "stopped"))
+    assert (stopped / "resumes.jsonl").exists()
+    for name in ("training_metrics.jsonl", "model/model.safetensors", "trajectories/samples.jsonl"):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes(), name

@@ -1,7 +1,5 @@
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import time
 
@@ -31,86 +29,69 @@ def run_all(runs, shares, **options):
     return changes
 
 
-def test_runs_start_in_order_and_one_that_fails_leaves_the_others_alone(tmp_path):
-    codes = {"a": 0, "b": 3, "c": 0}
-    runs = [make_run(tmp_path, each, f"print('here is {each}'); raise SystemExit({codes[each]})") for each in codes]
+def test_runs_start_in_order_and_one_that_fails_leaves_the_others_alone(tmp_path, take_place_of_processes):
+    async def work(command, log):
+        log.write(f"here is {command[-1]}\n")
+        return {"a": 0, "b": 3, "c": 0}.get(command[-1], 0)
+
+    take_place_of_processes(work)
+    runs = [make_run(tmp_path, each, each) for each in "abc"]
     changes = run_all(runs, [Share((), {})])
     assert changes == [
         ("a", "running"), ("a", "done"), ("b", "running"), ("b", "failed"), ("c", "running"), ("c", "done")
     ]  # fmt: skip
-    assert [run.exit_code for run in runs] == [0, 3, 0]
+    assert [run.exit_code for run in runs] == [0, 3, 0] and all(run.seconds > 0 for run in runs)
     assert last_lines(runs[1].log) == ["here is b"]
-    run_all([make_run(tmp_path, "b", "print('once more')")], [Share((), {})])
-    assert last_lines(runs[1].log) == ["once more"] and "here is b" in runs[1].log.read_text()
+    run_all([make_run(tmp_path, "b", "once more")], [Share((), {})])
+    assert last_lines(runs[1].log) == ["here is once more"] and "here is b\n" in runs[1].log.read_text()
 
 
-def test_with_fail_fast_nothing_starts_after_a_failure_and_others_are_stopped(tmp_path):
-    programs = {"a": "import time; time.sleep(60)", "b": "raise SystemExit(2)", "c": ""}
-    runs = [make_run(tmp_path, name, program) for name, program in programs.items()]
+def test_with_fail_fast_nothing_starts_after_a_failure_and_others_are_stopped(tmp_path, take_place_of_processes):
+    async def work(command, log):
+        if command[-1] == "b":
+            return 2
+        await asyncio.sleep(60)
+
+    take_place_of_processes(work)
+    runs = [make_run(tmp_path, name, name) for name in "abc"]
     run_all(runs, [Share((), {})] * 2, fail_fast=True)
     assert [run.state for run in runs] == ["interrupted", "failed", "waiting"]
 
 
-def test_no_more_run_at_once_than_there_are_shares(tmp_path):
+def test_no_more_run_at_once_than_there_are_shares(tmp_path, take_place_of_processes):
+    running, most = set(), []
+
+    async def work(command, log):
+        running.add(command[-1])
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.discard(command[-1])
+        return 0
+
+    take_place_of_processes(work)
+    run_all([make_run(tmp_path, name, name) for name in "abcde"], [Share((), {})] * 2)
+    assert max(most) == 2 and len(most) == 5
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The words that a run in a process of its own, on the last CPU, says about itself."""
     program = (
-        f"import os, pathlib, time; p = pathlib.Path({str(tmp_path)!r}, f'here-{{os.getpid()}}'); p.touch(); "
-        f"time.sleep(0.2); print(len(list(p.parent.glob('here-*')))); p.unlink()"
+        "import os, sys; print(*os.sched_getaffinity(0), os.environ['CUDA_VISIBLE_DEVICES'], sys.stdin.read() == '', "
+        "os.getsid(0) == os.getpid())"
     )
-    runs = [make_run(tmp_path, name, program) for name in "abcde"]
-    run_all(runs, [Share((), {})] * 2)
-    assert max(int(last_lines(run.log)[-1]) for run in runs) <= 2
-
-
-def test_a_run_has_its_share_of_the_machine(tmp_path):
-    cpu = sorted(os.sched_getaffinity(0))[-1]
-    run = make_run(tmp_path, "a", "import os; print(os.sched_getaffinity(0), os.environ['CUDA_VISIBLE_DEVICES'])")
-    run_all([run], [Share((cpu,), {"CUDA_VISIBLE_DEVICES": "3"})])
-    assert last_lines(run.log)[-1] == f"{{{cpu}}} 3"
+    run = make_run(tmp_path_factory.mktemp("one"), "a", program)
+    run_all([run], [Share((sorted(os.sched_getaffinity(0))[-1],), {"CUDA_VISIBLE_DEVICES": "3"})])
     assert run.num_cpus == 1
+    return last_lines(run.log)[-1].split()
 
 
-def test_a_run_gets_no_standard_input_and_a_session_of_its_own(tmp_path):
-    run = make_run(tmp_path, "a", "import os, sys; print(sys.stdin.read() == '', os.getsid(0) == os.getpid())")
-    run_all([run], [Share((), {})])
-    assert last_lines(run.log)[-1] == "True True"
+def test_a_run_has_its_share_of_the_machine(shown):
+    assert shown[:2] == [str(sorted(os.sched_getaffinity(0))[-1]), "3"]
 
 
-SWEEP = """
-import asyncio, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_sweep_jobs import make_run, run_all, Share
-
-child = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
-run_all([make_run(Path({folder!r}), name, child) for name in "ab"], [Share((), {{}})] * 2)
-"""
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
-
-
-def test_no_run_survives_a_killed_sweep(tmp_path):
-    program = SWEEP.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
-    sweep = subprocess.Popen([sys.executable, "-c", program])
-    logs = [tmp_path / "logs" / f"{name}.log" for name in "ab"]
-    until(lambda: all(len(last_lines(log)) == 1 for log in logs))
-    pids = [int(last_lines(log)[-1]) for log in logs]
-    assert all(map(is_alive, pids))
-    sweep.send_signal(signal.SIGKILL)
-    sweep.wait()
-    until(lambda: not any(map(is_alive, pids)))
+def test_a_run_gets_no_standard_input_and_a_session_of_its_own(shown):
+    assert shown[2:] == ["True", "True"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Checkpoints: what was saved comes back bit for bit, and what is not whole does not count."""
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,11 @@ import pytest
 
 from jaxft.errors import CheckpointError, RestoreError, RunDirectoryError
 from jaxft.files import MANIFEST, read_manifest, write_manifest
+from jaxft.harness.runtime import exit_code_of
 from jaxft.runs import checkpoint as module
 from jaxft.runs.checkpoint import Checkpoints, layout
 from jaxft.runs.directory import RunDirectory
-from tests.faults.injection import damages, small_disk
+from tests.faults.injection import damages, limited_file_size, small_disk
 
 FIXTURE = Path(__file__).parents[1] / "data" / "checkpoint_v1"
 
@@ -35,16 +35,21 @@ class Moments(NamedTuple):
 
 def trees(start=0.0):
     """Parameters, an optimiser's state, nothing, a scalar; no division by a constant, whose bits depend on jax."""
-    weights = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) + start
-    return {
+    weights = np.arange(12, dtype=np.float32).reshape(4, 3) + np.float32(start)
+    made = {
         "params": {"ends": {"embedding": weights}, "layers": {"scale": (weights[0] / 3).astype(jnp.bfloat16)}},
-        "opt_state": (Moments(jnp.int32(7), {"embedding": weights * jnp.float32(1 / 7)}), ()),
+        "opt_state": (Moments(np.int32(7), {"embedding": weights * np.float32(1 / 7)}), ()),
         "ref_params": None,
-        "step": jnp.int32(3),
+        "step": np.int32(3),
     }
+    return jax.tree.map(jnp.asarray, made)
 
 
 STATE = {"step": 1, "trainer": {"epoch": 1, "history": [0.1, None]}, "notes": {"before": {"x wins": 3}}}
+
+
+def zeros():
+    return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), trees())
 
 
 def same_bits(got, expected):
@@ -89,7 +94,7 @@ def test_what_was_saved_comes_back(open_checkpoints):
     found = again.newest(said.append)
     assert (found.step, said) == (5, [])
     assert {name: found.state[name] for name in STATE} == STATE
-    same_bits(again.arrays(found, jax.tree.map(jnp.zeros_like, trees())), kept)
+    same_bits(again.arrays(found, zeros()), kept)
 
 
 def test_a_run_without_arrays_is_saved_too(open_checkpoints):
@@ -130,16 +135,14 @@ def test_the_old_one_goes_only_when_the_new_one_is_good(open_checkpoints, monkey
 
 
 def test_every_damage_to_any_file_is_found_and_the_step_before_restored(open_checkpoints, tmp_path):
-    """Sixty flips of a bit, and every file truncated, emptied and deleted once."""
+    """Every file with one bit flipped, truncated, emptied and deleted."""
     checkpoints, draw = open_checkpoints(), random.Random(1)
     save(checkpoints, 1, 2)
     newest = checkpoints.folder / "2"
     shutil.copytree(newest, tmp_path / "whole")
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
     large = [name for name in files if (newest / name).stat().st_size]
-    ways = [("flipped bit", draw.choice(large)) for _ in range(60 - len(large))]
-    ways += [("flipped bit", name) for name in large]
-    ways += [(way, name) for way in ("truncated", "emptied") for name in large]
+    ways = [(way, name) for way in ("flipped bit", "truncated", "emptied") for name in large]
     ways += [("deleted", name) for name in files]
     for way, name in ways:
         damages(draw)[way](newest / name)
@@ -151,7 +154,6 @@ def test_every_damage_to_any_file_is_found_and_the_step_before_restored(open_che
         assert sentence.startswith(f"checkpoint 2 is {'unfinished' if is_unfinished else 'damaged'} and is passed over")
         shutil.rmtree(newest)
         shutil.copytree(tmp_path / "whole", newest)
-    assert sum(way == "flipped bit" for way, _ in ways) == 60
     assert checkpoints.newest(print).step == 2
     same_bits(checkpoints.arrays(checkpoints.newest(print), trees()), trees(2))
 
@@ -228,8 +230,8 @@ def test_another_layout_is_refused_with_every_difference(open_checkpoints):
     checkpoints = open_checkpoints()
     save(checkpoints, 1)
     found, like = checkpoints.newest(print), trees()
-    like["params"]["ends"]["embedding"] = jnp.zeros((5, 3), jnp.bfloat16)
-    like["ref_params"] = {"x": jnp.zeros(2)}
+    like["params"]["ends"]["embedding"] = jnp.asarray(np.zeros((5, 3), jnp.bfloat16))
+    like["ref_params"] = {"x": jnp.asarray(np.zeros(2, np.float32))}
     del like["params"]["layers"]
     with pytest.raises(RestoreError, match=r"checkpoint 1 does not fit this run \(3 differences\)") as caught:
         checkpoints.arrays(found, like)
@@ -246,7 +248,7 @@ def test_version_1_is_restored_for_ever(tmp_path, directory):
     found = checkpoints.newest(said.append)
     assert (found.step, said) == (4, [])
     assert {name: found.state[name] for name in STATE} == STATE | {"step": 4}
-    same_bits(checkpoints.arrays(found, jax.tree.map(jnp.zeros_like, trees())), trees(4.0))
+    same_bits(checkpoints.arrays(found, zeros()), trees(4.0))
     checkpoints.close()
 
 
@@ -271,52 +273,33 @@ def test_the_layout_names_every_array():
     assert json.loads(json.dumps(layout(trees()))) == layout(trees())
 
 
-FULL_DISK = """
-import sys
-import jax.numpy as jnp
-from jaxft.harness.runtime import exit_code_of
-from jaxft.runs.checkpoint import Checkpoints
-from jaxft.runs.directory import RunDirectory
-from tests.faults.injection import limit_file_size
+def fill(folder, capsys, limited, count):
+    """Run out of space in the second of two saves, within `limited`; standard error."""
 
-async def main():
-    with RunDirectory.create(sys.argv[1]) as directory:
-        checkpoints = Checkpoints(directory)
-        try:
-            checkpoints.save(1, {"notes": {}}, {"x": jnp.arange(100_000.0)})
+    async def save_twice():
+        with RunDirectory.create(folder) as directory, contextlib.closing(Checkpoints(directory)) as checkpoints:
+            checkpoints.save(1, {"notes": {}}, {"x": jnp.asarray(np.arange(100_000, dtype=np.float32))})
             checkpoints.wait()
-            if sys.argv[2] == "limit":
-                limit_file_size(200_000)()
-            count = 100_000 if sys.argv[2] == "limit" else 1_000_000
-            import jax
-            checkpoints.save(2, {"notes": {}}, {"x": jax.random.normal(jax.random.key(0), count)})
-            checkpoints.wait()
-        finally:
-            checkpoints.close()
+            with limited:
+                random = np.random.default_rng(0).normal(size=count).astype(np.float32)
+                checkpoints.save(2, {"notes": {}}, {"x": jnp.asarray(random)})
+                checkpoints.wait()
 
-sys.exit(exit_code_of(main))
-"""
-
-
-def fill(folder, way):
-    """Runs out of space in the second of two saves; standard error."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", FULL_DISK, str(folder), way]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, env=environment)
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.count("\n") == 1 and os.listdir(folder / "checkpoints") == ["1"]
+    assert exit_code_of(save_twice) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and os.listdir(folder / "checkpoints") == ["1"]
     with RunDirectory.open(folder) as directory:
         checkpoints, said = Checkpoints(directory), []
         found = checkpoints.newest(said.append)
         assert found.step == 1
-        np.testing.assert_array_equal(checkpoints.arrays(found, {"x": jnp.zeros(100_000)})["x"], np.arange(100_000.0))
+        restored = checkpoints.arrays(found, {"x": jnp.asarray(np.zeros(100_000, np.float32))})["x"]
+        np.testing.assert_array_equal(restored, np.arange(100_000.0))
         checkpoints.close()
-    return ended.stderr.rstrip()
+    return shown.rstrip()
 
 
-def test_a_full_disk_names_path_and_free_bytes_and_spoils_nothing(tmp_path):
-    shown = fill(tmp_path / "run", "limit")
+def test_a_full_disk_names_path_and_free_bytes_and_spoils_nothing(tmp_path, capsys):
+    shown = fill(tmp_path / "run", capsys, limited_file_size(200_000), 100_000)
     pattern = r"jaxft: error: '.*/run/checkpoints/2' cannot be written: File too large; \d+ bytes are free on its .*"
     assert re.fullmatch(pattern, shown)
     assert shown.endswith("(ulimit -f)")
@@ -362,11 +345,12 @@ def test_a_file_in_the_place_of_the_folder_is_named(directory):
         Checkpoints(directory)
 
 
-def test_so_does_a_small_one(tmp_path):
+@pytest.mark.slow
+def test_so_does_a_small_one(tmp_path, capsys):
     with small_disk(tmp_path / "disk", 4_000_000) as is_mounted:
         if not is_mounted:
             pytest.skip("no tmpfs can be mounted here")
-        shown = fill(tmp_path / "disk" / "run", "disk")
+        shown = fill(tmp_path / "disk" / "run", capsys, contextlib.nullcontext(), 1_000_000)
     assert re.search(r"/run/checkpoints/2' cannot be written: No space left on device; \d+ bytes are free", shown)
 
 
@@ -382,8 +366,8 @@ def test_a_decoder_saved_under_the_first_names_is_restored(directory, has_head):
             ends = {"embedding": embed, "norm": {"scale": scale}} | ({"lm_head": head} if has_head else {})
             params = {"ends": ends, "layers": {"kernel": kernel}}
         params = jax.tree.map(jnp.asarray, params)
-        moments = optax.adam(1.0).init(params)
-        return {"params": params, "opt_state": (moments[0]._replace(mu=params, nu=params), moments[1])}
+        moments = optax.ScaleByAdamState(jnp.asarray(np.int32(0)), params, params)
+        return {"params": params, "opt_state": (moments, optax.EmptyState())}
 
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {}, state(True, 1.0))
@@ -402,7 +386,9 @@ def test_adapters_saved_beside_a_frozen_base_of_either_names_are_restored(direct
         base = {"embed": None, "final_norm": {"scale": None}, "layers": {"kernel": None}}
         if has_old_names:
             base = {"ends": {"embedding": None, "norm": {"scale": None}}, "layers": {"kernel": None}}
-        return {"params": {"base": base, "adapter": {"layers": {"lora_a": jnp.full((2, 2), value)}}}}
+        return {
+            "params": {"base": base, "adapter": {"layers": {"lora_a": jnp.asarray(np.full((2, 2), value, np.float32))}}}
+        }
 
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {}, state(has_old_names, 1.0))

@@ -8,20 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxft.errors import RunDirectoryError
 from jaxft.runs.directory import RUN_FILES, RunDirectory
-
-HOLD = """
-import sys, time
-from jaxft.runs.directory import RunDirectory
-directory = RunDirectory.create(sys.argv[1])
-directory.write_text("config.yml", "seed: 0")
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -30,58 +22,9 @@ def directory(tmp_path):
         yield made
 
 
-def test_a_second_process_is_told_who_holds_it_until_that_one_is_killed(tmp_path):
-    path = tmp_path / "run"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        for take in (RunDirectory.create, RunDirectory.open):
-            with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid} on host "):
-                take(path)
-        assert (path / "config.yml").read_text() == "seed: 0"
-    finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        holder.stdout.close()
-    with RunDirectory.open(path) as reopened:
-        assert reopened.read_json("LOCK.holder")["pid"] == os.getpid()
-
-
 def test_a_second_writer_in_the_same_process_is_refused(directory):
     with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} "):
         RunDirectory.create(directory.path)
-
-
-FORK = """
-import os, sys, time
-from jaxft.runs.directory import RunDirectory
-directory = RunDirectory.create(sys.argv[1])
-child = os.fork()
-if child == 0:
-    directory.close()  # gives back nothing that is the parent's
-    print(os.getpid(), flush=True)
-    os.close(1)
-time.sleep(600)
-"""
-
-
-def test_a_forked_process_neither_frees_the_lock_nor_keeps_it(tmp_path):
-    path = tmp_path / "run"
-    holder = subprocess.Popen([sys.executable, "-c", FORK, path], stdout=subprocess.PIPE, text=True)
-    orphan = int(holder.stdout.readline())
-    try:
-        with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid} "):
-            RunDirectory.open(path)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        os.kill(orphan, 0)  # it lives on
-        with RunDirectory.open(path) as reopened:
-            assert reopened.read_json("LOCK.holder")["pid"] == os.getpid()
-    finally:
-        os.kill(orphan, signal.SIGKILL)
-        holder.kill()
-        holder.wait()
-        holder.stdout.close()
 
 
 def test_no_lock_is_taken_through_a_link(tmp_path):
@@ -195,10 +138,12 @@ def test_what_a_failed_start_left_is_no_run(tmp_path, left):
         RunDirectory.create(tmp_path)
 
 
-OVERWRITE_AND_DIE = """
-import os, signal, sys
+PROCESS = """
+import os, signal, sys, time
+from jaxft.runs import console, directory, environment, metrics, plots
 from jaxft.runs.directory import RunDirectory
 
+print("jax" in sys.modules)
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}  # os.replace is a rename
 changes_left = None
 
@@ -210,7 +155,7 @@ def die_in_time(event, arguments):
         changes_left -= 1
 
 sys.addaudithook(die_in_time)
-for path in sys.argv[1:]:
+for path in sys.argv[2:]:
     child = os.fork()
     if not child:
         kind, changes_left = path.rpartition("/")[2].split("-")
@@ -223,27 +168,79 @@ for path in sys.argv[1:]:
             directory.commit()
         directory.close()
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
+print()
+
+directory = RunDirectory.create(sys.argv[1])
+directory.write_text("config.yml", "seed: 0")
+child = os.fork()
+if child == 0:
+    directory.close()  # gives back nothing that is the parent's
+    print(os.getpid(), flush=True)
+    os.close(1)
+time.sleep(600)
 """
 
 
-def test_a_kill_at_any_moment_leaves_one_run_or_the_other(tmp_path):
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """One process that overwrites runs in forks which are killed, then holds a directory beside a fork, and is killed.
+
+    The folders that it has overwritten are called after what was trained there and the number of changes that the fork
+    lived for.
+    """
+    path = tmp_path_factory.mktemp("process")
+    folders = [path / f"{kind}-{changes}" for kind in ("failed", "trained") for changes in range(30)]
+    before = trained(path / "run", 0)
+    for folder in folders:
+        shutil.copytree(path / "run", folder)
+    found = SimpleNamespace(folders=folders, before=before, held=path / "held")
+    command = [sys.executable, "-c", PROCESS, found.held, *folders]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        has_jax, codes, orphan = (holder.stdout.readline() for _ in range(3))
+        found.has_jax, found.codes, orphan = has_jax == "True\n", [int(code) for code in codes.split()], int(orphan)
+        try:
+            found.refusals, found.pid = [], holder.pid
+            for take in (RunDirectory.create, RunDirectory.open):
+                with pytest.raises(RunDirectoryError) as caught:
+                    take(found.held)
+                found.refusals.append(str(caught.value))
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            os.kill(orphan, 0)  # it lives on
+            with RunDirectory.open(found.held) as reopened:
+                found.holder = reopened.read_json("LOCK.holder")["pid"]
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+    return found
+
+
+def test_a_second_process_is_told_who_holds_it_until_that_one_is_killed(process):
+    assert len(process.refusals) == 2
+    assert all(f"in use by process {process.pid} on host " in refusal for refusal in process.refusals)
+    assert (process.held / "config.yml").read_text() == "seed: 0"
+
+
+def test_a_forked_process_neither_frees_the_lock_nor_keeps_it(process):
+    assert process.holder == os.getpid()
+
+
+def test_a_kill_at_any_moment_leaves_one_run_or_the_other(process):
     """Killed at every change of the file system in turn, with and without a checkpoint of the new run."""
-    folders = [tmp_path / f"{kind}-{changes}" for kind in ("failed", "trained") for changes in range(30)]
-    before = trained(tmp_path / "run", 0)
-    for folder in folders:
-        shutil.copytree(tmp_path / "run", folder)
     new = {"config.yml": b"seed: 1", "tensorboard/events": b"", "checkpoints/1/manifest.json": b"1"}
-    done = subprocess.run([sys.executable, "-c", OVERWRITE_AND_DIE, *folders], capture_output=True, text=True)
-    codes = [int(code) for code in done.stdout.split()]
-    assert {codes[29], codes[59]} == {0} and codes.count(-signal.SIGKILL) > 30, done.stderr  # the last ones lived
+    codes = process.codes
+    assert {codes[29], codes[59]} == {0} and codes.count(-signal.SIGKILL) > 30  # the last ones lived
     found = []
-    for folder in folders:
+    for folder in process.folders:
         with RunDirectory.open(folder):
             found.append(files(folder))
-    assert found[:30] == [before] * 30
+    assert found[:30] == [process.before] * 30
     when = found[30:].index(new)  # from the manifest of its first checkpoint on it is the new one
-    assert found[30:] == [before] * when + [new] * (30 - when)
+    assert found[30:] == [process.before] * when + [new] * (30 - when)
+
+
+def test_runs_needs_no_jax(process):
+    assert not process.has_jax
 
 
 def test_only_a_run_can_be_opened(tmp_path):
@@ -349,10 +346,3 @@ def test_a_name_that_no_file_can_have_is_refused(directory, name):
     (directory.path / "loop").symlink_to(directory.path / "loop")
     with pytest.raises(ValueError, match="is not the name of a file under"):
         directory.append_jsonl(name, {})
-
-
-def test_runs_needs_no_jax():
-    modules = ["directory", "metrics", "plots", "environment", "console"]
-    program = f"import sys, {', '.join(f'jaxft.runs.{module}' for module in modules)}; print('jax' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout == "False\n"

@@ -20,7 +20,7 @@ def size(png):
     return int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
 
 
-@pytest.mark.parametrize("epochs", [0, 1, 2, 20, 500])
+@pytest.mark.parametrize("epochs", [0, 1, 500])
 def test_every_length_gives_a_picture(tmp_path, epochs):
     with RunDirectory.create(tmp_path / "lr=$1 and $2_") as directory:
         plain = plot_rewards(directory, history(epochs)).read_bytes()

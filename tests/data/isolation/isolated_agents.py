@@ -53,6 +53,7 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
     ways = {"chat": by_chat, "client": by_client, "stream": by_stream, "key": by_key, "blocking": by_blocking}
 
     async def play(example: dict) -> float:
+        way = ways[example.get("how", config.how)]
         messages = [{"role": "user", "content": example["question"]}]
         with jaxft.named_function("first"):
             said = await way(messages)
@@ -75,7 +76,7 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
             return float(len(said.encode()) + len(llm.chat_sync(messages, max_tokens=5).content))
 
     if config.how != "sync":
-        way = ways[config.how]
+        ways[config.how]  # raises an error in the factory
     yield play_sync if config.how == "sync" else play
 
 
@@ -223,8 +224,9 @@ class SizeConfig(jaxft.EvaluatorConfig, name="isolated_size"):
 @jaxft.register_evaluator(config_type=SizeConfig)
 async def size(config: SizeConfig, builder: Any) -> Any:
     async def score(item: Any) -> float:
-        if config.fault is not None and item.full_dataset_entry["question"] == "bb?":
-            await FAULTS[config.fault]()
+        fault = item.full_dataset_entry.get("judge_fault", config.fault)
+        if fault is not None and item.full_dataset_entry["question"] == "bb?":
+            await FAULTS[fault]()
         return (item.output_obj + len(item.trajectory)) % 4
 
     yield score
