@@ -95,23 +95,15 @@ def test_the_page_has_all_files():
 
 
 @needs_node
-def test_the_agent_in_javascript_trains(folder):
-    """By its address on the command line, as the page's second way."""
-    with agent(folder) as port:
-        run(folder, *("finetune", "--config_file", "run.yml", "--endpoint_timeout", "60", *SMALL),
-            *("--endpoint", f"http://127.0.0.1:{port}/episode"))  # fmt: skip
-    rows = metrics(folder)
-    assert [row["applied_updates"] for row in rows] == [1, 1]
-    for row in rows:
-        assert (row["episodes"], row["calls"], row["failed_episodes"]) == (16, 32, 0)
-        assert (row["sequences_per_trajectory"], row["outside_calls"]) == (1, 0)
-
-
-@needs_node
 @pytest.mark.slow
 def test_the_reward_rises_as_the_page_says(folder):
+    """The agent's address is on the command line, as in the page's second way."""
     with agent(folder) as port:
-        run(folder, "finetune", "--config_file", "run.yml", "--set", f"workflow.url=http://127.0.0.1:{port}/episode")
+        command = ["finetune", "--config_file", "run.yml", "--endpoint_timeout", "60"]
+        run(folder, *command, "--endpoint", f"http://127.0.0.1:{port}/episode")
+    for row in metrics(folder):
+        assert (row["calls"], row["failed_episodes"]) == (2 * row["episodes"], 0)
+        assert (row["sequences_per_trajectory"], row["outside_calls"]) == (1, 0)
     rewards = [row["reward_mean"] for row in metrics(folder)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.95
 
@@ -128,20 +120,17 @@ def test_an_agent_that_is_told_another_address_trains(folder):
             SERVE_KEY="a-key-of-the-server", AGENT_KEY="a-key-of-the-agent",
         )  # fmt: skip
     assert f"serving policy at http://0.0.0.0:{own}/v1" in shown
-    assert [row["failed_episodes"] for row in metrics(folder)] == [0, 0]
+    assert [(row["applied_updates"], row["failed_episodes"]) for row in metrics(folder)] == [(1, 0)] * 2
     written = b"".join(path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file())
     assert b"a-key-of-the" not in written
 
 
 @needs_node
 @pytest.mark.slow
-def test_programs_that_an_agent_starts_train_alike_in_process_and_in_workers(folder):
-    run(folder, "finetune", "--config_file", "player.yml", *SMALL)
-    in_process = metrics(folder)
+def test_programs_that_an_agent_starts_train_in_workers(folder):
     (line,) = commands("judge_isolation")
     run(folder, *line.split()[1:], *SMALL)
-    assert metrics(folder) == in_process
-    assert [row["applied_updates"] for row in in_process] == [1, 1]
+    assert [(row["applied_updates"], row["failed_episodes"]) for row in metrics(folder)] == [(1, 0)] * 2
 
 
 @needs_node
@@ -184,15 +173,16 @@ def test_the_two_lines_of_python_ask_in_the_episode(policy):
     assert len(episode.calls) == 1 and len(episode.calls[0].token_ids) == completion.usage.completion_tokens
 
 
-def test_the_configuration_of_another_machine_is_valid(folder):
-    """In a process of its own, whose registry is its own."""
-    program = (
-        "import jaxft\n"
-        "config = jaxft.load_config('remote.yml')\n"
-        "print(config.llms['policy'].serve.url, config.workflow.api_key.get_secret_value())\n"
-    )
-    keys = {"SERVE_KEY": "a-key-of-the-server", "AGENT_KEY": "a-key-of-the-agent"}
-    assert run(folder, program=["-c", program], **keys) == "http://trainer.example:8000 a-key-of-the-agent\n"
+def test_the_configuration_of_another_machine_is_valid(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SERVE_KEY", "a-key-of-the-server")
+    monkeypatch.setenv("AGENT_KEY", "a-key-of-the-agent")
+    config = jaxft.load_config("remote.yml")
+    assert config.llms["policy"].serve.url == "http://trainer.example:8000"
+    assert config.workflow.api_key.get_secret_value() == "a-key-of-the-agent"
 
 
 def test_the_tables_list_every_field():

@@ -3,7 +3,8 @@ blocks of Python run, shrunk.
 
 A block of commands is one shell session, in a copy of the checkout with what its reader would have: the README's
 `my_agent.py` and `run.yml`, a data set, and a model under the names that stand for one. `ADDED` holds the options that
-a test adds to a command, `BEFORE` the commands that it runs first, and `NOT_RUN` the reason why a command is left out.
+a test adds to a command, `BEFORE` the commands that it runs first, `NOT_RUN` the reason why a command is left out, and
+`REPEATED` what runs the commands of a whole block that is left out.
 Blocks of YAML may leave out what they do not show, and must be right otherwise. `ELSEWHERE` has the pages whose blocks
 other tests run. The notebooks are in tests/test_notebooks.py.
 """
@@ -71,8 +72,17 @@ NOT_RUN = {
     "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
     "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
+    "jaxft sweep --config_file run.yml --seeds": "tests/harness/test_sweep.py has several",
+    "jaxft export --merge": "tests/shipped/test_local_policy.py has one",
+    "jaxft finetune --config_file run.yml --set llms.policy": "tests/test_fresh_process.py and tests/hosts have meshes",
+    "python benchmarks/run.py rollout": "the suite of the same page has other cases",
+    "python benchmarks/compare.py": "tests/benchmarks/test_compare.py does every case",
+    "python benchmarks/report.py": "tests/benchmarks/test_report.py calls it",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python": "the suite for the CPU is the same program",
+    "python experiments/tool_use/tool_use.py": "tests/test_tool_use.py runs an agent of it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
+    "python experiments/import_style.py": "a minute of compiling; its parts are the core's, which tests/core has",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",
     'pip install -e ".[cuda]"': "downloads gigabytes; .ci/more extras resolves it",
@@ -95,47 +105,55 @@ TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
 TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
 GAMES = f"{TINY} --eval_games 4"
 SUMS = f"{TINY} --overwrite --set trainers.loop.examples_per_update=4"
-PAIRS = f"{SHORT} --warm_start_steps 20 --eval_games 4 --set eval.general.dataset.count=8"
-PAIRS += " --set trainers.loop.num_runs=1 --set trainer_adapters.local.num_minibatches=1"
 ADDED = {
     "jaxft finetune --config_file run.yml": f"--overwrite {RUN}",
     "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
-    "jaxft sweep --config_file run.yml": f"{RUN} --seeds 1",
+    "jaxft sweep --config_file run.yml --list": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
-    "jaxft launch": f"--overwrite {RUN}",
-    "python benchmarks/run.py": "--shrink --repeats 1",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
-    "python benchmarks/compare.py": "--model tiny --rounds 1 --repeats 1 --sides jaxft",
     "python experiments/tic_tac_toe.py": f"{GAMES} --overwrite",
-    "python experiments/tic_tac_toe.py --resume": GAMES,
     "python experiments/tic_tac_toe.py --list": "--dry-run",
     "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
-    "python experiments/arithmetic.py --config_file experiments/arithmetic_distilled.yml": SUMS,
-    "python experiments/perfect_opponent.py": f"{GAMES} --overwrite --set trainers.loop.examples_per_update=4",
-    "python experiments/doors.py": f"{GAMES} --set trainers.loop.examples_per_update=4",
-    "python experiments/arithmetic.py --seeds": f"{TINY} --set trainers.loop.examples_per_update=4 --seeds 1",
-    "python experiments/dpo_tic_tac_toe.py": PAIRS,
-    "python experiments/tool_use/tool_use.py": f"{TINY} --set trainers.loop.examples_per_update=4 --eval_questions 4",
+    # They differ from tic_tac_toe.py in their opponents and rewards; configuration and imports are looked at.
+    "python experiments/perfect_opponent.py": "--seeds 1 --dry-run",
+    "python experiments/doors.py": "--seeds 1 --dry-run",
+    "python experiments/dpo_tic_tac_toe.py": "--seeds 1 --dry-run",
 }
 """Options added to commands, by the longest matching beginning. Later options replace earlier ones."""
 
 BEFORE = {
-    "jaxft export --merge": f"jaxft finetune --config_file run.yml --overwrite {RUN} --set llms.policy.lora.rank=4",
-    "echo 'hi' | jaxft chat": f"jaxft finetune --config_file run.yml {RUN}",
     "jaxft sweep --config_file run.yml --list": (
         "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
     ),
-    "jaxft report runs/my_agent --watch": f"jaxft finetune --config_file run.yml --overwrite {RUN}",
-    "jaxft resume runs/my_agent --set": f"jaxft finetune --config_file run.yml {RUN}",
-    "python experiments/tic_tac_toe.py --resume": f"python experiments/tic_tac_toe.py {GAMES}",
-    "python experiments/arithmetic.py --config_file": f"python experiments/arithmetic.py {SUMS}",  # the teacher
-    "python experiments/import_style.py": "sed -i 's/UPDATES = 16, 12, 100/UPDATES = 16, 12, 2/' experiments/*.py",
-    "pip install -e": "python3 -m venv .venv && . .venv/bin/activate",
+    "python3 -m venv .venv && . .venv/bin/activate && pip install --no-compile": (
+        "sed -i 's/num_epochs=25/num_epochs=2/' examples/ten_lines.py"
+    ),
 }
 """Commands run before others, by the beginning of those: they provide what the text takes for granted, or shorten."""
+
+
+REPEATED = {
+    "README.md, Python 1": "examples/ten_lines.py, of the commands of this page",
+    "README.md, commands 2": "docs/agents.md, commands 1, and tests/report/test_report.py have these verbs",
+    "docs/agents.md, commands 2": "chat, as in commands 1",
+    "docs/experiments.md, commands 3": "tests/shipped/test_distillation.py has a teacher",
+    "docs/extending.md, commands 1": "tests/test_examples.py installs and runs the example",
+    "docs/index.md, Python 1": "examples/ten_lines.py with another reward",
+    "docs/installation.md, commands 1": "the installation of the README",
+    "docs/reliability.md, commands 1": "docs/agents.md, commands 1, resumes",
+    "docs/performance/measuring.md, commands 1": "tests/benchmarks/test_run.py and test_report.py run the program",
+    "docs/report.md, commands 1": "tests/report/test_report.py watches a run",
+    "docs/several-hosts.md, commands 1": "tests/hosts/test_training.py launches two processes",
+    "docs/start.md, Python 1": "examples/ten_lines.py",
+    "docs/sweeps.md, commands 3": "tests/harness/test_output_fields.py has such folders",
+    "docs/sweeps.md, commands 4": "tests/harness/test_sweep.py has sweeps of scripts",
+    "examples/custom_components/README.md, commands 1": "the commands of docs/extending.md",
+    "examples/custom_components/README.md, commands 2": "the same commands",
+}
+"""Blocks that are not run, as something else runs what they have."""
 
 
 FENCED = r"^([ ]*)```(\w*)\n(.*?)^\1```$"
@@ -177,7 +195,8 @@ def all_scripts() -> dict[str, str]:
     """Blocks to run, by document and number."""
     seen: set[str] = set()
     listed = [(name, number, block) for name in DOCUMENTS for number, block in enumerate(blocks(name, "bash"), start=1)]
-    scripts = {f"{name}, commands {number}": script(block, seen) for name, number, block in listed}
+    named = {f"{name}, commands {number}": block for name, number, block in listed}
+    scripts = {name: script(block, seen) for name, block in named.items() if name not in REPEATED}
     return {name: text for name, text in scripts.items() if text}
 
 
@@ -399,6 +418,7 @@ PROGRAMS = {
     for name in DOCUMENTS
     if name not in ELSEWHERE  # such as quotations of files that are tested
     for number, block in enumerate(blocks(name, "python"), start=1)
+    if f"{name}, Python {number}" not in REPEATED
 }
 
 
@@ -437,3 +457,6 @@ def test_what_is_not_run_is_in_a_document():
     begins = [*found, *(command.split("&&")[-1].strip() for command in found)]
     known = [*NOT_RUN, *BEFORE, *ADDED]
     assert [each for each in known if not any(command.startswith(each) for command in begins)] == []
+    kinds = {"commands": "bash", "Python": "python"}
+    for name, kind, number in (re.fullmatch(r"(.+), (\w+) (\d+)", each).groups() for each in REPEATED):
+        assert name in DOCUMENTS and int(number) <= len(blocks(name, kinds[kind])), f"{name}, {kind} {number}"

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from huggingface_hub import ModelCard as HubCard
 
 import jaxft
 from jaxft.cli import main
-from jaxft.errors import TooManyFailures, TrajectoryError
 from jaxft.report.records import read_run
 from jaxft.runs.console import Console
 
@@ -74,7 +72,7 @@ async def lengths(config: LengthsConfig, builder: Any) -> Any:
 def run_config(output_dir, **changes):
     """The sections of a run; `changes` maps dotted paths to values."""
     mapping = {
-        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 48}},
+        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
         "workflow": {"_type": "e2e_counter", "llm": "policy"},
         "eval": {
             "general": {"max_concurrency": 64, "dataset": {"_type": "e2e_lengths"}},
@@ -180,14 +178,15 @@ def test_the_devices_of_a_run_are_written_down(first_run):
     }
 
 
-@pytest.mark.parametrize("max_concurrency", [64, 1])
-def test_the_same_run_again_gives_the_same_bytes(first_run, tmp_path, max_concurrency):
-    train(run_config(tmp_path / "again", eval__general__max_concurrency=max_concurrency))
+@pytest.mark.slow
+def test_one_episode_at_a_time_gives_the_same_bytes(first_run, tmp_path):
+    train(run_config(tmp_path / "again", eval__general__max_concurrency=1))
     first, again = deterministic_files(first_run[0]), deterministic_files(tmp_path / "again")
     assert first.keys() == again.keys()
     assert [name for name in first if first[name] != again[name]] == []
 
 
+@pytest.mark.slow
 def test_the_exported_model_is_a_checkpoint_like_any_other(first_run, tmp_path):
     config = run_config(tmp_path / "reloaded", llms__policy__path=str(first_run[0] / "model"))
 
@@ -238,37 +237,21 @@ def test_a_prompt_longer_than_the_context_is_a_failed_episode(first_run):
     assert [(row["failed_episodes"], row["groups"]) for row in metrics_of(folder)] == [(3, 3), (3, 3)]
 
 
-@pytest.mark.parametrize(
-    ("long_prompts", "counts", "groups"), [("drop", (0, 3, 0), 3), ("truncate_left", (0, 0, 3), 4)]
-)
-def test_prompts_longer_than_the_context_may_be_dropped_or_truncated(tmp_path, long_prompts, counts, groups):
+@pytest.mark.slow
+def test_prompts_longer_than_the_context_may_be_truncated(tmp_path):
     folder = tmp_path / "run"
     changes = {"finetuning__num_epochs": 1, "trainers__loop__max_failed_fraction": 0.1}
-    shown = train(run_config(folder, llms__policy__long_prompts=long_prompts, **changes))
+    train(run_config(folder, llms__policy__long_prompts="truncate_left", **changes))
     (row,) = metrics_of(folder)
-    assert (row["failed_episodes"], row["dropped_episodes"], row["truncated_prompts"]) == counts
-    assert row["groups"] == groups and ("3 episodes were dropped" in shown) == (counts[1] == 3)
+    assert (row["failed_episodes"], row["dropped_episodes"], row["truncated_prompts"]) == (0, 0, 3)
+    assert row["groups"] == 4
     # What is trained on is what was fed: the trainer finds the sampler's numbers again.
     assert 0 < row["sampler_logprob_diff_max"] <= MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"eval__general__dataset__lengths": [TOO_LONG]},
-            TooManyFailures,
-            "3 of 3 episodes failed; .*example 'of-200'",
-        ),
-        ({"workflow__temperature": 0.0}, TrajectoryError, "example 'of-1', generation 0 was sampled greedily"),
-        ({"workflow__temperature": -1.0}, TooManyFailures, "RequestError: temperature is -1.0"),
-        ({"trainer_adapters__local__loss__name": "dr_grpo"}, jaxft.ComponentError, "max_completion_tokens is None"),
-        ({"llms__policy__preset": "qwen3-9b"}, jaxft.ComponentError, "preset is 'qwen3-9b'; wanted one of"),
-    ],
-)
-def test_what_cannot_be_trained_ends_in_one_message(tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        train(run_config(tmp_path / "run", **changes))
+def test_a_model_that_is_not_there_ends_in_one_message(tmp_path):
+    with pytest.raises(jaxft.ComponentError, match="preset is 'qwen3-9b'; wanted one of"):
+        train(run_config(tmp_path / "run", llms__policy__preset="qwen3-9b"))
 
 
 @pytest.fixture(scope="module")
@@ -308,93 +291,13 @@ def test_conversations_to_learn_from_are_legal_games(tic_tac_toe):
         assert board.has_won("X") or not board.free() or len(messages) >= 6
 
 
-AGENT = """
-import jaxft
-
-class AgentConfig(jaxft.WorkflowConfig, name="finetune_agent"):
-    llm: jaxft.LLMRef
-
-@jaxft.register_workflow(config_type=AgentConfig)
-async def agent(config, builder):
-    llm = await builder.get_llm(config.llm)
-    async def answer(example):
-        if example["question"] == "silence":
-            return 0
-        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)
-        return sum(reply.token_ids)
-    yield answer
-
-class ParityConfig(jaxft.EvaluatorConfig, name="finetune_parity"):
-    pass
-
-@jaxft.register_evaluator(config_type=ParityConfig)
-async def parity(config, builder):
-    yield lambda item: item.output_obj % 2
-"""
-
-RUN = """
-imports: [finetune_agent]
-llms: {policy: {_type: local_policy, preset: qwen3-50k, slots: 8, max_context_tokens: 64}}
-workflow: {_type: finetune_agent, llm: policy}
-eval:
-  general: {dataset: {_type: jsonl, file_path: rows.jsonl}}
-  evaluators: {parity: {_type: finetune_parity}}
-trajectory_builders: {rollouts: {_type: grpo_trajectory_builder, num_generations: 8}}
-trainer_adapters: {local: {_type: local_trainer_adapter, llm: policy}}
-trainers: {loop: {_type: grpo_trainer}}
-finetuning: {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer_adapter: local,
-  reward_function: {name: parity}, num_epochs: 1, output_dir: out}
-"""
-
-
-@pytest.fixture
-def finetune(tmp_path):
-    """Runs `jaxft finetune` in a user's folder, on rows of a dataset."""
-
-    def finetune(*rows):
-        (tmp_path / "finetune_agent.py").write_text(AGENT)
-        (tmp_path / "run.yml").write_text(RUN)
-        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-        command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", "run.yml"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    return finetune
-
-
-def question(text):
-    return json.dumps({"id": text, "question": text, "answer": ""})
-
-
-def test_the_command_line_trains(finetune, tmp_path):
-    done = finetune(question("one"), question("two"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1/1 epochs  reward" in done.stdout and "jobs_completed  1" in done.stdout
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert (result["num_epochs"], result["jobs_completed"], result["model"]) == (1, 1, "model")
-    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("rows", "code", "message"),
-    [
-        ((question("one"), "{broken"), 2, "rows.jsonl:2: "),
-        pytest.param((question("silence"),), 3, "nothing could be learned in 1 epochs", marks=pytest.mark.slow),
-    ],
-)
-def test_the_command_line_says_what_went_wrong(finetune, rows, code, message):
-    done = finetune(*rows)
-    assert done.returncode == code
-    assert done.stderr.startswith("jaxft: error: ") and message in done.stderr and "Traceback" not in done.stderr
-
-
 # --- Compiles.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path, max_staleness):
+def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
     changes = {
-        "trainers__loop__max_staleness": max_staleness,
+        "trainers__loop__max_staleness": 1,
         "finetuning__num_epochs": 4,
         "finetuning__strict_compile": True,
         "trainer_adapters__local__num_iterations": 2,

@@ -42,11 +42,11 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def package(site):
-    """Makes the installed package importable here, too."""
-    sys.path.insert(0, str(site))
+def package():
+    """Makes the package importable here, too."""
+    sys.path.insert(0, str(EXAMPLE))
     yield
-    sys.path.remove(str(site))
+    sys.path.remove(str(EXAMPLE))
 
 
 asked_of_the_judge: list[dict] = []
@@ -277,28 +277,29 @@ def test_an_endpoint_that_is_not_known_is_refused(package):
         BackendConfig(endpoint="https://example.org", api_key="any")
 
 
-def test_importing_the_package_imports_nothing_slow(site):
-    program = "import sys, jaxft_example; sys.exit(str({'jax', 'openai', 'transformers'} & sys.modules.keys() or ''))"
-    path = os.pathsep.join([str(site), str(ROOT)])
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-    assert done.stderr.strip() == b""
-
-
 def blocks(language):
     """The guide's blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_guide_quotes_the_example(package):
+def test_the_guide_quotes_the_example():
     sources = [path.read_text() for pattern in ("**/*.py", "*.yml", "*.toml") for path in EXAMPLE.glob(pattern)]
     quoted = [block for language in ("python", "yaml", "toml") for block in blocks(language)]
     assert len(quoted) > 15
     for block in quoted:
         indented = [textwrap.indent(block, " " * columns) for columns in (0, 4, 8, 12)]
-        if not any(block in source for block in indented for source in sources):
-            # What is not a quotation is a program, and works.
-            assert "asyncio.run(" in block, f"neither in the example nor a program:\n{block}"
-            exec(compile(block, str(GUIDE), "exec"), {"__name__": "guide"})
+        is_quotation = any(block in source for block in indented for source in sources)
+        assert is_quotation or block in PROGRAMS, f"neither in the example nor a program:\n{block}"
+
+
+PROGRAMS = [block for block in blocks("python") if "asyncio.run(" in block]
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_guide_run():
+    assert PROGRAMS
+    for block in PROGRAMS:
+        exec(compile(block, str(GUIDE), "exec"), {"__name__": "guide"})
 
 
 def test_the_guide_names_every_method_of_the_contracts():

@@ -1,65 +1,32 @@
-"""An agent that fails now and then still learns; one that always fails ends the run with its last traceback."""
+"""An agent that fails now and then, in any way, is trained on the rest (tests/shipped/test_grpo.py: what ends runs)."""
 
 import asyncio
+import contextlib
+import io
 import json
-import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import jaxft
 from jaxft.cli import main
+from jaxft.errors import DeviceMemoryError
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
-from jaxft.shipped.grpo import GRPOTrajectoryBuilder
-
-
-class BrittleConfig(jaxft.WorkflowConfig, name="brittle_agent"):
-    llm: jaxft.LLMRef
-    failing_fraction: float = 0.3
+from jaxft.rollout.client import ChatClient
 
 
 class EvenConfig(jaxft.EvaluatorConfig, name="even_tokens"):
-    largest: float = 1.0
-
-
-@jaxft.register_workflow(config_type=BrittleConfig)
-async def brittle_agent(config: BrittleConfig, builder: Any) -> Any:
-    """Answers in a few tokens; in a share of its episodes a tool of its is down."""
-    llm = await builder.get_llm(config.llm)
-
-    async def answer(example: dict) -> tuple[int, ...]:
-        reply = await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)
-        if jaxft.episode().random.random() < config.failing_fraction:
-            raise ConnectionError("the tool is down")
-        return reply.token_ids
-
-    yield answer
+    pass
 
 
 @jaxft.register_evaluator(config_type=EvenConfig)
 async def even_tokens(config: EvenConfig, builder: Any) -> Any:
-    yield lambda item: config.largest * (sum(token % 2 == 0 for token in item.output_obj) / len(item.output_obj))
+    def score(item: jaxft.EvalInputItem) -> float:
+        output = item.output_obj
+        return 1e308 if output == ("huge",) else sum(token % 2 == 0 for token in output) / len(output)
 
-
-class CarelessConfig(GRPOTrajectoryBuilderConfig, name="careless_builder"):
-    factor: float = 1.0
-
-
-class CarelessBuilder(GRPOTrajectoryBuilder):
-    """Leaves out what was sampled, or gives rewards that are too large."""
-
-    async def finalize(self, run_id: str, meta: dict | None = None) -> jaxft.TrajectoryCollection:
-        collection, factor = await super().finalize(run_id, meta), self.trajectory_builder_config.factor
-        for trajectory in (each for group in collection.trajectories for each in group):
-            trajectory.reward = (0.5 + trajectory.generation / 16) * factor
-            trajectory.sequences = None if factor == 1.0 else trajectory.sequences
-        return collection
-
-
-@jaxft.register_trajectory_builder(config_type=CarelessConfig)
-async def careless_builder(config: CarelessConfig, builder: Any) -> Any:
-    yield CarelessBuilder(config)
+    yield score
 
 
 class PlainConfig(jaxft.TrainerConfig, name="plain_trainer"):
@@ -106,16 +73,53 @@ async def plain_trainer(config: PlainConfig, builder: Any) -> Any:
     yield PlainTrainer(config)
 
 
-@pytest.fixture
-def finetune(tmp_path):
-    """Runs the command on a configuration; gives its exit code."""
+class PlainAdapterConfig(jaxft.TrainerAdapterConfig, name="plain_adapter"):
+    updates: int = 1
 
-    def finetune(*options, **agent):
+
+class PlainAdapter(jaxft.TrainerAdapter):
+    """A backend of the user's own, whose jobs say how many updates they made."""
+
+    version = 0
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def submit(self, trajectories: jaxft.TrajectoryCollection) -> jaxft.TrainingJobRef:
+        self.version += self.adapter_config.updates
+        return jaxft.TrainingJobRef(run_id=trajectories.run_id, backend="plain")
+
+    async def status(self, ref: jaxft.TrainingJobRef) -> jaxft.TrainingJobStatus:
+        metrics = {"metrics": {"applied_updates": self.adapter_config.updates}}
+        return jaxft.TrainingJobStatus(run_id=ref.run_id, backend="plain", status="completed", metadata=metrics)
+
+    async def wait_until_complete(self, ref: jaxft.TrainingJobRef, poll_interval: float = 10.0) -> Any:
+        return await self.status(ref)
+
+    def log_progress(self, ref: jaxft.TrainingJobRef, metrics: dict, output_dir: str | None = None) -> None:
+        pass
+
+    async def save_state(self, save: Any) -> Any:
+        return save({"policy_version": self.version}, {})
+
+    async def restore_state(self, values: dict, read: Any) -> None:
+        self.version = values["policy_version"]
+
+
+@jaxft.register_trainer_adapter(config_type=PlainAdapterConfig)
+async def plain_adapter(config: PlainAdapterConfig, builder: Any) -> Any:
+    yield PlainAdapter(config)
+
+
+def command(tmp_path):
+    """Returns a function that runs the command on a configuration, and gives its exit code."""
+
+    def finetune(*options, how):
         rows = [json.dumps({"question": str(n), "answer": ""}) for n in range(8)]
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         run = {
-            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 32, "max_context_tokens": 96}},
-            "workflow": {"_type": "other_agent" if "how" in agent else "brittle_agent", "llm": "policy", **agent},
+            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
+            "workflow": {"_type": "other_agent", "llm": "policy", "how": how},
             "eval": {
                 "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
                 "evaluators": {"even": {"_type": "even_tokens"}},
@@ -147,33 +151,29 @@ def finetune(tmp_path):
     return finetune
 
 
-def test_an_agent_that_fails_in_a_third_of_its_episodes_learns(finetune, tmp_path, capsys):
-    assert finetune() == 0
-    rows = [json.loads(row) for row in (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()]
-    failed = sum(row["failed_episodes"] for row in rows) / sum(row["episodes"] for row in rows)
-    assert 0.2 < failed < 0.4
-    rewards = [row["reward_mean"] for row in rows]
-    assert sum(rewards[:2]) / 2 < 0.6 and sum(rewards[-2:]) / 2 > 0.75
-    assert "episodes failed and are left out; example '" in capsys.readouterr().out
+@pytest.fixture
+def finetune(tmp_path):
+    return command(tmp_path)
 
 
-def test_an_agent_that_always_fails_ends_the_run(finetune, capsys):
-    assert finetune(failing_fraction=1.0) == 3
-    error = capsys.readouterr().err
-    assert "64 of 64 episodes failed; the last: example '7', generation 7: ConnectionError: the tool is down" in error
-    assert 'raise ConnectionError("the tool is down")' in error
+@pytest.fixture(scope="module")
+def client(make_policy):
+    """A policy whose cache no address space holds: the allocation really fails."""
+    return ChatClient(make_policy(max_context_tokens=2**40), "policy")
 
 
-def test_a_device_that_is_too_small_ends_the_run_in_one_line(finetune, capsys):
-    """No address space holds the cache: the allocation really fails."""
-    assert finetune("--set", "llms.policy.slots=8", "--set", f"llms.policy.max_context_tokens={2**40}") == 1
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "jaxft: error: the device has too little memory to sample: lower llms.<name>.slots (now 8), "
-        f"cache_tokens (now {2**43}) or max_context_tokens (now {2**40}); it said: RESOURCE_EXHAUSTED: Out of memory "
-        "allocating "
-    )
-    assert error.count("\n") == 1
+def test_a_device_that_is_too_small_ends_the_run_in_one_line(client):
+    with pytest.raises(DeviceMemoryError) as caught:
+        asyncio.run(client.chat([{"role": "user", "content": "x"}], max_tokens=4))
+    message = str(caught.value)
+    assert caught.value.exit_code == 1 and "\n" not in message
+    for part in (
+        "slots (now 8)",
+        f"cache_tokens (now {2**43})",
+        f"max_context_tokens (now {2**40})",
+        "RESOURCE_EXHAUSTED",
+    ):
+        assert part in message
 
 
 class OtherConfig(jaxft.WorkflowConfig, name="other_agent"):
@@ -188,9 +188,13 @@ class TextOfItsOwn(BaseException):
         raise RuntimeError("no text")
 
 
+WAYS = ("asks", "carried", "lost", "silent", "raises", "down", "huge", "asks")
+"""How an agent that fails in many ways does each example."""
+
+
 @jaxft.register_workflow(config_type=OtherConfig)
 async def other_agent(config: OtherConfig, builder: Any) -> Any:
-    """Asks in the way that `how` says, or does not ask."""
+    """Asks in the way that `how` says; `mixed` is a plain function that fails in the ways of `WAYS`."""
     llm = await builder.get_llm(config.llm)
 
     def ask(example: dict) -> tuple[int, ...]:
@@ -199,91 +203,100 @@ async def other_agent(config: OtherConfig, builder: Any) -> Any:
     async def in_task(example: dict) -> tuple[int, ...]:
         return (await llm.chat([{"role": "user", "content": example["question"]}], max_tokens=4)).token_ids
 
-    async def run_in_thread(example: dict) -> tuple[int, ...]:
+    async def carried(example: dict) -> tuple[int, ...]:
         """A thread that takes no context along, as one of an executor does."""
-        function = ask if config.how == "lost" else jaxft.in_episode(ask)
-        return await asyncio.get_running_loop().run_in_executor(None, function, example)
+        return await asyncio.get_running_loop().run_in_executor(None, jaxft.in_episode(ask), example)
 
-    async def silent(example: dict) -> tuple[int, ...]:
+    def mixed(example: dict) -> tuple[int, ...]:
+        way = WAYS[int(example["question"])]
+        if way == "silent":
+            return (jaxft.episode().generation,)
+        if way in ("carried", "lost"):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(jaxft.in_episode(ask) if way == "carried" else ask, example).result()
+        token_ids = ask(example)
+        if way == "raises" and jaxft.episode().generation == 0:
+            raise TextOfItsOwn
+        if way == "down" and jaxft.episode().random.random() < 0.5:
+            raise ConnectionError("the tool is down")
+        return ("huge",) if way == "huge" else token_ids
+
+    async def idle(example: dict) -> tuple[int, ...]:
         return (jaxft.episode().generation,)
 
-    async def raising(example: dict) -> tuple[int, ...]:
-        if jaxft.episode().generation == 0:
-            raise TextOfItsOwn
-        return await in_task(example)
+    yield {"sync": ask, "async": in_task, "carried": carried, "mixed": mixed, "idle": idle}[config.how]
 
-    ways = {
-        "sync": ask,
-        "async": in_task,
-        "lost": run_in_thread,
-        "carried": run_in_thread,
-        "silent": silent,
-        "raise": raising,
-    }
-    yield ways[config.how]
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Metrics of each epoch, kept episodes and console of a run whose agent fails in many ways, and goes on."""
+    folder, epochs = tmp_path_factory.mktemp("mixed"), ("--set", "finetuning.num_epochs=2")
+    kept = ("--set", "trainers.loop.save_episodes=all", "--set", "trainers.loop.max_failed_fraction=0.5")
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert command(folder)(*epochs, *kept, how="mixed") == 0
+    files = [folder / "run" / name for name in ("training_metrics.jsonl", "trajectories/samples.jsonl")]
+    return [*([json.loads(row) for row in file.read_text().splitlines()] for file in files), shown.getvalue()]
+
+
+def failures(episodes, word):
+    return [each["failure"] for each in episodes if word in each.get("failure", "")]
+
+
+def test_an_agent_that_fails_now_and_then_is_trained_with_the_rest(mixed):
+    metrics, episodes, shown = mixed
+    assert [row["applied_updates"] for row in metrics] == [1, 1]
+    down = [
+        sum("is down" in each["failure"] for each in episodes if "failure" in each and each["epoch"] == n)
+        for n in (0, 1)
+    ]
+    assert [row["failed_episodes"] for row in metrics] == [1 + 8 + count for count in down] and 0 < sum(down) < 16
+    assert 'raise ConnectionError("the tool is down")' in failures(episodes, "is down")[0]
+    assert shown.count("of 64 episodes failed and are left out; example '") == 2
+
+
+def test_whatever_an_agent_raises_is_one_failed_episode(mixed):
+    found = failures(mixed[1], "TextOfItsOwn: its text cannot be shown, as that raises RuntimeError")
+    assert len(found) == 2 and all("example '4', generation 0" in each for each in found)
+
+
+def test_a_reward_beyond_float32_is_an_error_that_names_it(mixed):
+    found = failures(mixed[1], "evaluator 'even': ValueError: it gave 1e+308 for example '6'")
+    assert len(found) == 16
+
+
+def test_threads_are_trained_if_they_know_their_episode_and_else_counted(mixed):
+    metrics, _, shown = mixed
+    for row in metrics:  # the calls of episodes that failed do not count
+        assert (row["calls"] + row["failed_episodes"], row["outside_calls"]) == (6 * 8, 8)
+    assert "8 calls" in shown and "jaxft.in_episode(function)" in shown
 
 
 ONE_EPOCH = ("--overwrite", "--set", "finetuning.num_epochs=1")
 
 
-def metrics(tmp_path):
-    return json.loads((tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()[0])
-
-
+@pytest.mark.slow
 def test_threads_are_trained_and_repeated_as_tasks_are(finetune, tmp_path):
     """A workflow that is a plain function, and one that asks in threads of its own: the same numbers, bit for bit."""
     rows = {}
     for how in ("async", "sync", "carried"):
         assert finetune(*ONE_EPOCH, how=how) == 0
-        rows[how] = metrics(tmp_path)
+        rows[how] = json.loads((tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()[0])
     assert rows["sync"] == rows["async"] == rows["carried"]
     assert rows["sync"]["calls"] == 64 and rows["sync"]["outside_calls"] == 0
 
 
-def test_calls_of_threads_that_know_no_episode_are_counted_and_said(finetune, tmp_path, capsys):
-    assert finetune(*ONE_EPOCH, how="lost") == 3
-    assert metrics(tmp_path)["outside_calls"] == 64 and metrics(tmp_path)["calls"] == 0
-    shown = capsys.readouterr()
-    assert "64 calls" in shown.out and "jaxft.in_episode(function)" in shown.out
-    assert "all 64 calls" in shown.err and "jaxft.in_episode(function)" in shown.err
-    assert "num_generations" not in shown.err
-
-
 def test_an_agent_that_never_asks_is_told_so(finetune, capsys):
     for options in ((), ("--set", "finetuning.curriculum_learning.enabled=true")):
-        assert finetune(*ONE_EPOCH, *options, how="silent") == 3
+        assert finetune(*ONE_EPOCH, *options, how="idle") == 3
         error = capsys.readouterr().err
         assert "builder.get_llm" in error and "num_generations" not in error
 
 
-def test_whatever_an_agent_raises_is_one_failed_episode(finetune, tmp_path, capsys):
-    assert finetune(*ONE_EPOCH, how="raise") == 0
-    assert (metrics(tmp_path)["failed_episodes"], metrics(tmp_path)["episodes"]) == (8, 64)
-    assert "TextOfItsOwn: its text cannot be shown, as that raises RuntimeError" in capsys.readouterr().out
-
-
-def test_a_reward_beyond_float32_is_an_error_that_names_it(finetune, capsys):
-    assert finetune(*ONE_EPOCH, "--set", "eval.evaluators.even.largest=1e308", how="async") == 3
-    error = capsys.readouterr().err
-    assert re.search(r"evaluator 'even': ValueError: it gave [\d.]+e\+30[78] for example '\d'", error)
-
-
-@pytest.mark.parametrize(
-    ("factor", "code", "said"),
-    [(1.0, 3, "their `sequences` are None"), (1e308, 2, r"example '0', generation \d has the reward \d\.?\d*e\+307")],
-)
-def test_mistakes_of_a_builder_are_named(finetune, capsys, factor, code, said):
-    builder = ("--set", "trajectory_builders.rollouts._type=careless_builder")
-    factor = ("--set", f"trajectory_builders.rollouts.factor={factor}")
-    assert finetune(*ONE_EPOCH, *builder, *factor, how="async") == code
-    error = capsys.readouterr().err
-    assert re.search(said, error) and "num_generations" not in error
-
-
-@pytest.mark.parametrize(("largest", "code"), [(1.0, 0), (0.0, 3)], ids=["trained", "nothing trained"])
-def test_a_finished_run_that_is_resumed_ends_as_it_ended_before(finetune, capsys, largest, code):
+@pytest.mark.parametrize(("updates", "code"), [(1, 0), (0, 3)], ids=["trained", "nothing trained"])
+def test_a_finished_run_that_is_resumed_ends_as_it_ended_before(finetune, capsys, updates, code):
     """With a trainer that does not judge itself what it has learned."""
+    adapter = f"trainer_adapters.local={{_type: plain_adapter, updates: {updates}}}"
     plain = ("--set", "trainers.loop={_type: plain_trainer}", "--set", "finetuning.checkpoints.every=1")
-    options = (*plain, "--set", "finetuning.num_epochs=1", "--set", f"eval.evaluators.even.largest={largest}")
-    assert [finetune(*options, how="async"), finetune(*options, "--resume", how="async")] == [code, code]
+    options = (*plain, "--set", adapter, "--set", "finetuning.num_epochs=1")
+    assert [finetune(*options, how="idle"), finetune(*options, "--resume", how="idle")] == [code, code]
     assert capsys.readouterr().err.count("PlainTrainer trained nothing") == (2 if code else 0)

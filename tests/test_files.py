@@ -1,18 +1,22 @@
-"""A disk that is full, for real: a limit on the size of files in a process of its own, and a file system of no room."""
+"""A disk that is full, for real: a limit on the size of files, and a file system of no room; names and manifests."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import unicodedata
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from jaxft.errors import DiskFull, ManifestError
 from jaxft.files import (
@@ -24,106 +28,69 @@ from jaxft.files import (
     verify_manifest,
     write_manifest,
 )
-from jaxft.runs.directory import RunDirectory
-
-LIMITED = """
-import asyncio, json, resource, signal, sys
 from jaxft.harness.runtime import exit_code_of
 from jaxft.runs.directory import RunDirectory
-from jaxft.errors import DiskFull
-from jaxft.files import disk_errors
 from jaxft.runs.metrics import log_metrics
 
+
+@contextlib.contextmanager
 def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-directory = RunDirectory.create(sys.argv[1])
-"""
-
-
-def limited(tmp_path, program):
-    """Run a program that may not write files longer than its `limit`; return the completed process."""
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED + program, tmp_path / "run"], capture_output=True, text=True, timeout=120
-    )
+    """Let this process write no file beyond so many bytes. Python ignores the signal for that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_row_that_does_not_fit_leaves_no_half_line_and_one_that_fits_follows(tmp_path):
-    run = limited(
-        tmp_path,
-        """
-for step in range(3):
-    directory.append_jsonl("training_metrics.jsonl", {"step": step})
-limit(50)
-try:
-    directory.append_jsonl("training_metrics.jsonl", {"step": 3, "text": "x" * 100})
-except DiskFull as error:
-    print(error)
-limit(resource.RLIM_INFINITY)
-directory.append_jsonl("training_metrics.jsonl", {"step": 4})
-""",
-    )
-    path = tmp_path / "run" / "training_metrics.jsonl"
-    said = run.stdout
-    assert said.startswith(f"'{path}' cannot be written: File too large; ") and said.count("\n") == 1, run.stderr
+@pytest.fixture
+def directory(tmp_path):
+    with RunDirectory.create(tmp_path / "run") as directory:
+        yield directory
+
+
+def test_a_row_that_does_not_fit_leaves_no_half_line_and_one_that_fits_follows(directory):
+    for step in range(3):
+        directory.append_jsonl("training_metrics.jsonl", {"step": step})
+    with pytest.raises(DiskFull) as caught, limit(50):
+        directory.append_jsonl("training_metrics.jsonl", {"step": 3, "text": "x" * 100})
+    directory.append_jsonl("training_metrics.jsonl", {"step": 4})
+    path, said = directory.path / "training_metrics.jsonl", str(caught.value)
+    assert said.startswith(f"'{path}' cannot be written: File too large; ")
     assert int(said.split("; ")[1].split()[0]) > 0  # bytes that are free
-    assert said.endswith("file-size limit (ulimit -f)\n")
+    assert said.endswith("file-size limit (ulimit -f)")
     assert [json.loads(row)["step"] for row in path.read_text().splitlines()] == [0, 1, 2, 4]
 
 
-def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
-    run = limited(
-        tmp_path,
-        """
-directory.write_json("result.json", {"old": 1})
-limit(50)
-try:
-    directory.write_json("result.json", {"new": "x" * 100})
-except DiskFull:
-    print("refused")
-""",
-    )
-    files = {path.name for path in (tmp_path / "run").iterdir()}
-    assert run.stdout == "refused\n" and files == {"LOCK", "LOCK.holder", "result.json"}
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == {"old": 1}
+def test_a_file_that_does_not_fit_leaves_the_old_one(directory):
+    directory.write_json("result.json", {"old": 1})
+    with pytest.raises(DiskFull), limit(50):
+        directory.write_json("result.json", {"new": "x" * 100})
+    assert {path.name for path in directory.path.iterdir()} == {"LOCK", "LOCK.holder", "result.json"}
+    assert directory.read_json("result.json") == {"old": 1}
 
 
-def test_a_run_ends_in_one_line_and_code_1(tmp_path):
-    run = limited(
-        tmp_path,
-        """
-async def main():
-    limit(3000)
-    for step in range(1000):
-        log_metrics(directory, step, {"loss": 0.5, "reward": 1.0}, {"seconds": 0.1})
+def test_a_run_ends_in_one_line_and_code_1(directory, capsys):
+    async def main():
+        with limit(3000):
+            for step in range(1000):
+                log_metrics(directory, step, {"loss": 0.5, "reward": 1.0}, {"seconds": 0.1})
 
-sys.exit(exit_code_of(main))
-""",
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("jaxft: error: '") and run.stderr.count("\n") == 1
-    assert "cannot be written: File too large; " in run.stderr
-    rows = (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["epoch"] for row in rows] == list(range(len(rows)))
+    assert exit_code_of(main) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("jaxft: error: '") and shown.err.count("\n") == 1
+    assert "cannot be written: File too large; " in shown.err
+    rows = (directory.path / "training_metrics.jsonl").read_text().splitlines()
+    assert rows and [json.loads(row)["epoch"] for row in rows] == list(range(len(rows)))
 
 
-def test_writers_that_are_not_pythons_own_are_understood(tmp_path):
+def test_writers_that_are_not_pythons_own_are_understood(directory):
     """Weights and checkpoints are written by code in Rust and C++, which has exceptions of its own."""
-    run = limited(
-        tmp_path,
-        """
-import numpy as np
-from safetensors.numpy import save_file
-limit(5000)
-try:
-    with disk_errors(directory.path / "model"):
+    with pytest.raises(DiskFull) as caught, limit(5000), disk_errors(directory.path / "model"):
         save_file({"weights": np.zeros(10000)}, directory.path / "model.safetensors")
-except DiskFull as error:
-    print(type(error.__cause__).__name__, error)
-""",
-    )
-    assert run.stdout.startswith(f"SafetensorError '{tmp_path / 'run' / 'model'}' cannot be written: File too large")
+    assert type(caught.value.__cause__).__name__ == "SafetensorError"
+    assert str(caught.value).startswith(f"'{directory.path / 'model'}' cannot be written: File too large")
 
 
 UNTIL_FULL = """
@@ -151,6 +118,7 @@ directory.append_jsonl("rows.jsonl", {"step": step})
 """
 
 
+@pytest.mark.slow
 def test_a_file_system_without_room(tmp_path):
     """A small one, in memory and in a name space of its own, where the machine lets us have one."""
     place = tmp_path / "small"
@@ -185,21 +153,16 @@ def test_other_errors_pass(tmp_path):
         assert caught.value is error
 
 
-def test_a_directory_on_a_full_disk_is_no_bad_input(tmp_path):
+def test_a_directory_on_a_full_disk_is_no_bad_input(tmp_path, capsys):
     """It is a failed run, which can be repeated as it is when there is room."""
-    run = limited(
-        tmp_path,
-        """
-directory.close()
-limit(1)
+    RunDirectory.create(tmp_path / "run").close()
 
-async def main():
-    RunDirectory.create(sys.argv[1])
+    async def main():
+        with limit(1):
+            RunDirectory.create(tmp_path / "run")
 
-sys.exit(exit_code_of(main))
-""",
-    )
-    assert run.returncode == 1 and "LOCK.holder' cannot be written: File too large" in run.stderr
+    assert exit_code_of(main) == 1
+    assert "LOCK.holder' cannot be written: File too large" in capsys.readouterr().err
     with RunDirectory.open(tmp_path / "run"):
         pass
 

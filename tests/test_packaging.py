@@ -49,10 +49,12 @@ def wheel(copy, tmp_path_factory):
     return next(folder.glob("jaxft-*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_files_of_the_package(wheel):
     assert wheel_faults(wheel) == []
 
 
+@pytest.mark.slow
 def test_a_wheel_with_other_files_is_refused(wheel, tmp_path):
     left_out, added = "jaxft/rollout/assets/response_templates.json", "jaxft/old_module.py"
     with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(tmp_path / wheel.name, "w") as other:
@@ -65,6 +67,7 @@ def test_a_wheel_with_other_files_is_refused(wheel, tmp_path):
     assert left_out in missing and added in more and "version 90.1.0" in version
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_what_building_takes(copy, tmp_path):
     program = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     done = run([sys.executable, "-c", program, str(tmp_path)], copy)
@@ -72,6 +75,7 @@ def test_the_source_distribution_has_what_building_takes(copy, tmp_path):
     assert sdist_faults(next(tmp_path.glob("jaxft-*.tar.gz"))) == []
 
 
+@pytest.mark.slow
 def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
@@ -89,6 +93,7 @@ raise SystemExit(main(["doctor"]))
     assert f"{tmp_path}/runs (" in done.stdout and "grpo_trainer" in done.stdout
 
 
+@pytest.mark.slow
 def test_each_part_of_the_checks_can_be_run_alone():
     done = run([".ci/run", "nothing"], ROOT)
     assert done.returncode == 2 and "'nothing'" in done.stderr

@@ -103,11 +103,13 @@ def test_a_workflow_of_langchain(train):
     assert metrics["applied_updates"] == 1
 
 
+@pytest.mark.slow
 def test_a_workflow_with_tools(train):
     (metrics,) = train(register("Tools", "tools_of_the_guide"), ("llms.policy.max_context_tokens", "256"))
     assert metrics["applied_updates"] == 1
 
 
+@pytest.mark.slow
 def test_the_policy_is_a_folder_the_judge_a_server_and_a_function_is_trained(train, tmp_path):
     pytest.importorskip("openai")
     row = "Functions, and training aimed at them"
@@ -117,6 +119,7 @@ def test_the_policy_is_a_folder_the_judge_a_server_and_a_function_is_trained(tra
     assert metrics["calls"] == 64 and metrics["untargeted_calls"] == 32
 
 
+@pytest.mark.slow
 def test_the_three_parts_train_on_a_table_with_an_evaluator_of_the_toolkit_whose_imports_are_changed(train):
     exec(compile(ported(code("An evaluator", "python", HERE)), "<evaluator>", "exec"), {"__name__": "share"})
     parts = code("The dataset", "yaml", HERE) + code("Builder, adapter, trainer", "yaml", HERE)
@@ -124,6 +127,7 @@ def test_the_three_parts_train_on_a_table_with_an_evaluator_of_the_toolkit_whose
     assert (metrics["groups"], metrics["kl"], metrics["applied_updates"]) == (2, 0, 1)
 
 
+@pytest.mark.slow
 def test_the_command_and_what_it_leaves(folder, tmp_path, monkeypatch):
     row = "The command, curriculum and validation"
     (folder / "with_curriculum.yml").write_text(f"base: run.yml\n{code(row, 'yaml', HERE)}")
@@ -141,6 +145,7 @@ def test_the_command_and_what_it_leaves(folder, tmp_path, monkeypatch):
     assert len(found["rewards"]) == 2
 
 
+@pytest.mark.slow
 def test_pairs_are_recorded_and_trained(train):
     (metrics,) = train(register("Preference pairs", "pairs_of_the_guide") + code("Preference pairs", "yaml", HERE))
     assert metrics["pairs_trained"] >= 4 and metrics["applied_updates"] == 1
@@ -160,6 +165,7 @@ def test_jaxft_has_all_names_of_the_table_of_imports():
     assert len(names) == 40 and names <= set(jaxft.__all__)
 
 
+@pytest.mark.slow
 def test_parts_of_a_user_of_the_toolkit_need_other_imports_only(train, tmp_path):
     """tests/nat/others.py has a builder and a trainer of the toolkit's kind."""
     text = (Path(__file__).parent / "nat" / "others.py").read_text()

@@ -137,6 +137,29 @@ def files(folder):
     return {name: (folder / name).read_bytes() for name in names}
 
 
+SNAPSHOT = {"opponent": {"_type": "local_policy", "snapshot_of": "policy", "every": 2}}
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def self_play(tmp_path_factory):
+    """A whole run against earlier versions, and the versions that played in each epoch."""
+    folder = tmp_path_factory.mktemp("self_play") / "run"
+    rows = train(run_config(folder, SNAPSHOT, finetuning__num_epochs=EPOCHS))
+    return folder, rows, {name: record["versions"] for name, record in played.items()}
+
+
+def test_the_opponent_is_the_version_that_it_should_be(self_play):
+    _, rows, versions = self_play
+    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4]
+    for name, found in versions.items():
+        epoch = int(name.split("/")[1])
+        assert found == {(epoch, epoch // 2 * 2)}, name
+    for row in rows:
+        assert (row["stale_token_fraction"], row["untargeted_calls"], row["foreign_sequences"]) == (0.0, 24, 0)
+        assert row["sampler_disagreement_fraction"] == 0.0
+
+
 def test_only_the_target_of_several_models_is_trained(tmp_path, server):  # noqa: F811
     server.answer = lambda request: completion("both")
     llms = {"opponent": POLICY, "referee": {"_type": "openai", "model": "m", "base_url": server.url, "api_key": "k"}}
@@ -155,7 +178,13 @@ def test_only_the_target_of_several_models_is_trained(tmp_path, server):  # noqa
         trained += len(chosen)
     assert row["trained_tokens"] == trained
 
-    # Where training is aimed at all models the adapter leaves out the opponent's rows, with the same result.
+
+@pytest.mark.slow
+def test_training_that_is_aimed_at_all_leaves_out_the_opponents_rows(tmp_path, server):  # noqa: F811
+    """The result is the same."""
+    server.answer = lambda request: completion("both")
+    llms = {"opponent": POLICY, "referee": {"_type": "openai", "model": "m", "base_url": server.url, "api_key": "k"}}
+    (row,) = train(run_config(tmp_path / "aimed", llms, workflow__referee="referee"))
     unaimed = run_config(tmp_path / "unaimed", llms, workflow__referee="referee", finetuning__target_model=None)
     (other,) = train(unaimed)
     assert (other["untargeted_calls"], other["foreign_sequences"]) == (0, 12)
@@ -165,34 +194,13 @@ def test_only_the_target_of_several_models_is_trained(tmp_path, server):  # noqa
     assert files(tmp_path / "aimed")[model] == files(tmp_path / "unaimed")[model]
 
 
-SNAPSHOT = {"opponent": {"_type": "local_policy", "snapshot_of": "policy", "every": 2}}
-EPOCHS = 5
-
-
-@pytest.fixture(scope="module")
-def self_play(tmp_path_factory):
-    """A whole run against earlier versions, and the versions that played in each epoch."""
-    folder = tmp_path_factory.mktemp("self_play") / "run"
-    rows = train(run_config(folder, SNAPSHOT, finetuning__num_epochs=EPOCHS))
-    return folder, rows, {name: record["versions"] for name, record in played.items()}
-
-
-def test_the_opponent_is_the_version_that_it_should_be(self_play):
-    _, rows, versions = self_play
-    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4, 5]
-    for name, found in versions.items():
-        epoch = int(name.split("/")[1])
-        assert found == {(epoch, epoch // 2 * 2)}, name
-    for row in rows:
-        assert (row["stale_token_fraction"], row["untargeted_calls"], row["foreign_sequences"]) == (0.0, 24, 0)
-        assert row["sampler_disagreement_fraction"] == 0.0
-
-
+@pytest.mark.slow
 def test_self_play_repeats_its_bytes(self_play, tmp_path):
     train(run_config(tmp_path / "again", SNAPSHOT, finetuning__num_epochs=EPOCHS, eval__general__max_concurrency=1))
     assert files(tmp_path / "again") == files(self_play[0])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_opponent(self_play, tmp_path):
     folder = tmp_path / "resumed"
     train(run_config(folder, SNAPSHOT, finetuning__num_epochs=3))  # the opponent is version 2, the policy is 3
@@ -202,6 +210,7 @@ def test_a_resumed_run_has_the_same_opponent(self_play, tmp_path):
     assert files(folder) == files(self_play[0])
 
 
+@pytest.mark.slow
 def test_an_evaluation_plays_against_the_policy_itself(tmp_path):
     config = run_config(tmp_path / "evaluated", SNAPSHOT)
     played.clear()

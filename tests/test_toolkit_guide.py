@@ -1,7 +1,6 @@
 """Components written as the toolkit's guide teaches it (data/toolkit_guide) train, alone and among jaxft's own."""
 
 import asyncio
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -75,7 +74,7 @@ PARTS = {
 def configuration(folder, builder="user", adapter="user", trainer="user", **finetuning):
     return jaxft.config_from_mapping(
         {
-            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 64, "slots": 8}},
+            "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 96, "slots": 8}},
             "workflow": {"_type": "guide_ask_once", "llm": "policy"},
             "eval": {
                 "general": {"max_concurrency": 8, "dataset": {"_type": "guide_two_questions"}},
@@ -117,9 +116,23 @@ async def trained(session):
     return await session.adapter(), await builder.run_eval()
 
 
-@pytest.mark.parametrize(("builder", "adapter", "trainer"), list(itertools.product(("user", "own"), repeat=3)))
-def test_parts_of_the_guide_and_jaxfts_train_together(tmp_path, builder, adapter, trainer):
-    statuses, (made, output) = train(configuration(tmp_path, builder, adapter, trainer), trained)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("user", "own", "user"),
+        ("user", "user", "own"),
+        pytest.param(("user", "user", "user"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def run(request, tmp_path_factory):
+    """Whose builder, adapter and trainer it is, the folder of a run of them, and what came of it."""
+    folder = tmp_path_factory.mktemp("run")
+    return request.param, folder, train(configuration(folder, *request.param), trained)
+
+
+def test_parts_of_the_guide_and_jaxfts_train_together(run):
+    (_, adapter, trainer), folder, (statuses, (made, output)) = run
     assert [status.status for status in statuses] == [jaxft.TrainingStatusEnum.COMPLETED] * 2
     if adapter == "own":
         metrics = [status.metadata["metrics"] for status in statuses]
@@ -131,7 +144,7 @@ def test_parts_of_the_guide_and_jaxfts_train_together(tmp_path, builder, adapter
     else:
         assert made.server.num_tokens >= 16 and any(worth > 0 for worth in made.server.worth.values())
     if trainer == "user":
-        rows = [json.loads(row) for row in (tmp_path / "run" / "guide_trainer.jsonl").read_text().splitlines()]
+        rows = [json.loads(row) for row in (folder / "run" / "guide_trainer.jsonl").read_text().splitlines()]
         assert [(row["num_trajectories"], row["filtered_groups"], row["validations"]) for row in rows] == [
             (8, 2, 1)
         ] * 2
@@ -140,6 +153,7 @@ def test_parts_of_the_guide_and_jaxfts_train_together(tmp_path, builder, adapter
     assert [item.reasoning["num_steps"] for item in verdicts.eval_output_items] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_the_guides_builder_samples_the_same(tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train(configuration(whole, "user", "own", "own", num_epochs=3))
@@ -149,6 +163,7 @@ def test_a_resumed_run_of_the_guides_builder_samples_the_same(tmp_path):
     assert rows[0] == rows[1] and len(rows[0].splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_the_guides_builder_trains_the_target_functions(tmp_path):
     config = configuration(tmp_path, "user", "own", "user", target_functions=["asking"], num_epochs=1)
     named = config.workflow.model_copy(update={"function": "asking"})
@@ -159,6 +174,7 @@ def test_the_guides_builder_trains_the_target_functions(tmp_path):
         train(config.model_copy(update={"workflow": elsewhere}), overwrite=True)
 
 
+@pytest.mark.slow
 def test_candidates_are_collected_by_their_steps_and_trained(tmp_path):
     config = configuration(tmp_path, num_epochs=1).model_dump()
     config["workflow"] = {"_type": "guide_ask_twice", "llm": "policy"}

@@ -104,7 +104,7 @@ def packed(batch: jaxft.Batch) -> jaxft.Batch:
     """The same rows, each as two sequences of half its tokens, with prompts of half the length.
 
     >>> rows = jaxft.Batch(tokens=jnp.ones((1, 4), int), completion_mask=jnp.array([[False, False, True, True]]))
-    >>> halves = packed(rows)
+    >>> halves = jax.jit(packed)(rows)
     >>> print(halves.positions, halves.segment_ids, halves.completion_mask)
     [[0 1 0 1]] [[1 1 2 2]] [[False  True False  True]]
     """

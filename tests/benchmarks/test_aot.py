@@ -27,6 +27,7 @@ def answer(temporaries):
     return compile_case
 
 
+@pytest.mark.slow
 def test_the_cases_are_those_of_both_platforms():
     assert {case.platform for case in CASES} == {"gpu", "tpu"}
     for case in CASES:
@@ -47,6 +48,7 @@ def test_the_first_policy_that_fits_is_taken():
     assert CaseResult.model_validate_json(result.model_dump_json()) == result
 
 
+@pytest.mark.slow
 def test_what_fits_with_no_policy_is_a_bar_that_is_missed():
     limit = aot.memory_limit(aot.find_target("h100x8"))
     result = measure(SMALL, answer(dict.fromkeys(("dots", "projections", "attention", "full"), limit)))

@@ -163,6 +163,7 @@ def test_compile_seconds_of_warm_up_add_up():
     assert check.value == 40.0 * len(seconds)
 
 
+@pytest.mark.slow
 def test_requests_beside_training_have_the_memory_of_the_first_policy_that_fits():
     def compile_run(run, target, remat, program, pool):
         assert run.policy.slots == 8 and run.lora is not None
@@ -195,6 +196,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_one_part_is_measured_and_the_other_stays_in_the_file(tmp_path, monkeypatch):
     """The compiler is a program that answers as `jaxft.planning.compiler` does."""
     monkeypatch.setattr(aot_engine, "CASES", (SMALL, EngineCase("v5e-8", "qwen3-0.6b", 8)))

@@ -14,6 +14,7 @@ from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
 from machine import live_device_bytes, tree_bytes
 
+pytestmark = pytest.mark.slow
 PROMPT, GENERATIONS = 70, 3
 
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_log_probabilities(tmp_path):
     out = tmp_path / "logprobs.json"
     shapes = ["--vocabulary", "500", "--hidden_size", "8", "--rows", "2", "--tokens", "16", "--rounds", "1"]

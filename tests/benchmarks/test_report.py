@@ -1,27 +1,49 @@
 """`benchmarks/report.py` on results of `run.py` and `compare.py`."""
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+import run
 from records import Results
-from report import results_text
+from report import main, results_text
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_harness_and_its_report(tmp_path):
-    out = tmp_path / "harness.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "harness", "--shrink", "--repeats", "1"]
-    shown = subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """Call the program, and return its exit code with what it shows."""
+
+    def report(*arguments):
+        monkeypatch.setattr("sys.argv", ["report.py", *map(str, arguments)])
+        return main(), capsys.readouterr()
+
+    return report
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """The file of a case of `run.py`, and what it showed."""
+    out = tmp_path_factory.mktemp("harness") / "harness.json"
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert run.main(["harness", "--shrink", "--repeats", "1", "--out", str(out)]) == 0
+    return out, shown.getvalue()
+
+
+def test_harness_and_its_report(tmp_path, report, harness):
+    out, shown = harness
     (case,) = json.loads(out.read_text())["cases"]
     milliseconds = {line["name"]: line["figures"]["milliseconds_per_episode"] for line in case["lines"]}
     assert list(milliseconds) == ["trivial", "recorded", "group", "time-outs", "validated rows"]
     assert "milliseconds_per_episode" in shown and all(value > 0 for value in milliseconds.values())
     compared = tmp_path / "compared.json"
     compared.write_text(json.dumps(COMPARED))
-    shown = report(out, compared, tmp_path / "report")
+    code, (shown, _) = report(out, compared, "--out", tmp_path / "report")
+    assert code == 0 and (tmp_path / "report" / "report.md").read_text() in shown
     assert "### harness" in shown and "| trivial |" in shown
     assert "| tunix | 4.000 | 3.000 to 5.000 | 2,048 | 2,048 | 2.00 |" in shown
     assert "| trl: cannot run: no environment |" in shown
@@ -39,19 +61,11 @@ COMPARED = {
 """Results of `compare.py`, without keys that the report does not read."""
 
 
-def test_report_refuses_other_files(tmp_path):
+def test_report_refuses_other_files(tmp_path, report):
     other = tmp_path / "other.json"
     other.write_text("{}")
-    command = [sys.executable, str(ROOT / "benchmarks" / "report.py"), str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and str(other) in done.stderr
-
-
-def report(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / "report.py"), *map(str, arguments[:-1])]
-    done = subprocess.run([*command, "--out", str(arguments[-1])], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert (arguments[-1] / "report.md").read_text() in done.stdout
-    return done.stdout
+    code, shown = report(other)
+    assert code == 2 and str(other) in shown.err
 
 
 def test_stored_results_give_the_committed_report():

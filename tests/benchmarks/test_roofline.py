@@ -35,11 +35,22 @@ def test_weights_by_hand():
     assert parameter_count(SMALL) == 280 + 2 * (4 + 4 + 2 + 2) + 4
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("extras", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": None}])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_parameters_are_those_of_the_decoder(name, extras, is_tied):
-    config = replace(model_preset(name), tie_word_embeddings=is_tied, **extras)
+BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in PRESETS),
+        *(
+            ("qwen3-50k", {"tie_word_embeddings": is_tied, **extras})
+            for is_tied in (False, True)
+            for extras in ({}, BIASED)
+        ),
+    ],
+)
+def test_parameters_are_those_of_the_decoder(name, changes):
+    config = replace(model_preset(name), **changes)
     params = jax.eval_shape(decoder(config).init, jax.random.key(0))
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
 

@@ -102,6 +102,7 @@ def test_a_case_that_fails_is_reported(capsys):
     assert "no such model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_computing_in_bfloat16(tmp_path):
     out = tmp_path / "gpu.json"
     assert main(["decode", "--suite", "gpu", "--shrink", "--repeats", "1", "--out", str(out)]) == 0

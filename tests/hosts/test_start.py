@@ -1,14 +1,16 @@
 """Processes of one run find their place, join each other and JAX, and hear of a process that was killed."""
 
+import contextlib
+import io
+import json
 import os
-import socket
-import subprocess
 import sys
 
 import pytest
 from jax._src import clusters
 
 from jaxft.errors import HostsError
+from jaxft.hosts import launch as launching
 from jaxft.hosts import start
 from jaxft.hosts.start import Place, find_place
 
@@ -20,50 +22,56 @@ def lost(index):
     os.write(2, f"process {index} has gone\\n".encode())
     os._exit(7)
 
-place, killed = find_place({}), int(sys.argv[1])
+place, ending = find_place({}), sys.argv[1]
 ring = join(place, {"program": "the same"}, lost)
 import jax
 ids = ring.all_gather("id", place.process_id)
-print(jax.process_count(), len(jax.devices()), len(jax.local_devices()), ids, flush=True)
-if place.process_id == killed:
+cores = sorted(os.sched_getaffinity(0))
+print("joined", jax.process_count(), len(jax.devices()), len(jax.local_devices()), ids, cores, flush=True)
+if ending == f"kill {place.process_id}":
     os.kill(os.getpid(), signal.SIGKILL)
-if killed >= 0:
+if ending != "leave":
     time.sleep(60)
 leave(ring)
+if place.process_id == 1:
+    sys.exit(3)
+time.sleep(60)
 """
 
 
-def run(killed):
-    """Run the program in two processes, and return exit code, output and errors of each."""
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {**os.environ, "JAXFT_COORDINATOR": f"127.0.0.1:{port}", "JAXFT_NUM_PROCESSES": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(killed)],
-            env={**shared, "JAXFT_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    ended = [process.communicate(timeout=120) for process in started]
-    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+@pytest.fixture(scope="module")
+def launched():
+    """Exit code and lines of two processes that join and leave, the second of which then fails."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+        patch.setattr(launching, "GRACE_SECONDS", 0.2)
+        code = launching.launch([sys.executable, "-c", PROGRAM, "leave"], 2)
+    lines = sorted(shown.getvalue().splitlines())
+    assert all(line.startswith(("[0] ", "[1] ")) for line in lines), lines
+    return code, [line for line in lines if "] joined " in line]
 
 
-def test_two_processes_join_and_leave():
-    for code, said, errors in run(killed=-1):
-        assert (code, said) == (0, "2 2 1 [0, 1]\n"), errors
+def test_two_processes_join_and_leave_and_lines_begin_with_their_number(launched):
+    _, lines = launched
+    assert [line.partition("] [")[0] for line in lines] == ["[0] joined 2 2 1 [0, 1", "[1] joined 2 2 1 [0, 1"]
+
+
+def test_cores_are_divided(launched):
+    cores = sorted(os.sched_getaffinity(0))  # the launcher has all of them
+    if len(cores) < 2:
+        pytest.skip("one core cannot be divided")
+    found = [json.loads("[" + line.partition("] [")[2]) for line in launched[1]]
+    assert found == [cores[: len(cores) // 2], cores[len(cores) // 2 : len(cores) // 2 * 2]]
+
+
+def test_one_that_fails_ends_the_others(launched):
+    assert launched[0] == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_that_is_killed_ends_the_other_with_its_name(killed):
-    ended = run(killed)
-    code, _, errors = ended[1 - killed]
-    assert code == 7 and errors.strip().splitlines()[-1] == f"process {killed} has gone", errors
-    assert ended[killed][0] == -9
+def test_a_process_that_is_killed_ends_the_other_with_its_name(killed, capfd):
+    assert launching.launch([sys.executable, "-c", PROGRAM, f"kill {killed}"], 2) in (7, 137)
+    assert f"[{1 - killed}] process {killed} has gone" in capfd.readouterr().out.splitlines()
 
 
 def test_options_come_before_the_environment():
@@ -155,7 +163,7 @@ def test_a_count_that_is_no_number_is_refused():
         find_place({}, {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "two", "JAXFT_PROCESS_ID": "0"})
 
 
-def test_slurm_says_where_process_0_is():
+def test_slurm_says_where_process_0_is(monkeypatch):
     slurm = {
         "SLURM_STEP_NUM_TASKS": "16",
         "SLURM_JOB_ID": "70001",
@@ -165,9 +173,7 @@ def test_slurm_says_where_process_0_is():
         "SLURM_LOCALID": "1",
         "JAX_PLATFORMS": "cpu",
     }
-    program = "from jaxft.hosts.start import find_place; print(*vars(find_place({})).values())"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **slurm}, capture_output=True, text=True, check=True
-    )
-    coordinator, count, index, local = ended.stdout.split()
-    assert coordinator.startswith("gpu07:") and (count, index, local) == ("16", "9", "(1,)")
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    coordinator, count, index, local = vars(find_place({})).values()
+    assert coordinator.startswith("gpu07:") and (count, index, local) == (16, 9, (1,))

@@ -15,22 +15,11 @@ from jaxft.models.load import load_merged
 from tests.faults.compare import differences
 
 AGENT = """
-import atexit, os
+import os
 import jaxft
-from jaxft.shipped import local_adapter
 
 own = os.environ.get("JAXFT_PROCESS_ID", "0")
 counts = {}
-
-if os.environ.get("DIVERGES") and own == "1":
-    gather_rows = local_adapter.gather_rows
-
-    def gathered(*arguments, **options):
-        data = gather_rows(*arguments, **options)
-        data.rows[3].sequence.tokens[0] += 1
-        return data
-
-    local_adapter.gather_rows = gathered
 
 class AgentConfig(jaxft.WorkflowConfig, name="trained_agent"):
     llm: jaxft.LLMRef
@@ -84,7 +73,8 @@ def jaxft(folder: Path, *arguments: str, processes: int = 2, **variables: str) -
     """Run jaxft in so many processes, which have two devices in all."""
     run = [sys.executable, "-P", "-m", "jaxft.cli"]
     command = [*run, *(["launch", "-n", str(processes), *run] if processes > 1 else []), *arguments]
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    devices = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         command, cwd=folder, env={**os.environ, **devices, **variables}, capture_output=True, text=True, timeout=900
     )
@@ -143,25 +133,6 @@ SAMPLES = "trajectories/samples.jsonl"
 
 
 @pytest.mark.slow
-def test_an_input_that_differs_ends_all_with_its_place(folder):
-    ended = jaxft(folder, "finetune", "--config_file", "run.yml", DIVERGES="yes")
-    assert ended.returncode == 1
-    for process in "01":
-        assert f"[{process}] jaxft: error: job 'epoch_00000' failed: HostsError: job epoch_00000" in ended.stdout, (
-            ended.stdout
-        )
-        assert "row 3 differs between process 1 and process 0" in ended.stdout, ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("llms.policy.mesh={data: 3}", "mesh is data 3 x fsdp 1 x tensor 1, which does not multiply to 2 devices"),
-        ("trainers.loop.max_staleness=2", "which episodes end first differs between processes: set it to 1 or 0"),
-        ("finetuning.output_dir=run_of_${JAXFT_PROCESS_ID}", "finetuning.output_dir is"),
-    ],
-)
-def test_what_processes_cannot_share_is_refused(folder, setting, said):
-    ended = jaxft(folder, "finetune", "--config_file", "run.yml", "--set", setting)
-    assert ended.returncode in (1, 2) and said in ended.stdout, ended.stdout
+def test_what_processes_cannot_share_is_refused(folder):
+    ended = jaxft(folder, "finetune", "--config_file", "run.yml", "--set", "trainers.loop.max_staleness=2")
+    assert ended.returncode in (1, 2) and "which episodes end first differs between processes" in ended.stdout

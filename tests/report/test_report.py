@@ -332,6 +332,7 @@ def test_more_episodes_than_are_kept_are_counted(tmp_path):
     assert {entry.epoch for entry in small.entries} == set(range(5))
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path):
     places = find_episodes(make_run(tmp_path / "x", epochs=10, examples=5, generations=4, tokens=4))
     assert make_archive(places, max_episodes=1000, processes=2) == make_archive(places, max_episodes=1000)
