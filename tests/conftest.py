@@ -1,9 +1,11 @@
 """One tiny policy at one set of shapes, so that tests share what is compiled; made when it is first asked for."""
 
+import asyncio
 import gc
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
@@ -50,7 +52,10 @@ def make_policy(tokenizer):
     made = []
 
     def make(**options):
-        copied = jax.tree.map(lambda leaf: leaf.copy(), options.pop("params", params))
+        given = options.pop("params", params)
+        # By way of the host: on the device each shape of an array would need a program. Arrays that are committed to
+        # their device have programs of their own, so those that are not stay so.
+        copied = jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding if x.committed else None), given)
         defaults = {"stop_ids": (tokenizer.eos_token_id,), "slots": SLOTS, "max_context_tokens": CONTEXT}
         made.append(Policy(options.pop("model", model), copied, tokenizer, **(defaults | options)))
         return made[-1]
@@ -62,18 +67,22 @@ def make_policy(tokenizer):
 
 @pytest.fixture(scope="session")
 def policy(make_policy):
-    """A policy that nobody updates."""
-    return make_policy()
+    """A policy that nobody updates, and whose programs are compiled."""
+    made = make_policy()
+    asyncio.run(made.engine.warm_up())
+    return made
 
 
 @pytest.fixture(scope="session")
 def make_scripted_policy(make_policy):
     """Makes a policy that samples a given token at each position, whatever it is asked."""
-    import jax.numpy as jnp
+    import jax
 
-    return lambda script: make_policy(
-        model=scripted_model(), params={"script": jnp.asarray(script, jnp.int32)}, max_context_tokens=len(script)
-    )
+    def make(script):
+        params = {"script": jax.device_put(np.asarray(script, np.int32))}
+        return make_policy(model=scripted_model(), params=params, max_context_tokens=len(script))
+
+    return make
 
 
 @cache

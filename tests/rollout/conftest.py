@@ -1,7 +1,10 @@
 import asyncio
 
+import jax
+import numpy as np
 import pytest
 
+from jaxft.core.logprobs import token_logprobs
 from jaxft.rollout.calls import Call
 
 
@@ -17,6 +20,26 @@ def serve():
         return asyncio.run(main())
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def score(policy):
+    """Returns the trainer's log-probabilities of up to 64 rows of tokens at temperatures, as rows of 96."""
+    jitted = jax.jit(lambda params, *rows: token_logprobs(policy.model, params, rows[0], temperature=rows[1]).logprobs)
+    width = policy.engine.max_context_tokens
+
+    def padded(rows, filling, dtype):
+        table = np.full((64, width), filling, dtype)
+        for line, row in zip(table, rows, strict=False):
+            line[: len(row)] = row
+        return table
+
+    def score(rows, temperatures):
+        tables = padded(rows, 0, np.int32), padded(temperatures, 1, np.float32)
+        return np.asarray(asyncio.run(policy.read(lambda params: jitted(params, *tables))))[: len(rows)]
+
+    score([], [])
+    return score
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def render(messages, **options):
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(texts)
 @example("")
 @example("  two  spaces , then ' n't ' . \r\n\t\x00\x7f")
@@ -64,7 +64,7 @@ def test_template_renders_turns_without_anything_between():
     assert ids == tokenizer.encode(rendered + "<|assistant|>")
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(texts, texts, texts)
 def test_next_turn_extends_the_recorded_one(question, reply, answer):
     messages = [{"role": "user", "content": question}]
@@ -85,6 +85,7 @@ def test_unknown_role_is_named():
         render([{"role": "user", "content": ""}, {"role": "critic", "content": ""}])
 
 
+@pytest.mark.slow
 def test_script_rebuilds_the_shipped_files(tmp_path):
     script = ROOT / "scripts" / "make_char_tokenizer.py"
     subprocess.run([sys.executable, script, tmp_path / "made"], check=True)

@@ -174,9 +174,9 @@ def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words):
     tokenizer = words.tokenizer
     unwanted = set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "start|>"]))
     behind = len("<|im_end|>\n<|im_start|>assistant\n")
-    # In bytes before the w's: inside of the letter, at the typed token's marks and inside of it, at and in the
+    # In bytes before the w's: inside of the letter, in the typed token and behind it, in and at the
     # template's token.
-    for cut in (1, 6, 10, 19, 21, 35, 37, 40):
+    for cut in (1, 10, 21, 37, 40):
         typed = "<|endoftext|>é" + "w" * (2**20 - behind - cut)
         prompt = words.prompt([user("y"), user(typed)], max_tokens=96, truncate_left=True)
         assert tokenizer.longest <= 2**20 and prompt.truncated_tokens > 0

@@ -2,11 +2,11 @@ import asyncio
 import random
 import threading
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 import jaxft
-from jaxft.core.logprobs import token_logprobs
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.models.bridge import from_function
 from jaxft.rollout.chat_request import ChatRequest
@@ -162,10 +162,10 @@ def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
 
 def test_text_cut_before_it_is_tokenised_is_counted(policy):
     client, episode = ChatClient(policy, "player", "truncate_left"), make_episode()
-    chat(client, [{"role": "user", "content": "x " * 2**20}], episode=episode, max_tokens=5)
+    chat(client, [{"role": "user", "content": "x " * 600_000}], episode=episode, max_tokens=5)
     (call,) = episode.calls
     assert policy.template.tokenizer.decode(call.prompt_ids) == " x" * 44 + " <|end|><|assistant|>"
-    assert call.truncated_tokens + len(call.prompt_ids) == pytest.approx(2**21 + 3, rel=1e-4)
+    assert call.truncated_tokens + len(call.prompt_ids) == pytest.approx(1_200_003, rel=1e-4)
 
 
 def test_prompts_that_fit_are_never_cut(policy):
@@ -303,12 +303,12 @@ def test_answers_that_the_agent_never_got_are_not_recorded(client, policy):
 
 
 def test_answers_to_one_request_have_one_version(make_policy):
-    policy = make_policy(slots=2)
+    policy = make_policy()
     llm, episode = ChatClient(policy), make_episode()
 
     async def main():
         with recording(episode):
-            asking = asyncio.create_task(llm.chat(QUESTION, n=5, max_tokens=24))
+            asking = asyncio.create_task(llm.chat(QUESTION, n=20, max_tokens=24))  # more than slots
             while policy.engine.counts.decoded_tokens == 0:
                 await asyncio.sleep(0.001)
             await policy.update(lambda params: ({**params}, None))
@@ -316,7 +316,7 @@ def test_answers_to_one_request_have_one_version(make_policy):
 
     reply = asyncio.run(main())
     versions = {choice.policy_version for choice in reply.choices}
-    assert versions == {1} == {call.policy_version for call in episode.calls} and len(episode.calls) == 5
+    assert versions == {1} == {call.policy_version for call in episode.calls} and len(episode.calls) == 20
 
 
 def test_a_step_reward_names_one_of_several_answers(client):
@@ -337,17 +337,15 @@ def test_most_likely_tokens_of_a_small_vocabulary(tokenizer):
 
 def most_likely_row(vocabulary):
     """The most likely tokens at the last position of a row, by a network that prefers low ids."""
-    model = from_function(falling)
-    values, ids = most_likely(
-        model, {"width": jnp.zeros(vocabulary)}, jnp.zeros((1, 64), jnp.int32), 3, 1.0, vocabulary
-    )
-    assert ids[2].tolist() == sorted(ids[2].tolist()) and float(jnp.exp(values[2]).sum()) == pytest.approx(1.0)
-    return ids[2]
+    model, params = from_function(falling), {"logits": -np.arange(vocabulary, dtype=np.float32)}
+    found = most_likely(model, params, np.zeros((1, 64), np.int32), 3, 1.0, vocabulary)
+    values, ids = (np.asarray(each)[2] for each in found)
+    assert ids.tolist() == sorted(ids.tolist()) and np.exp(values).sum() == pytest.approx(1.0)
+    return ids
 
 
 def falling(params, tokens, positions):
-    logits = -jnp.arange(params["width"].shape[0], dtype=jnp.float32)
-    return jnp.broadcast_to(logits, (*tokens.shape, logits.shape[0]))
+    return jax.numpy.broadcast_to(params["logits"], (*tokens.shape, *params["logits"].shape))
 
 
 def test_more_token_ids_may_end_the_answer(client, tokenizer):
@@ -360,22 +358,15 @@ def test_more_token_ids_may_end_the_answer(client, tokenizer):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_most_likely_tokens_agree_with_scores_of_the_trainer(client, policy, temperature):
+def test_most_likely_tokens_agree_with_scores_of_the_trainer(client, score, temperature):
     reply = chat(client, episode=make_episode(), max_tokens=5, top_logprobs=4, temperature=temperature)[0]
     plain = chat(client, episode=make_episode(), max_tokens=5, temperature=temperature)[0]
     assert reply.token_ids == plain.token_ids and reply.logprobs == plain.logprobs
     assert [len(top) for top in reply.top_logprobs] == [4] * 5
 
-    async def score(token):
-        """The log-probability of a token in place of the last sampled one, by another program."""
-        tokens = jnp.array([[*reply.prompt_ids, *reply.token_ids[:-1], token]])
-        score = policy.read(lambda params: token_logprobs(policy.model, params, tokens, temperature=temperature))
-        return float((await score).logprobs[0, -1])
-
-    async def scores():
-        return [await score(token) for token, _ in reply.top_logprobs[-1]]
-
-    expected = asyncio.run(scores())
+    # Each likely token in place of the last sampled one, by another program.
+    rows = [[*reply.prompt_ids, *reply.token_ids[:-1], token] for token, _ in reply.top_logprobs[-1]]
+    expected = score(rows, [[temperature] * len(rows[0])] * 4)[:, len(rows[0]) - 1].tolist()
     assert [value for _, value in reply.top_logprobs[-1]] == pytest.approx(expected, abs=1e-5)
     assert expected == sorted(expected, reverse=True)
     known = dict(reply.top_logprobs[-1])
@@ -590,13 +581,13 @@ def by_and_by(template, ids, stops, sizes):
     return None
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_stop_finder_agrees_with_a_search_of_every_prefix(policy, seed):
     rng = random.Random(seed)
     template = policy.template
     eos = policy.tokenizer.eos_token_id
     # Control tokens, which have no text, stand between the characters; two of them are longer than a byte.
-    pieces = [[eos] * rng.choice([0, 0, 0, 1, 30]) + policy.tokenizer.encode(rng.choice("ab.é€")) for _ in range(120)]
+    pieces = [[eos] * rng.choice([0, 0, 0, 1, 30]) + policy.tokenizer.encode(rng.choice("ab.é€")) for _ in range(80)]
     ids = [token for piece in pieces for token in piece]
     text = template.answer_text(ids)
     start = rng.randrange(len(text) - 6)

@@ -58,6 +58,7 @@ def test_a_job_may_raise_anything(device, error):
     assert within_time(device.run(lambda: 1)) == 1  # the thread is still there
 
 
+@pytest.mark.slow
 def test_a_failed_job_leaves_nothing_behind():
     """Arrays that it held are free before the garbage collector comes. Checks of types, as in tests, keep frames."""
     program = """
@@ -187,6 +188,7 @@ def test_a_compilation_is_told_when_it_begins_and_when_it_has_ended():
     assert told == [counter.names()[0], None] and counter.count == 1
 
 
+@pytest.mark.slow
 def test_a_thread_that_nobody_closed_keeps_no_process_alive():
     program = """
 from jaxft.rollout.device import DeviceThread

@@ -1,6 +1,7 @@
 """The runner: which programs decode which slots, and that pages, rows and programs change no bit."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +150,8 @@ def test_a_row_gives_the_log_probabilities_of_the_trainer(served, alone):
     rows = np.zeros((SLOTS, CONTEXT), np.int32)
     for row, (request, (tokens, *_)) in zip(rows, alone, strict=True):
         row[: len(request.prompt_ids) + 8] = *request.prompt_ids, *tokens
-    scored = token_logprobs(served.runner._model, served.params, jnp.asarray(rows))
-    for values, (request, (_, logprobs, is_active)) in zip(np.asarray(scored.logprobs), alone, strict=True):
+    scored = jax.jit(partial(token_logprobs, served.runner._model))(served.params, rows).logprobs
+    for values, (request, (_, logprobs, is_active)) in zip(np.asarray(scored), alone, strict=True):
         start = len(request.prompt_ids)
         assert np.abs(values[start : start + 8] - logprobs).max() <= MAX_DIFFERENCE and is_active
 

@@ -530,7 +530,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     pieces=st.lists(st.sampled_from(PIECES), max_size=8),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -348,7 +349,7 @@ def scripted(script, vocabulary):
         following = jnp.take(params["script"], positions + 1, mode="clip")
         return 100.0 * jax.nn.one_hot(following, vocabulary)
 
-    return from_function(network), {"script": jnp.array(script, jnp.int32)}
+    return from_function(network), {"script": jax.device_put(np.array(script, np.int32))}
 
 
 def test_a_policy_streams_single_bytes_and_rows_without_a_token(templates):

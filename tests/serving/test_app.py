@@ -4,7 +4,7 @@ import json
 import threading
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
 
@@ -194,7 +194,7 @@ def test_an_agent_with_tools_makes_one_sequence(make_scripted_policy, tokenizer,
     assert tokenizer.decode(sequence.tokens) == text
 
 
-@pytest.mark.parametrize("concurrency", [1, 64])
+@pytest.mark.parametrize("concurrency", [1, 12])
 def test_concurrency_changes_no_token(llm, client, concurrency):
     async def agent(generation, limit):
         async with limit:
@@ -206,7 +206,7 @@ def test_concurrency_changes_no_token(llm, client, concurrency):
 
     async def main():
         limit = asyncio.Semaphore(concurrency)
-        return await asyncio.gather(*(agent(generation, limit) for generation in range(32)))
+        return await asyncio.gather(*(agent(generation, limit) for generation in range(12)))
 
     async def direct(generation):
         with recording(make_episode(generation=generation)) as episode:
@@ -216,7 +216,7 @@ def test_concurrency_changes_no_token(llm, client, concurrency):
         return episode.calls
 
     async def all_direct():
-        return await asyncio.gather(*map(direct, range(32)))
+        return await asyncio.gather(*map(direct, range(12)))
 
     assert run(main()) == run(all_direct())
 
@@ -320,7 +320,7 @@ def test_a_client_of_a_server_that_disconnects_cancels_its_call(llm, blocked, st
     assert all(request.future.cancelled() for request in engine._scheduler.waiting)
 
 
-def test_two_hundred_early_closes_leave_no_slot_in_use(policy, client):
+def test_fifty_early_closes_leave_no_slot_in_use(policy, client):
     async def leave(episode):
         with recording(episode):
             stream = await ask(client, stream=True, max_tokens=None, **NEVER_ENDS)
@@ -331,7 +331,7 @@ def test_two_hundred_early_closes_leave_no_slot_in_use(policy, client):
     async def main():
         await asyncio.gather(*map(leave, episodes))
 
-    episodes = [make_episode(generation=number) for number in range(200)]
+    episodes = [make_episode(generation=number) for number in range(50)]
     run(main())
     assert is_idle(policy)
 
@@ -477,7 +477,9 @@ def test_an_error_that_is_no_ones_fault_is_a_500_of_one_line(make_policy, stream
     broken = make_policy()
 
     async def main():
-        await broken.update(lambda params: (jax.tree.map(lambda leaf: leaf * jnp.nan, params), None))
+        await broken.update(
+            lambda params: (jax.tree.map(lambda leaf: jax.device_put(np.full_like(leaf, np.nan)), params), None)
+        )
         with pytest.raises(openai.InternalServerError, match="NonFiniteError") as caught:
             await ask(client_of(ChatClient(broken, "player"), "openai"), stream=stream)
         assert caught.value.status_code == 500 and "\n" not in caught.value.body["message"]

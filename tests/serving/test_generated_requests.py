@@ -221,7 +221,7 @@ def run(post, path, num_requests):
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_generated_requests_are_answered_or_refused(post, path):
-    assert {200, 400} <= set(run(post, path, 300 if path == "/v1/chat/completions" else 150))
+    assert {200, 400} <= set(run(post, path, 100 if path == "/v1/chat/completions" else 60))
 
 
 @pytest.mark.long

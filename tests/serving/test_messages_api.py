@@ -5,7 +5,7 @@ import typing
 
 import anthropic
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from anthropic.types.message_create_params import MessageCreateParamsBase
 
@@ -282,7 +282,7 @@ def test_an_agent_with_tools_makes_one_sequence(make_scripted_policy, tokenizer,
 
 def test_the_stop_sequence_that_ended_an_answer_is_told(make_scripted_policy, tokenizer):
     text = "<|user|>x?<|end|><|assistant|>one, two, three<|end|>"
-    client = client_of(ChatClient(make_scripted_policy((tokenizer.encode(text) + [1] * 96)[:96]), "player"))
+    client = client_of(ChatClient(make_scripted_policy((tokenizer.encode(text) + [1] * 256)[:256]), "player"))
     for stops, said, reason, stop in (
         (["three", ", t"], "one", "stop_sequence", ", t"),
         (["four"], "one, two, three", "end_turn", None),
@@ -337,7 +337,9 @@ def test_an_error_of_the_policy_is_anthropics(make_policy, stream):
     broken = make_policy()
 
     async def main():
-        await broken.update(lambda params: (jax.tree.map(lambda leaf: leaf * jnp.nan, params), None))
+        await broken.update(
+            lambda params: (jax.tree.map(lambda leaf: jax.device_put(np.full_like(leaf, np.nan)), params), None)
+        )
         with pytest.raises(anthropic.InternalServerError, match="NonFiniteError") as caught:
             await ask(client_of(ChatClient(broken, "player")), stream=stream)
         assert caught.value.body["error"]["type"] == "api_error"

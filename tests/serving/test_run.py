@@ -98,7 +98,7 @@ async def questions(config: QuestionsConfig, builder: Any) -> Any:
 def train(folder, how):
     """The deterministic files of a run of one epoch."""
     mapping = {
-        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 48}},
+        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}},
         "workflow": {"_type": "serving_asking", "llm": "policy", "how": how},
         "eval": {
             "general": {"max_concurrency": 4, "dataset": {"_type": "serving_questions"}},
@@ -133,6 +133,7 @@ def by_chat(tmp_path_factory):
     return train(tmp_path_factory.mktemp("serving") / "chat", "chat")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["client", "stream", "sync", "thread"])
 def test_a_run_is_the_same_however_its_agent_asks(tmp_path, by_chat, how):
     assert train(tmp_path / how, how) == by_chat

@@ -33,6 +33,7 @@ def config_file(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_requests_end(config_file):
     command = [sys.executable, "-m", "jaxft.cli", "serve", "--config_file", config_file({"port": 0, "api_key": KEY})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

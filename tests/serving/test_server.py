@@ -247,8 +247,9 @@ def test_a_second_head_on_one_connection_is_timed_too(llm):
 def test_a_client_that_does_not_read_is_cut_off(llm):
     with serving(llm, limits=Limits(write_seconds=0.3)) as server:
         host = server.url.removeprefix("http://")
-        connection = send(server, *["GET /v1/models HTTP/1.1", f"Host: {host}"])
-        pipelined = b"".join([b"GET /v1/models HTTP/1.1\r\nHost: " + host.encode() + b"\r\n\r\n"] * 100)
+        # Long answers, which soon fill what the system keeps for a reader.
+        connection = send(server, *["GET /openapi.json HTTP/1.1", f"Host: {host}"])
+        pipelined = b"".join([b"GET /openapi.json HTTP/1.1\r\nHost: " + host.encode() + b"\r\n\r\n"] * 100)
         with pytest.raises(OSError):
             for _ in range(10_000):
                 connection.sendall(pipelined)
@@ -330,13 +331,13 @@ def test_a_request_that_takes_too_long_to_drain_gets_an_answer(llm):
     assert answers[0][0] in (200, 503)
 
 
-def test_nothing_is_left_of_five_hundred_disconnects(llm):
+def test_nothing_is_left_of_two_hundred_disconnects(llm):
     with serving(llm) as server:
         host = server.url.removeprefix("http://")
         content = json.dumps({**BODY, "stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
         whole = head + content
-        for cut in range(500):
+        for cut in range(200):
             connection = send(server, head_end=whole[: len(whole) * (cut % 50 + 1) // 50])
             connection.close()
         # Connections are accepted in turn: when the last one is answered, even refused, all others were accepted.

@@ -5,11 +5,13 @@ import io
 import unicodedata
 import zipfile
 
+import jax
 import numpy as np
 import pytest
 
 from jaxft.errors import RunDirectoryError
 from jaxft.harness.data_models import TrainingStatusEnum
+from jaxft.models.bridge import from_function
 from jaxft.redaction import hiding
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
@@ -44,6 +46,10 @@ def make_bad_update(make_collection):
     return make
 
 
+def bigrams(params, tokens, positions):
+    return params["table"][tokens]
+
+
 def files(directory):
     return sorted(path.name for path in (directory.path / "bad_batches").iterdir())
 
@@ -53,9 +59,10 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(make_policy, direct
     config = LocalTrainerAdapterConfig(
         llm="policy",
         loss={"advantages": "leave_one_out"},
-        **{"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0, "microbatch_tokens": 64, "num_minibatches": 2},
+        **{"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0, "microbatch_tokens": 128, "num_minibatches": 2},
     )
-    adapter = LocalTrainerAdapter(config, make_policy(), bad_batches=BadBatches(directory, print))
+    policy = make_policy(model=from_function(bigrams), params={"table": jax.device_put(np.eye(262, dtype=np.float32))})
+    adapter = LocalTrainerAdapter(config, policy, bad_batches=BadBatches(directory, print))
     collection = make_collection("epoch_00000", rewards=(HUGE, -HUGE, 1.0, 0.0))
 
     async def main():
