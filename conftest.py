@@ -56,10 +56,12 @@ def _bytecode_file(typechecker: str, path: str, debug_override: bool | None = No
 
 _import_hook._optimized_cache_from_source = _bytecode_file
 
-# Shapes and types of all annotated functions in the rooms with arrays are checked from here on, so nothing of jaxft may
-# be imported above. The tower: an int may stand where a float is annotated, as everywhere else in Python.
+# Shapes and types of annotated functions are checked from here on, where there are arrays, so nothing of jaxft may be
+# imported above. The tower: an int may stand where a float is annotated, as everywhere else in Python.
+WITH_ARRAYS = ("core", "models", "training.learner", "training.update")
+WITH_ARRAYS += ("rollout.decode_batch", "rollout.model_runner", "rollout.policy")
 install_import_hook(
-    ["jaxft.core", "jaxft.models", "jaxft.rollout", "jaxft.training"],
+    [f"jaxft.{name}" for name in WITH_ARRAYS],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

@@ -6,6 +6,7 @@ import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -79,6 +80,7 @@ def _show_extras(show: Callable[[str], None]) -> None:
         show(f'{"not installed":<14} {", ".join(missing)}: each by pip install "jaxft[NAME]"')
 
 
+@cache  # parsing one package takes some milliseconds, and extras name packages again and again
 def _requirements(package: str, extra: str = "") -> list[Requirement]:
     """Return what an installed package always requires, or what one of its extras requires beyond that."""
     needs = [Requirement(text) for text in importlib.metadata.requires(package) or ()]

@@ -57,6 +57,7 @@ class RunLog:
         self.decode: dict[str, Callable[[Sequence[int]], str]] = {}
         self.token_text: dict[str, Callable[[int], str]] = {}
         self._rewards: list[dict[str, Any]] = []
+        self._drawn_rows = 0, 0  # of the rewards and of the validations, in the picture on disk
         self._directory = directory
         self._loggers = Loggers()
         self._is_open = False
@@ -173,10 +174,12 @@ class RunLog:
             self._directory.write_json(REWARD_HISTORY_FILE, self._rewards)
         if self.validations:
             self._directory.write_json(VALIDATION_HISTORY_FILE, self.validations)
-        if self._rewards or self.validations:
+        rows = len(self._rewards), len(self.validations)
+        if any(rows) and rows != self._drawn_rows:
             from jaxft.runs.plots import plot_rewards  # imports matplotlib, for which only a picture should wait
 
             plot_rewards(self._directory, self._rewards, self.validations)
+            self._drawn_rows = rows
 
     def _without_secret_ids(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return a trajectory for JSON, without its token ids if its texts hold a secret or the ids spell one."""
