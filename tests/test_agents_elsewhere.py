@@ -95,7 +95,7 @@ def test_the_page_has_all_files():
 
 
 @needs_node
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_reward_rises_as_the_page_says(folder):
     """The agent's address is on the command line, as in the page's second way."""
     with agent(folder) as port:
@@ -126,7 +126,7 @@ def test_an_agent_that_is_told_another_address_trains(folder):
 
 
 @needs_node
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_that_an_agent_starts_train_in_workers(folder):
     (line,) = commands("judge_isolation")
     run(folder, *line.split()[1:], *SMALL)
@@ -197,7 +197,7 @@ def test_the_tables_list_every_field():
     assert names == ["isolation", "judge_isolation", *(f"workers.{name}" for name in fields)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cost_of_a_worker_is_measured(tmp_path):
     script = Path(__file__).parents[1] / "benchmarks" / "isolation.py"
     out = tmp_path / "out.json"

@@ -436,14 +436,14 @@ def done(checkout):
         return {name: (folders[name], ended) for name, ended in zip(wanted, pool.map(run_one, wanted), strict=True)}
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 @pytest.mark.parametrize("name", [*SESSIONS, *PROGRAMS])
 def test_what_is_written_runs(name, done):
     _, ended = done[name]
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_the_run_directory_holds_what_is_listed(done):
     folder, _ = done["README.md, commands 1"]
     tree = next(block for block in blocks("docs/agents.md", "") if block.startswith("runs/tic_tac_toe/"))

@@ -175,7 +175,7 @@ def test_the_page_for_coding_agents_is_short():
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 150
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_the_commands_for_coding_agents_run(user_folder):
     program = f'jaxft() {{ {sys.executable} -m jaxft.cli "$@"; }}\nset -eux\n{block("bash")}'
     done = run(["bash", "-c", program], user_folder)
@@ -183,7 +183,7 @@ def test_the_commands_for_coding_agents_run(user_folder):
     assert "2/2 epochs" in done.stdout and (user_folder / "runs" / "my_agent" / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_mistakes_of_coding_agents_say_what_is_written(user_folder):
     rows = re.findall(r"^\| `(--set .*?)` \| `(.*)` \|$", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
     assert len(rows) > 10

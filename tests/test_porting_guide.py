@@ -75,7 +75,7 @@ def register(row, name):
     return f"workflow: {{_type: {name}, llm_name: policy}}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_the_walk_ends_with_a_trained_agent(tmp_path):
     files, commands = walk(MOVE)
     for name, text in files.items():

@@ -22,7 +22,7 @@ def run(tmp_path, *arguments):
     return ended.stdout, json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_jaxft_does_every_case_and_peers_that_are_not_installed_are_named(tmp_path):
     cases = ["rollout", "heavy_tailed", "update", "epoch"]
     sides = ["jaxft", "jaxft-lockstep", "huggingface", "tunix"]

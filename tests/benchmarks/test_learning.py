@@ -55,7 +55,7 @@ def test_a_peer_is_compared_with_jaxft_where_both_get_there():
     assert ratios_of(summaries | {"jaxft": summary(never, 0.8)}) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_jaxft_learns_from_the_checkpoint_that_it_made(tmp_path):
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/compare.py", "learning", "--sides", "jaxft", "--out", str(out)]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_sides_are_run_and_compared(tmp_path):
     options = ["--repeats", "1", "--epochs", "2", "--examples", "1", "--preset", "qwen3-50k"]
     command = [

@@ -545,7 +545,7 @@ def test_a_long_prompt_delays_others_by_a_few_programs_only(large, serve, record
 # --- Programs of few rows and of all.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [20, 80])
 def test_a_larger_model_gives_the_same_bits_alone_together_and_in_any_order(make_policy, serve, monkeypatch, slots):
     """Twenty slots have programs of 4 and 20 rows, eighty of 10 and 80."""

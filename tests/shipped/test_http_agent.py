@@ -341,7 +341,7 @@ def test_the_model_must_be_named_where_there_are_several(tmp_path):
         asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_grows_in_a_thousand_episodes(tmp_path, make_agent):
     """File descriptors, threads, episodes and tasks after 100 and after 1,000 episodes."""
     agent = make_agent()
