@@ -296,7 +296,7 @@ PROGRAMS = [block for block in blocks("python") if "asyncio.run(" in block]
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_guide_run():
+def test_the_programs_of_the_guide_run(package):
     assert PROGRAMS
     for block in PROGRAMS:
         exec(compile(block, str(GUIDE), "exec"), {"__name__": "guide"})
