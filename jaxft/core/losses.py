@@ -100,7 +100,7 @@ def policy_loss(
     >>> lp = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.5]]))
     >>> old = jnp.log(jnp.array([[0.4, 0.5], [0.5, 0.5]]))  # ratios 1.25, 1 / 1, 1
     >>> mask = jnp.array([[True, True], [True, False]])
-    >>> loss, metrics = policy_loss(lp, old, jnp.array([1.0, -1.0]), mask)
+    >>> loss, metrics = jax.jit(policy_loss)(lp, old, jnp.array([1.0, -1.0]), mask)
     >>> print(f"{loss:.2f}")  # rows: -(1.2 + 1) / 2 and +1, so (-1.1 + 1) / 2
     -0.05
     >>> print(f"{metrics['clip_high_fraction']:.4f}")  # one of three trained tokens
@@ -218,7 +218,7 @@ def value_loss(
         ValueError: shapes that differ.
 
     >>> one = jnp.ones((1, 1))
-    >>> loss, metrics = value_loss(2.0 * one, 0.0 * one, 3.0 * one, one > 0)  # clipped to 0.2: (0.2 - 3)^2 / 2
+    >>> loss, metrics = jax.jit(value_loss)(2.0 * one, 0.0 * one, 3.0 * one, one > 0)  # clipped to 0.2: (0.2 - 3)^2 / 2
     >>> print(f"{loss:.2f} {metrics['value_clip_fraction']}")
     3.92 1.0
     """

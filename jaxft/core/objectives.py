@@ -71,7 +71,8 @@ def grpo_loss(
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1]]), jnp.array([[False, True]]), jnp.array([2.0]))
-    >>> loss, metrics = grpo_loss(model, params, batch, loss=partial(policy_loss, loss="dapo"))
+    >>> objective = partial(grpo_loss, model, loss=partial(policy_loss, loss="dapo"))
+    >>> loss, metrics = jax.jit(objective)(params, batch)
     >>> print(loss, f"{metrics['entropy']:.4f}")  # -A, as the ratio is 1; log 2
     -2.0 0.6931
     """
@@ -189,8 +190,8 @@ def dpo_loss(
     ...     return jnp.broadcast_to(params["logits"], (*tokens.shape, 2))
     >>> model, params = jaxft.from_function(coin), {"logits": jnp.zeros(2)}
     >>> batch = Batch(jnp.array([[0, 1], [0, 0]]), jnp.array([[False, True]] * 2))
-    >>> batch = batch._replace(ref_logprobs=score_batch(model, params, batch).logprobs)
-    >>> loss, _ = dpo_loss(model, params, batch)
+    >>> scores = jax.jit(partial(score_batch, model))(params, batch)
+    >>> loss, _ = jax.jit(partial(dpo_loss, model))(params, batch._replace(ref_logprobs=scores.logprobs))
     >>> print(f"{loss:.4f}")  # the policy is its reference: log 2
     0.6931
     """

@@ -165,7 +165,7 @@ def sample(
             are the same on all. Only without filters.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
-    >>> drawn = sample(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
+    >>> drawn = jax.jit(sample)(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
     >>> print(drawn.tokens[0], f"{drawn.sampler_logprobs[0]:.4f} {drawn.behavior_logprobs[0]:.4f}")  # log(0.5); log(1)
     0 -0.6931 0.0000
     """
@@ -310,7 +310,7 @@ def _filtered_logits(scaled: Float[Array, "R V"], params: SamplingParams, *, in_
 def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array, "R V"]:
     """Add each row's bias to its logits; a token that is listed twice gets both values.
 
-    >>> print(add_bias(jnp.zeros((1, 3)), LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 9.0]]))))
+    >>> print(jax.jit(add_bias)(jnp.zeros((1, 3)), LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 9.0]]))))
     [[0.  0.  1.5]]
     """
     if bias is None:
@@ -331,8 +331,8 @@ def kept_tokens(
         in_halves: as for `invariant_sum`.
         digits: binary digits of a threshold that each sweep finds, a divisor of 30; the result does not depend on it.
 
-    >>> params = sampling_params(1, top_p=0.7)
-    >>> print(kept_tokens(jnp.array([[0.2, 0.5, 0.3]]), params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
+    >>> probs, params = jnp.array([[0.2, 0.5, 0.3]]), sampling_params(1, top_p=0.7)
+    >>> print(jax.jit(kept_tokens)(probs, params))  # 0.5 alone is short of 0.7, 0.5 + 0.3 crosses it
     [[False  True  True]]
     """
     most_likely = partial(_most_likely, in_halves=in_halves, digits=digits)

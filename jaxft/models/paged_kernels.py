@@ -323,7 +323,8 @@ def plan_steps(
     gather single numbers slowly.
 
     >>> tables, starts, counts = jnp.array([[7, 8, 9], [5, 6, 4]]), jnp.array([130, 70]), jnp.array([1, 1])
-    >>> steps, number = plan_steps(tables, starts, counts, 1, 1, step_pages=2, page_size=64, window=None)
+    >>> plan = jax.jit(partial(plan_steps, length=1, block=1, step_pages=2, page_size=64, window=None))
+    >>> steps, number = plan(tables, starts, counts)
     >>> [x[:3].tolist() for x in steps[:2]], steps.pages[:6].reshape(3, 2).tolist(), int(number)
     ([[0, 0, 1], [0, 2, 0]], [[7, 8], [9, 8], [5, 6]], 3)
     """
