@@ -20,6 +20,10 @@ import pytest
 PROGRAMS = 5
 """Programs that an unmarked test may compile."""
 
+ELSEWHERE = 7
+"""Programs more before a test fails: those that another file has compiled when it came first. Which files a process gets
+depends on which process is free, so that a test at its allowance would fail by chance."""
+
 ALLOWED = {
     # test file or test: (programs of a test, processes of a test, why)
     "tests/shipped/test_chat_command.py": (8, 0, "the first chat compiles all programs of sampling"),
@@ -93,7 +97,7 @@ def pytest_runtest_call(item):
     made = suite - shared - item.stash[BEFORE]
     programs, processes = allowance(item.nodeid)
     is_marked = any(item.get_closest_marker(name) for name in MARKED)
-    if not is_marked and (made["programs"] > programs or made["processes"] > processes):
+    if not is_marked and (made["programs"] > programs + ELSEWHERE or made["processes"] > processes):
         pytest.fail(
             f"compiled {made['programs']} programs (may: {programs}) and started {made['processes']} processes "
             f"(may: {processes}): share shapes, put the function under one jit, or mark the test (CONTRIBUTING.md)"
