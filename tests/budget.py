@@ -21,8 +21,8 @@ PROGRAMS = 5
 """Programs that an unmarked test may compile."""
 
 ELSEWHERE = 7
-"""Programs more before a test fails: those that another file has compiled when it came first. Which files a process gets
-depends on which process is free, so that a test at its allowance would fail by chance."""
+"""Programs more before a test fails: those that another file has compiled if it came first. Which files a process gets
+depends on which one is free, so that a test at its allowance would fail by chance."""
 
 ALLOWED = {
     # test file or test: (programs of a test, processes of a test, why)
