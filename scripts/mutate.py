@@ -1,6 +1,6 @@
 """Changes jaxft by one sign at a time, and runs the tests that reach the change: which changes does no test notice?
 
-    pytest --cov=jaxft --cov-context=test --cov-report=      # once, not with -n 0: which test reaches which line (pytest-cov)
+    pytest --cov=jaxft --cov-context=test --cov-report=      # once, with workers: which test reaches which line
     python scripts/mutate.py run --tests default             # minutes; stopped, it goes on where it was
     python scripts/mutate.py run --tests slow --survivors    # those that the default tests did not notice
     python scripts/mutate.py draw --count 60 --seed 0        # another list
