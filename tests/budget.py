@@ -128,7 +128,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     terminalreporter.write_line(f"{suite['programs']:,} programs compiled, {suite['processes']} processes started")
     for excess in exceeded(config):
         terminalreporter.write_line(f"FAILED {RATCHET.name}: {excess}")
-    report_programs(suite["programs"])
+    if not hasattr(config, "workerinput"):  # a worker's numbers are in those of the process that started it
+        report_programs(suite["programs"])
 
 
 def report_programs(count: int) -> None:
