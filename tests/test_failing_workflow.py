@@ -189,7 +189,7 @@ class TextOfItsOwn(BaseException):
 
 
 WAYS = ("asks", "carried", "lost", "silent", "raises", "down", "huge", "asks")
-"""How an agent that fails in many ways does each example."""
+"""Failures of an agent, by example."""
 
 
 @jaxft.register_workflow(config_type=OtherConfig)

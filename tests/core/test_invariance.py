@@ -45,7 +45,7 @@ LOSSES = {
 FULL = {name: loss for name, loss in LOSSES.items() if not name.startswith("dpo") and "on policy" not in name}
 """Losses of batches that have everything; the others have tests of their own."""
 DIFFERENT = ("dr_grpo", "k3_trl", "cispo", "reinforce", "ppo", "sft")
-"""Those of them that differ in how they reduce rows and segments."""
+"""Losses that differ in how they reduce rows and segments."""
 
 keep_gradients = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params: (state, grads)

@@ -22,7 +22,7 @@ BATCH = Batch(
     temperatures=np.full((4, 6), 0.8, np.float32),
 )
 COUNTS = Denominators(*(np.float32(count) for count in (3, 9, 1, 3)))
-"""Of the batch: rows, tokens, pairs and trajectories."""
+"""Denominators of the batch: rows, tokens, pairs and trajectories."""
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def fresh_state(params, optimizer):
 
 
 def gradients_and_metrics(model, params, layouts):
-    """Of the batch in each of these layouts, clipped to a norm of 1."""
+    """Return the gradients of the batch in each of these layouts, clipped to a norm of 1."""
     loss_fn = partial(grpo_loss, loss=partial(policy_loss, beta=0.1), entropy_coef=0.01)
     update = make_update(model, loss_fn, keep_gradients, max_grad_norm=1.0)
     state = TrainState(params, jax.tree.map(np.zeros_like, params), np.zeros((), np.int32))

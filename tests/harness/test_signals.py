@@ -119,7 +119,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """How each program has ended: its exit code, negative for a signal, and what it wrote."""
+    """Return the exit code of each program, negative for a signal, and its output."""
     folder = tmp_path_factory.mktemp("signals")
     # Python 3.12 and later warn of any fork beside threads.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAMS, str(folder), *NAMES]

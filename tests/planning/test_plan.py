@@ -211,7 +211,7 @@ def answer_in_this_process(sizes):
 
 
 def answer(sizes, arguments, request):
-    """What an interpreter with compilers prints for a request, with the temporaries of each program given."""
+    """Return the output of an interpreter with compilers for a request, with the given temporaries of each program."""
     if arguments[-1] != "compile":
         return {"jax": "9.9"}
     size = sizes.get((request["program"], request["remat"]), sizes.get(request["program"], 0))

@@ -249,7 +249,7 @@ def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy,
 
 @pytest.fixture(scope="module")
 def health(make_policy):
-    """That of an adapter, before and after its parameters were lost."""
+    """Return the health of an adapter before and after its parameters were lost."""
     adapter = make_adapter(make_policy())
 
     def lost(leaf):
