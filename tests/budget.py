@@ -2,10 +2,8 @@
 
 An unmarked test may compile `PROGRAMS` programs of XLA and start no process. What a fixture shared by several tests
 compiles counts for the suite, not for the test that happens to ask first. A marked test (`slow`, `long`, ...) may do as
-it likes.
-it likes. Reports of git and uname, which every run asks for its commit and platform, are not counted as processes.
-it likes. Reports of git, which every run asks for its commit, and of uname, which clients ask
-for the machine, are not counted as processes.
+it likes. Reports of git, which every run asks for its commit, and of uname, which clients ask for the machine, are not
+counted as processes.
 """
 
 import json

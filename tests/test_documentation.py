@@ -365,8 +365,9 @@ def checkout(model_folder, tmp_path_factory):
 
     def make() -> Path:
         folder = parent / str(next(made))
-        ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "docs", "tests")
+        ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "docs", "tests", "jaxft")
         shutil.copytree(ROOT, folder, ignore=lambda at, names: ignored(at, names) if at == str(ROOT) else set())
+        (folder / "jaxft").symlink_to(ROOT / "jaxft")  # so that it is compiled to bytecode once
         for name in ("PATH_OR_HUB_ID", "path-or-hub-id"):
             (folder / name).symlink_to(model_folder)
         (folder / "my_agent.py").write_text(next(b for b in blocks("README.md", "python") if "# my_agent.py" in b))

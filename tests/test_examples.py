@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 import jaxft
+from jaxft.cli import main
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "custom_components"
@@ -96,30 +97,34 @@ def judge_server():
 
 
 @pytest.fixture(scope="module")
-def runs(site, tmp_path_factory):
-    """What came of `jaxft finetune` with each configuration of the example, all at once: compiling is most of it."""
+def runs(site, package, tmp_path_factory):
+    """What came of `jaxft finetune` with each configuration of the example.
+
+    The package is found by its entry point in a process of the first, and imported here in the others.
+    """
     folder = tmp_path_factory.mktemp("runs")
-
-    def finetune(arguments):
-        name, *options = arguments
-        command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", str(EXAMPLE / name), *options]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-    with judge_server() as url:
-        environment = {
-            **{name: value for name, value in os.environ.items() if name not in ("TRAINING_API_KEY", "JUDGE_MODEL")},
-            "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
-            # How good the compiled code is does not matter here, how soon it is there does.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JUDGE_BASE_URL": url,
-            "JUDGE_API_KEY": SENTINEL,
-            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
-        }
-        # The judge under a shipped trainer, so that parts of both sides meet.
-        mixed = ["judge.yml", "--set", "trainers.my_loop={_type: grpo_trainer}", "--set", "finetuning.num_epochs=1"]
-        wanted = [["config.yml"], ["shipped.yml"], *([mixed] if HAS_OPENAI else [])]
-        with ThreadPoolExecutor() as pool:
-            done = dict(zip([arguments[0] for arguments in wanted], pool.map(finetune, wanted), strict=True))
+    command, paths = ["finetune", "--config_file", str(EXAMPLE / "config.yml")], [str(site), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JUDGE_API_KEY": SENTINEL}
+    environment.pop("TRAINING_API_KEY", None)
+    program = [sys.executable, "-m", "jaxft.cli"]
+    done = {
+        "config.yml": subprocess.run([*program, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    }
+    # The judge under a shipped trainer, so that parts of both sides meet.
+    mixed = ["judge.yml", "--set", "trainers.my_loop={_type: grpo_trainer}", "--set", "finetuning.num_epochs=1"]
+    with judge_server() as url, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("JUDGE_MODEL", raising=False)
+        patch.setenv("JUDGE_BASE_URL", url)
+        patch.setenv("JUDGE_API_KEY", SENTINEL)
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1")
+        for name, *options in [["shipped.yml"], *([mixed] if HAS_OPENAI else [])]:
+            command = ["finetune", "--config_file", str(EXAMPLE / name), "--set", "imports=[jaxft_example]", *options]
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = main(command)
+            done[name] = subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
     return folder / "runs", done
 
 

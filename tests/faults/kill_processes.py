@@ -45,7 +45,7 @@ def start(arguments: list[str], processes: int, log: Path, at: str | None = None
     program = ["-m", "jaxft.cli", *arguments]
     inside = program if at is None else [str(HERE / "injection.py"), at, *program]
     launched = ["-m", "jaxft.cli", "launch", "-n", str(processes), sys.executable, *inside]
-    devices = f"--xla_force_host_platform_device_count={ELSEWHERE[processes]}"
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ELSEWHERE[processes]}"
     command = [sys.executable, *(launched if processes > 1 else inside)]
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -162,6 +162,8 @@ def test_a_thread_that_ends_fails_waiting_and_later_jobs(device):
 def test_a_thread_that_ends_while_it_is_idle_loses_no_job(device):
     assert within_time(device.run(lambda: 1)) == 1
     time.sleep(0.05)
+    if sys.gettrace() is not None:
+        pytest.skip("traced, Python 3.11 goes round in circles while an exception waits for an idle thread")
     # From outside: it goes off between taking the next job and doing it.
     ended = ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(device._thread.ident), ctypes.py_object(SystemExit)

@@ -340,16 +340,16 @@ def test_older_requests_are_served_before_younger_ones(small, record_calls):
 
 @pytest.mark.slow
 def test_cancelled_requests_leave_nothing_behind(small, large, serve, record_calls):
-    """Half of 2,000 requests are cancelled: before they get a slot, during their prefill or while they decode."""
+    """Half of 400 requests are cancelled: before they get a slot, during their prefill or while they decode."""
     rng, shared = random.Random(0), prompt(5, 140)
     requests = []
-    for number in range(2000):
+    for number in range(400):
         own = prompt(3000 + number, rng.randint(1, 25))
         ids = shared[: rng.choice((70, 140))] + own if number % 10 == 0 else own
         requests.append(request(number, prompt_ids=ids, max_tokens=rng.randint(1, 40)))
-        if number % 50 == 7:
+        if number % 25 == 7:
             requests[-1] = request(number, 350)
-    doomed = {number: rng.choice(("waiting", "prefilling", "decoding")) for number in rng.sample(range(2000), 1000)}
+    doomed = {number: rng.choice(("waiting", "prefilling", "decoding")) for number in rng.sample(range(400), 200)}
     tasks, cancelled = {}, Counter()
 
     def cancel(number, moment):
@@ -369,7 +369,7 @@ def test_cancelled_requests_leave_nothing_behind(small, large, serve, record_cal
 
     async def main():
         waiting = [number for number, moment in doomed.items() if moment == "waiting"]
-        for number in range(2000):
+        for number in range(400):
             tasks[number] = asyncio.create_task(submit(number))
         await asyncio.sleep(0)
         while waiting:
@@ -382,11 +382,11 @@ def test_cancelled_requests_leave_nothing_behind(small, large, serve, record_cal
     record_calls(small, on_call)
     answers = run(main)
     assert_idle(small)
-    assert sum(cancelled.values()) > 900 and min(cancelled[moment] for moment in doomed.values()) > 250
-    served = [number for number in range(2000) if not isinstance(answers[number], asyncio.CancelledError)]
-    assert set(range(2000)) - doomed.keys() <= set(served) and len(served) < 1100
+    assert sum(cancelled.values()) > 180 and min(cancelled[moment] for moment in doomed.values()) > 50
+    served = [number for number in range(400) if not isinstance(answers[number], asyncio.CancelledError)]
+    assert set(range(400)) - doomed.keys() <= set(served) and len(served) < 220
     assert [len(answers[number].token_ids) for number in served] == [requests[number].max_tokens for number in served]
-    sample = [number for number in served if len(requests[number].prompt_ids) > 60][:30] + served[::40]
+    sample = [number for number in served if len(requests[number].prompt_ids) > 60][:10] + served[::20]
     for number in sample:
         clear(large)
         assert records_of(serve(large, requests[number])) == [record_of(answers[number])]
@@ -552,7 +552,7 @@ def test_a_larger_model_gives_the_same_bits_alone_together_and_in_any_order(make
     if os.environ["XLA_FLAGS"]:
         # The tests' flags leave out passes of the compiler; the promise is about programs as users compile them.
         name = "test_a_larger_model_gives_the_same_bits_alone_together_and_in_any_order"
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "slow", f"{__file__}::{name}[{slots}]"]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "long", f"{__file__}::{name}[{slots}]"]
         done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
         return
