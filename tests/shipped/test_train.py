@@ -1,7 +1,6 @@
 """Runs of `jaxft.train` with a tiny model; all have the shapes of `examples/ten_lines.py` with four prompts."""
 
 import asyncio
-import json
 import os
 import re
 import runpy
