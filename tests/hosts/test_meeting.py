@@ -92,7 +92,7 @@ def test_one_that_ends_as_it_should_is_not_taken_for_lost(port):
 def test_one_that_ended_before_it_gave_something_is_named(port):
     rings = together(port, *of(3))
     with ThreadPoolExecutor(3) as pool:
-        ending = pool.submit(rings[1].close, 5.0)
+        ending = pool.submit(rings[1].close, 1.0)
         for ring in (rings[0], rings[2]):
             with pytest.raises(HostsError, match="process 1 of 3 has ended before it sent 'late'"):
                 ring.all_gather("late", None)
@@ -170,7 +170,7 @@ def test_one_that_does_not_read_for_a_while_is_not_lost(port, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         with rings[1]._changed:  # its reader waits, as behind an agent that holds the global lock
             much, more = (pool.submit(rings[0].all_gather, name, bytes(30_000_000)) for name in ("much", "more"))
-            time.sleep(6.0)  # the second message fills what the kernel holds
+            time.sleep(3.0)  # the second message fills what the kernel holds
         assert len(rings[1].all_gather("much", None)[0]) == len(much.result()[0])
         assert len(rings[1].all_gather("more", None)[0]) == len(more.result()[0])
     assert heard == []
