@@ -111,13 +111,23 @@ def draw(count: int, seed: int) -> None:
 
 
 def reaching(data: Any, checkout: Path, mutation: dict[str, Any]) -> list[str]:
-    """Return the test files with a test that reaches the mutation's line, most reaching tests first."""
+    """Return the test files with a test that reaches the mutation's line, most reaching tests first.
+
+    What is done at import, such as a default, is reached by whoever reaches its function, or else its module.
+    """
     source = (checkout / mutation["module"]).read_text()
     before, after = source.splitlines(), changed(source, mutation).splitlines()
     (line,) = (n for n, (old, new) in enumerate(zip(before, after, strict=True), 1) if old != new)
     measured = [file for file in data.measured_files() if file.endswith("/" + mutation["module"])]
-    contexts = data.contexts_by_lineno(measured[0]).get(line, []) if measured else []
-    return [file for file, _ in Counter(name.split("::")[0] for name in contexts if name).most_common()]
+    by_line = data.contexts_by_lineno(measured[0]) if measured else {}
+    around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in around]
+    spans = sorted((span for span in spans if line in span), key=len)
+    for lines in ([line], *spans, by_line):
+        files = Counter(name.split("::")[0] for each in lines for name in by_line.get(each, []) if name)
+        if files:
+            return [file for file, _ in files.most_common()]
+    return []
 
 
 def run(options: argparse.Namespace) -> None:

@@ -87,8 +87,8 @@ def finetune(folder, teacher, *options, loss=None, **changes):
     config = {
         "imports": [str(Path(__file__))],
         "llms": {
-            "policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 96, "slots": 8},
-            "teacher": {"_type": "local_policy", "path": str(teacher), "max_context_tokens": 96, "slots": 1},
+            "policy": {"_type": "local_policy", "preset": "qwen3-50k", "max_context_tokens": 48, "slots": 8},
+            "teacher": {"_type": "local_policy", "path": str(teacher), "max_context_tokens": 48, "slots": 1},
         },
         "workflow": {"_type": "distilled_student", "llm": "policy"},
         "eval": {
@@ -102,7 +102,7 @@ def finetune(folder, teacher, *options, loss=None, **changes):
                 "llm": "policy",
                 "loss": loss,
                 "optimizer": {"learning_rate": 1e-2},
-                "microbatch_tokens": 128,
+                "microbatch_tokens": 48,
             }
         },
         "trainers": {"loop": {"_type": "grpo_trainer", "show_episodes_every": 0}},
@@ -142,8 +142,8 @@ def test_a_student_learns_from_its_teacher_alone(distilled):
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_teacher(distilled, tmp_path, teacher):
     """Nor does it compile anything after its start."""
-    finetune(tmp_path / "run", teacher, "--strict-compile", finetuning__num_epochs=2)
-    status, rows = finetune(tmp_path / "run", teacher, "--resume", finetuning__num_epochs=3)
+    finetune(tmp_path / "run", teacher, finetuning__num_epochs=1)
+    status, rows = finetune(tmp_path / "run", teacher, "--resume", "--strict-compile", finetuning__num_epochs=3)
     assert status == 0 and rows == distilled[1][:3]
 
 
