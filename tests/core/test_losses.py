@@ -836,11 +836,12 @@ def losses_of_pairs(bigram):
     """Losses and metrics of a batch by `(length_normalized, sft_coef)`."""
     options = [(is_normalized, coefficient) for is_normalized in (False, True) for coefficient in (0.0, 0.7)]
     knobs = {"beta": 0.3, "label_smoothing": 0.1}
+    normalized = {False: {}, True: {"length_normalized": True}}
 
     @jax.jit
     def of_all(params, batch):
         return [
-            dpo_loss(bigram, params, batch, length_normalized=is_normalized, sft_coef=coefficient, **knobs)
+            dpo_loss(bigram, params, batch, sft_coef=coefficient, **knobs, **normalized[is_normalized])
             for is_normalized, coefficient in options
         ]
 

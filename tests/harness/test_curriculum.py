@@ -51,6 +51,11 @@ HARD_FIRST = (
 )  # fmt: skip
 
 
+def test_no_group_is_known_before_the_first_epoch():
+    state = initial_state(CurriculumLearningConfig(enabled=True))
+    assert (state["total_groups"], state["dropped_groups"], state["last_expansion_epoch"]) == (0, [], -1)
+
+
 @pytest.mark.parametrize("ascending, table", [(False, EASY_FIRST), (True, HARD_FIRST)])
 def test_twenty_epochs(ascending, table):
     config = CurriculumLearningConfig(enabled=True, sort_ascending=ascending)

@@ -32,7 +32,9 @@ def environ(monkeypatch):
 def test_divided_cpus_have_threads_enough_and_one_program_at_once(environ, given, is_asynchronous, threads):
     environ.pop("NPROC", None)
     environ |= given
-    process.order_cpu_devices()
+    process.prepare_process(computes=False)
+    assert environ.get("NPROC") == given.get("NPROC")
+    process.prepare_process()
     assert jax.config.values["jax_cpu_enable_async_dispatch"] == is_asynchronous
     assert environ.get("NPROC") == threads
 

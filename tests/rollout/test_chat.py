@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -312,6 +313,14 @@ def test_a_template_that_rewrites_the_past_cannot_be_learned(tokenizer):
     template = ChatTemplate(rewriting, (END,))
     with pytest.raises(ValueError, match="before message 3"):
         template.conversation([user("x"), assistant("a"), user("y"), assistant("b")])
+
+
+@pytest.mark.parametrize("text", ["<q>other<a>x<end>", "<q>asked<a>x"])
+def test_answers_that_a_template_writes_elsewhere_cannot_be_learned(text):
+    template = SimpleNamespace(end_of_turn="<end>")
+    assert ChatTemplate._rendered_answer(template, "<q>asked<a>x<end>\n", "<q>asked<a>", 1) == "x<end>"
+    with pytest.raises(ValueError, match="of message 1 elsewhere than in the answer"):
+        ChatTemplate._rendered_answer(template, text, "<q>asked<a>", 1)
 
 
 def test_chatml_continues_what_was_sampled_and_not_how_it_is_spelled(chatml):

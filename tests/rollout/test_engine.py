@@ -2,6 +2,7 @@ import asyncio
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyL
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.engine import Engine
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.rollout.requests import Request
 from jaxft.rollout.sequences import token_sequences
@@ -202,6 +204,14 @@ def test_the_largest_numbers_that_arrays_hold_are_served(policy, serve):
     )
     for completion in serve(policy, *(request(n, **changes) for n, changes in enumerate(extremes))):
         assert np.isfinite(completion.sampler_logprobs + completion.behavior_logprobs).all()
+
+
+@pytest.mark.parametrize(("vocabulary", "asked"), [(5, 5), (262, 20)])
+def test_no_more_likely_tokens_are_computed_than_there_are(vocabulary, asked):
+    running = SimpleNamespace(completion=SimpleNamespace(token_ids=[1]), request=None, error=None)
+    runner = SimpleNamespace(top_logprobs=lambda params, request, token_ids, count: count)
+    Engine._add_top_logprobs(SimpleNamespace(vocabulary=vocabulary, _runner=runner), None, running)
+    assert (running.completion.top_logprobs, running.error) == (asked, None)
 
 
 def test_requests_of_keys_of_different_lengths_share_a_batch(policy, serve):

@@ -37,6 +37,7 @@ def test_an_episode_is_the_same_in_every_process():
     assert repeated.id == "training/0/exämple/3"
     assert repeated.key_ids == (0, 0, 0x8E44B798, 0x2ECCE4A8, 3)  # sha256 of the example's id
     assert repeated.seed == 14931658745446604120
+    assert repeated.group_random.random() == 0.44159456262424934
     assert repeated.random.random() == repeated.random.random()
 
 

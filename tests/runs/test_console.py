@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +92,16 @@ def test_elsewhere_what_goes_on_is_a_line_when_there_was_none_for_long(tmp_path)
         assert has_shown.wait(60)
     console.close()
     assert stream.getvalue().startswith("0/12 epochs  37 of 64 episodes (")
+
+
+def test_a_line_puts_the_next_sign_off():
+    stream, ends = io.StringIO(), iter([False, False, True])
+    console = Console(stream)
+    console.status("training")
+    console.message("asked")
+    console._is_closed = SimpleNamespace(wait=lambda seconds: next(ends))
+    console._give_signs()
+    assert [line.split(" (")[0] for line in stream.getvalue().splitlines()] == ["asked", "training"]
 
 
 def test_all_that_is_shown_is_kept_with_its_time(tmp_path):

@@ -57,6 +57,16 @@ def raising(error):
     return fail
 
 
+def test_an_end_before_the_beginning_does_nothing(tmp_path):
+    logger, made = Noting(), Loggers(Console(io.StringIO()))
+    made.add("one", logger, 60.0)
+    made.run = LoggedRun("run", tmp_path)
+    made.end("failed", {})
+    made.begin(2)
+    made.end("completed", {})
+    assert [name for name, *_ in logger.calls] == ["begin", "end"]
+
+
 def test_every_logger_gets_every_call_in_order_in_a_thread_of_its_own(tmp_path):
     first, second = Noting(), Noting()
     (tmp_path / "reward_plot.png").write_bytes(b"")

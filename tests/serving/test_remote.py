@@ -207,6 +207,12 @@ def test_what_is_no_completion_is_quoted(server, make_client, body):
     assert current.remote_calls == []
 
 
+def test_a_long_page_is_quoted_by_its_first_hundred_characters(server, make_client):
+    server.answer = lambda request: (200, b"<html>" + b"x" * 200, {})
+    with pytest.raises(RemoteModelError, match=r"'<html>x{94}'; wanted a chat completion"):
+        run(make_client, lambda client: client.chat(ASKED))
+
+
 def test_a_refused_call_is_a_failed_episode_in_one_line_without_the_key(server, make_client, make_items):
     refusal = {"error": {"message": f"the key {KEY}\nmay not use this model"}}
     server.answer = lambda request: (400, refusal, {}) if "b" in request["messages"][0]["content"] else completion("4")

@@ -10,6 +10,10 @@ def test_every_name_makes_a_loss(name):
     assert make_loss(LossConfig(name=name, beta=0.1)).keywords["loss"].keywords["loss"] == name
 
 
+def test_a_trajectory_may_have_one_token():
+    assert LossConfig(name="dr_grpo", max_completion_tokens=1).max_completion_tokens == 1
+
+
 def test_ppo_is_a_loss_of_its_own():
     assert make_loss(LossConfig(name="ppo", value_coef=0.1)).keywords["value_coef"] == 0.1
 

@@ -9,9 +9,10 @@ import pytest
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.calls import Call, call_of, logprobs_with_record
+from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import collect_rewards, gather_rows, with_usable_rewards
+from jaxft.training.rows import collect_rewards, gather_examples, gather_rows, with_usable_rewards
 
 
 def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
@@ -25,6 +26,15 @@ def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
     assert order == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)]
     assert [row.trajectory for row in gathered.rows] == [0, 1, 2, 3, 4]
     assert [row.sequence.tokens[1] for row in gathered.rows] == [10, 11, 12, 10, 11]
+
+
+def test_texts_are_of_no_version_and_of_no_chance(tokenizer):
+    episode = [EpisodeItem(role=role, content=role, logprobs=[]) for role in ("user", "assistant")]
+    texts = TrajectoryCollection(trajectories=[[Trajectory(episode=episode, reward=1.0)]], run_id="texts")
+    (row,) = gather_examples(texts, ChatTemplate(tokenizer, (tokenizer.eos_token_id,)), None).rows
+    given = row.sequence
+    assert {*given.policy_versions} == {-1} and {*given.temperatures} == {1.0}
+    assert {*given.sampler_logprobs} == {*given.behavior_logprobs} == {0.0}
 
 
 def test_a_job_with_nothing_to_train_names_the_cause(make_group):
