@@ -394,6 +394,7 @@ def test_a_stream_gives_the_reply_in_pieces(client, options):
         assert tuple(token for delta in own for token in delta.token_ids) == choice.token_ids
         assert tuple(logprob for delta in own for logprob in delta.logprobs) == choice.logprobs
         assert len(own) >= (1 if "top_logprobs" in options else len(choice.token_ids) // 8)
+        assert options or any(delta.content for delta in own[:-1])  # text does not wait for the end
 
 
 def test_a_stream_that_is_left_frees_its_slots(client, policy):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from jaxft.errors import RequestError
 from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.messages import canonical_messages
-from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
+from jaxft.rollout.responses import ParsedAnswer, ResponseFormat, number_tool_calls
 from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
@@ -76,6 +77,17 @@ CALLS = {
 CALLS["hermes"] = CALLS["smollm3"] = CALLS["qwen3"]
 CALLS["ministral"] = ['[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', '[TOOL_CALLS]time[ARGS]{"city":"Bern"}']
 FAMILIES = sorted(CALLS)
+
+
+def test_a_control_token_of_any_script_is_kept_where_a_template_names_it():
+    names = {1: "<｜ende｜>", 2: "<｜anders｜>"}
+    template = {"fields": {"content": {"close": names[1]}}}
+    made = ResponseFormat(
+        SimpleNamespace(response_template=template, get_chat_template=lambda **_: ""),
+        SimpleNamespace(control_ids=frozenset(names), text_of=names.get),
+        (),
+    )
+    assert made._skipped_ids == {2}
 
 
 def make_template(family, tokenizer, chat_template=None):
