@@ -79,6 +79,7 @@ def test_a_group_is_scored_once_in_the_order_of_generation(function, max_concurr
     assert all(o.seconds["reward"] > 0 for o in outcomes)
     output = evaluation.summarize(outcomes)
     assert output.average_reward == output.evaluation_results[0][1].average_score == pytest.approx(0.5)
+    assert output.workflow_interrupted is False
     assert (output.num_episodes, output.num_failed, output.num_unscorable) == (12, 0, 0)
 
 

@@ -140,6 +140,9 @@ def test_defaults_that_depend_on_other_keys():
     assert windows(read("gemma2")) == [4096, None, 4096]
     assert windows(read("gemma3_text", sliding_window_pattern=3)) == [4096, 4096, None]
     assert read("gemma2", hidden_size=36).embedding_scale == 6
+    assert read("ministral3").pattern[0].rope == Rope(
+        1e6, YarnScaling(16.0, 16384, mscale=1.0, mscale_all_dim=1.0), 1.0, 0.1
+    )
     assert read("llama", rope_scaling={"type": "llama3", **LLAMA31_V4}).pattern[0].rope.scaling == LLAMA31
     old = {"type" if key == "rope_type" else key: value for key, value in LLAMA31_V4.items()}
     assert read("llama", rope_scaling=old, rope_theta=5e5).pattern[0].rope == Rope(5e5, LLAMA31)

@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,6 +29,17 @@ def copied(params):
 
 def double(params):
     return copied(jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)), "doubled"
+
+
+def test_temporaries_of_sampling_are_those_of_the_largest_program():
+    def engine(*sizes):
+        compiled = [SimpleNamespace(memory_analysis=lambda n=n: SimpleNamespace(temp_size_in_bytes=n)) for n in sizes]
+        lowered = {n: lambda each=each: SimpleNamespace(compile=lambda: each) for n, each in enumerate(compiled)}
+        return SimpleNamespace(sizes=len(sizes), programs=lambda shapes: lowered)
+
+    snapshots, relayout = {1: SimpleNamespace(engine=engine(5))}, SimpleNamespace(shapes=lambda params: params)
+    policy = SimpleNamespace(engine=engine(3, 7), snapshots=snapshots, relayout=relayout)
+    assert Policy.sampling_temporary_bytes(policy, {}) == 7
 
 
 def test_an_update_replaces_the_parameters(make_policy):

@@ -170,6 +170,7 @@ def test_bodies_that_cannot_be_worked_with_are_refused(body):
 
 
 def test_whole_characters_are_read_however_they_are_escaped():
+    assert encode({"a": "ü"}) == '{"a":"ü"}'.encode()  # as it was sampled, byte for byte
     assert parse_body('{"a": "\\ud83d\\ude00 \\\\ud83d ü"}'.encode()) == {"a": "\N{GRINNING FACE} \\ud83d ü"}
 
 

@@ -130,6 +130,7 @@ def test_items_become_the_messages_of_the_core():
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "3"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
