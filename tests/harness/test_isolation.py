@@ -304,6 +304,7 @@ def test_a_fault_of_an_evaluator_costs_its_episode(workers, fault, reason):
 def test_what_an_agent_prints_and_logs_is_shown(workers):
     assert workers.failed["log"].error is None
     assert "printed by the agent, which was asked x?\n" in workers.written
+    assert "the last words before a crash\n" in workers.written
     assert "WARNING isolated_agents: a warning of a child\n" in workers.written
     assert "a warning of the agent" in workers.logged
 

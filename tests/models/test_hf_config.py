@@ -139,6 +139,9 @@ def test_defaults_that_depend_on_other_keys():
     assert windows(read("qwen2", sliding_window=7, max_window_layers=0)) == [None] * 3
     assert windows(read("gemma2")) == [4096, None, 4096]
     assert windows(read("gemma3_text", sliding_window_pattern=3)) == [4096, 4096, None]
+    for family in ("gemma2", "gemma3_text"):
+        types = [f"{kind}_attention" for kind in ("full", "full", "sliding")]
+        assert windows(read(family, layer_types=types)) == [None, None, 4096]
     assert read("gemma2", hidden_size=36).embedding_scale == 6
     assert read("ministral3").pattern[0].rope == Rope(
         1e6, YarnScaling(16.0, 16384, mscale=1.0, mscale_all_dim=1.0), 1.0, 0.1

@@ -102,6 +102,7 @@ async def leak() -> None:
 
 
 async def segfault() -> None:
+    print("the last words before a crash")
     ctypes.string_at(0)
 
 
