@@ -22,7 +22,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Most of the time of a cold suite would be XLA's, which here leaves out the passes of LLVM and, where it can, the
-# emitters of fused loops, and compiles each of these small programs in one piece. The experiments and the kills of
+# emitters of fused loops, and compiles each of these small programs in one piece. An experiment and a kill of
 # `.ci/run`, and `.ci/more optimized`, compile what users get. `XLA_FLAGS= pytest -m gpu -n 0` is for an accelerator.
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 has no other emitters, and ends at a flag that it does not know

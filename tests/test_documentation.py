@@ -58,7 +58,7 @@ NOT_RUN = {
     "ruff check": "a step of .ci/run",
     "mypy": "a step of .ci/run",
     "lint-imports": "a step of .ci/run",
-    "python tests/faults/kill_and_resume.py": "an hour; .ci/run has four of its kills",
+    "python tests/faults/kill_and_resume.py": "an hour; .ci/run has one of its kills",
     "python tests/faults/kill_processes.py": "half an hour; .ci/run has one of its kills",
     "sudo python tests/faults/unplug.py": "needs the right to make network namespaces",
     ".ci/": "all checks, this one among them",

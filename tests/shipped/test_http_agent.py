@@ -188,10 +188,11 @@ async def _teapot(body):
 
 
 FAULTS = {
-    "fail": (_fail, "the agent answered with the status 500"),
     "teapot": (_teapot, "the agent answered with the status 418: short and stout"),
     "no json": (_no_json, "the agent answered '{', which is no JSON"),
     "too much": (_too_much, "the response of the agent is larger than 16777216 bytes"),
+    # Last: the server closes its connection a moment after the response, when another episode may use it already.
+    "fail": (_fail, "the agent answered with the status 500"),
 }
 GOOD = ("a?", "bb?")
 
