@@ -143,9 +143,6 @@ def test_defaults_that_depend_on_other_keys():
         types = [f"{kind}_attention" for kind in ("full", "full", "sliding")]
         assert windows(read(family, layer_types=types)) == [None, None, 4096]
     assert read("gemma2", hidden_size=36).embedding_scale == 6
-    assert read("ministral3").pattern[0].rope == Rope(
-        1e6, YarnScaling(16.0, 16384, mscale=1.0, mscale_all_dim=1.0), 1.0, 0.1
-    )
     assert read("llama", rope_scaling={"type": "llama3", **LLAMA31_V4}).pattern[0].rope.scaling == LLAMA31
     old = {"type" if key == "rope_type" else key: value for key, value in LLAMA31_V4.items()}
     assert read("llama", rope_scaling=old, rope_theta=5e5).pattern[0].rope == Rope(5e5, LLAMA31)
