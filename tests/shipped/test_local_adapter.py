@@ -535,6 +535,14 @@ def test_examples_are_imitated_when_they_are_good_enough(make_policy, make_colle
         adapter.validate_trajectories(make_collection("bad", rewards=(0.0,) * 4))
 
 
+def test_several_processes_are_one_version_behind_at_most(policy, monkeypatch):
+    adapter = make_small_adapter(policy)
+    monkeypatch.setattr("jaxft.shipped.local_adapter.current_ring", object)
+    with pytest.raises(ConfigError, match="max_staleness: is 2, but which episodes end first differs between"):
+        adapter.allow_staleness(2)
+    assert adapter.max_staleness == 0
+
+
 def test_conversations_without_tokens_are_imitated(policy):
     said = [("user", "1+1"), ("assistant", "2"), ("tool", "ok"), ("assistant", "done")]
     episode = [EpisodeItem(role=role, content=text, logprobs=[]) for role, text in said]
