@@ -390,7 +390,7 @@ def run(program: list[str], folder: Path, devices: int) -> subprocess.CompletedP
         "PATH": os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(folder), *site_packages]),
         "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as "no isolation"
-        # How good the compiled code is does not matter here, how soon it is there does: the flags are those of the tests.
+        # The flags of XLA are those of the tests: here it matters how soon a program is there, not how good.
         "JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "MPLBACKEND": "Agg",
