@@ -99,8 +99,10 @@ def test_a_line_puts_the_next_sign_off():
     console = Console(stream)
     console.status("training")
     console.message("asked")
-    console._is_closed = SimpleNamespace(wait=lambda seconds: next(ends))
-    console._give_signs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "_is_closed", SimpleNamespace(wait=lambda seconds: next(ends)))
+        console._give_signs()
+    console.close()
     assert [line.split(" (")[0] for line in stream.getvalue().splitlines()] == ["asked", "training"]
 
 
