@@ -113,7 +113,8 @@ def draw(count: int, seed: int) -> None:
 def reaching(data: Any, checkout: Path, mutation: dict[str, Any]) -> list[str]:
     """Return the test files with a test that reaches the mutation's line, most reaching tests first.
 
-    What is done at import, such as a default, is reached by whoever reaches its function, or else its module.
+    A line that runs at import, such as a default, counts as reached by the tests of its function, or else of its
+    module; a module that runs in other processes only counts as reached by the test files of its room.
     """
     source = (checkout / mutation["module"]).read_text()
     before, after = source.splitlines(), changed(source, mutation).splitlines()
@@ -127,7 +128,8 @@ def reaching(data: Any, checkout: Path, mutation: dict[str, Any]) -> list[str]:
         files = Counter(name.split("::")[0] for each in lines for name in by_line.get(each, []) if name)
         if files:
             return [file for file, _ in files.most_common()]
-    return []
+    room = checkout / "tests" / Path(mutation["module"]).parts[1]
+    return sorted(str(file.relative_to(checkout)) for file in room.glob("test_*.py"))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -165,7 +167,7 @@ def _try(copy: Path, mutation: dict[str, Any], files: list[str], selection: list
         done = subprocess.run(
             command,
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
+            env=os.environ | {"PYTHONPATH": str(copy), "PYTHONUNBUFFERED": ""},  # a mutation may leave lines in buffers
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -98,7 +98,7 @@ def judge_server():
 
 @pytest.fixture(scope="module")
 def runs(site, package, tmp_path_factory):
-    """What came of `jaxft finetune` with each configuration of the example.
+    """Return the folder of the runs, and the finished `jaxft finetune` of each configuration of the example.
 
     The package is found by its entry point in a process of the first, and imported here in the others.
     """
