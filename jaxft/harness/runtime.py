@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -425,24 +425,21 @@ def result_of(main: Callable[[], Awaitable[T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    with ThreadPoolExecutor(1, "jaxft") as pool, _interruptible():
+    with ThreadPoolExecutor(1, "jaxft") as pool, _stopped_by_interrupts(shutdown):
         running = pool.submit(run)
-        while True:
-            try:
-                return running.result()
-            except KeyboardInterrupt:
-                if running.done():
-                    raise
-                shutdown.stop()
+        # Signal handlers run between bytecodes of this thread, and the system may wake another one for a signal.
+        while not wait([running], timeout=0.1).done:
+            pass
+        return running.result()
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGINT raise `KeyboardInterrupt` in the main thread; asyncio's handler would only cancel a task."""
+def _stopped_by_interrupts(shutdown: Shutdown) -> Iterator[None]:
+    """Let SIGINT stop a run in another thread; asyncio's handler would only cancel a task of this one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, lambda number, frame: shutdown.stop())
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ import yaml
 
 import jaxft
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
+from jaxft.harness.signals import current_shutdown
 
 TEN_LINES = Path(__file__).parents[2] / "examples" / "ten_lines.py"
 PROMPTS, ANSWERS = [f"number {i}?" for i in range(4)], list("0123")
@@ -76,7 +77,9 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
         calls.append(len(completions))
         if len(calls) == 6:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)  # on a busy machine the thread that waits hears it late, and the run must not end before
+            deadline = time.monotonic() + 60
+            while current_shutdown().signal is None and time.monotonic() < deadline:  # a busy machine hears it late
+                time.sleep(0.01)
         return digits(completions)
 
     interrupting.__name__ = "digits"
