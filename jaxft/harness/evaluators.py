@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.errors import UserCodeError, did_you_mean, user_code
+from jaxft.errors import UserCodeError, did_you_mean, one_line, user_code
 from jaxft.files import json_bytes
 from jaxft.harness.config_types import check_reference, config_error
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
@@ -78,7 +78,7 @@ class GroupBarrier(Generic[T]):
 Evaluator = Callable[[Any], Any]
 """Function of an `EvalInputItem` that returns a `Score` or an `EvalOutputItem`, or of a list that returns a list.
 
-It may be sync or async.
+It may be sync or async. An exception in the place of a score, in the list of a group, fails that episode alone.
 """
 
 Score = float | dict[str, float] | None
@@ -108,7 +108,12 @@ class BaseEvaluator(ABC):
 
         async def evaluate_item(item: EvalInputItem) -> EvalOutputItem:
             async with self.semaphore:
-                return await self.evaluate_item(item)
+                try:
+                    return await self.evaluate_item(item)
+                except Exception as error:
+                    if len(eval_input.eval_input_items) == 1:
+                        raise
+                    return EvalOutputItem(id=item.id, score=None, reasoning=None, error=one_line(error))
 
         tasks = [asyncio.create_task(evaluate_item(item)) for item in eval_input.eval_input_items]
         try:
@@ -188,7 +193,7 @@ class Scores(NamedTuple):
 async def run_evaluators(
     evaluators: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[Scores]:
-    """Run evaluators one after the other on all items; the first that fails ends the evaluation of all items.
+    """Run evaluators one after the other on all items; the first that fails on an item ends the evaluation of that item.
 
     Args:
         evaluators: evaluators by name; all of them group evaluators, unless there is one item.
@@ -197,16 +202,22 @@ async def run_evaluators(
     """
     scores = [Scores({}, {}) for _ in items]
     for name, evaluator in evaluators.items():
+        left = [index for index, known in enumerate(scores) if known.error is None]
+        if not left:
+            break
         try:
             with user_code():
-                given = await _scores(name, evaluator, items, supervisor)
+                given = await _scores(name, evaluator, [items[index] for index in left], supervisor)
         except UserCodeError as failure:
-            error = f"evaluator '{name}': {failure.summary}"
-            return [known._replace(error=error, traceback=failure.traceback) for known in scores]
-        for known, (score, reasoning) in zip(scores, given, strict=True):
-            known.scores[name] = score
+            given = [failure] * len(left)
+        for index, value in zip(left, given, strict=True):
+            if isinstance(value, UserCodeError):
+                error = f"evaluator '{name}': {value.summary}"
+                scores[index] = scores[index]._replace(error=error, traceback=value.traceback)
+                continue
+            scores[index].scores[name], reasoning = value
             if reasoning is not None:
-                known.reasonings[name] = reasoning
+                scores[index].reasonings[name] = reasoning
     return scores
 
 
@@ -222,8 +233,8 @@ def to_scalar(score: Score) -> float | None:
 
 async def _scores(
     name: str, evaluator: BoundEvaluator, items: Sequence[EvalInputItem], supervisor: Supervisor
-) -> list[tuple[Score, Any]]:
-    """Return score and reasoning (or None) of each item."""
+) -> list[tuple[Score, Any] | UserCodeError]:
+    """Return score and reasoning (or None) of each item, or the error of that item alone."""
     example_id = items[0].id
     given = await supervisor.run(
         evaluator.function,
@@ -234,7 +245,7 @@ async def _scores(
         late="no score",
     )
     if not evaluator.is_group:
-        return [_scored(given, example_id)]
+        return [_scored_alone(given, example_id)]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
             f"it gave {_shown(given)} for example '{example_id}': wanted is a list with a score for each of its "
@@ -242,7 +253,18 @@ async def _scores(
         )
     if len(given) != len(items):
         raise ValueError(f"it gave {len(given)} scores for the {len(items)} episodes of example '{example_id}'")
-    return [_scored(value, example_id) for value in given]
+    return [_scored_alone(value, example_id) for value in given]
+
+
+def _scored_alone(value: Any, example_id: str) -> tuple[Score, Any] | UserCodeError:
+    """Return `_scored`, or the error of this episode: the exception that the evaluator returned, or of a wrong value."""
+    try:
+        with user_code():
+            if isinstance(value, Exception):
+                raise value
+            return _scored(value, example_id)
+    except UserCodeError as failure:
+        return failure
 
 
 def _scored(value: Any, example_id: str) -> tuple[Score, Any]:

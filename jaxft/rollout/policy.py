@@ -281,14 +281,14 @@ class Policy:
             if self.is_sampler_held:
                 self._stop_sampling()
                 self.is_sampler_held = False
-                self._follow()
+                self._follow(is_release=True)
                 self._lay_out()
 
         await self._device.run(run)
 
-    def _follow(self) -> None:
+    def _follow(self, *, is_release: bool = False) -> None:
         for snapshot in self.snapshots.values():
-            snapshot.follow(self.version)
+            snapshot.follow(self.version, is_release=is_release)
 
     def _lay_out(self) -> None:
         """Make the weights to decode with, in which several processes take part; a single one does so on demand."""

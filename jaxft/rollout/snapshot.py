@@ -75,6 +75,7 @@ class Snapshot:
         self._policy = policy
         self._dtype = policy.relayout.dtype(policy.trained_params())
         self._kept: Kept | None = None  # None: the parameters are the policy's own
+        self._beside_held: Kept | None = None  # replaced since the policy's held weights were sampled from
         self._decode_params: Params | None = None
         self.engine = make_engine(self.sampling_params)
 
@@ -102,9 +103,15 @@ class Snapshot:
         if self._kept is None and (self._policy.version + 1) % self.every:
             self._kept = Kept(self._copy(params), self._policy.version)
 
-    def follow(self, version: int) -> None:
-        """Become the policy, which has a new version, if that is a multiple of `every`."""
-        if version % self.every == 0:
+    def follow(self, version: int, *, is_release: bool = False) -> None:
+        """Become the policy, which has a new version, if that is a multiple of `every`.
+
+        If the policy only releases its held weights, the checkpoint from which a resumed run repeats what was sampled
+        with them needs the replaced parameters, until the next call.
+        """
+        is_replaced = version % self.every == 0
+        self._beside_held = self._kept if is_release and is_replaced else None
+        if is_replaced:
             self._kept = None
 
     def drop_decode_params(self) -> None:
@@ -113,26 +120,27 @@ class Snapshot:
 
     def close(self) -> None:
         """Free all arrays, once the device thread has ended."""
-        self._kept = self._decode_params = None
+        self._kept = self._beside_held = self._decode_params = None
         self.engine.close()
 
-    def state(self) -> dict[str, Any] | None:
-        """Return version and dtype of the kept parameters, for JSON; None while the snapshot is the policy."""
-        if self._kept is None:
-            return None
-        return {"version": self._kept.version, "dtype": str(jax.tree.leaves(self._kept.params)[0].dtype)}
+    def saved(self, *, beside_held: bool) -> tuple[dict[str, Any] | None, Params | None]:
+        """Return version and dtype of the kept parameters, for JSON, and these; None while the snapshot is the policy.
 
-    def arrays(self) -> Params | None:
-        """Return the kept parameters; None while the snapshot is the policy."""
-        return None if self._kept is None else self._kept.params
+        Args:
+            beside_held: True for the parameters as they were while the policy sampled with its held weights.
+        """
+        kept = self._beside_held if beside_held and self._kept is None else self._kept
+        if kept is None:
+            return None, None
+        return {"version": kept.version, "dtype": str(jax.tree.leaves(kept.params)[0].dtype)}, kept.params
 
     def arrays_like(self, state: dict[str, Any], params: Params) -> Params:
-        """Return new arrays of the shapes, dtypes and shardings that the arrays of a `state` have."""
+        """Return new arrays of the shapes, dtypes and shardings that the saved arrays of a state have."""
         return copy_trained(self._policy.model, state["dtype"], params)
 
     def restore(self, state: dict[str, Any] | None, arrays: Params | None) -> None:
-        """Restore a `state` and its `arrays`; where products have another dtype now, the arrays are cast to it."""
-        self._kept = None
+        """Restore what was `saved`; where products have another dtype now, the arrays are cast to it."""
+        self._kept = self._beside_held = None
         if state is not None and arrays is not None:
             is_same = state["dtype"] == str(self._dtype)
             self._kept = Kept(arrays if is_same else self._copy(arrays), state["version"])

@@ -458,11 +458,13 @@ class LocalTrainerAdapter(TrainerAdapter):
                 holds_base = not self.policy.has_own_base(params)
                 values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
             arrays, snapshots = self.learner.arrays(params, with_base=holds_base), self.policy.snapshots
-            if self.policy.held is not None and self.max_staleness == 1:  # of others nothing is repeated
+            is_repeated = self.policy.held is not None and self.max_staleness == 1  # what the sampler sampled last
+            if is_repeated:
                 values["held"], arrays["held"] = self.policy.held_state(), self.policy.held_arrays()
             if snapshots:
-                values["snapshots"] = {name: snapshot.state() for name, snapshot in snapshots.items()}
-                arrays["snapshots"] = {name: snapshot.arrays() for name, snapshot in snapshots.items()}
+                saved_of = {name: snapshot.saved(beside_held=is_repeated) for name, snapshot in snapshots.items()}
+                values["snapshots"] = {name: state for name, (state, _) in saved_of.items()}
+                arrays["snapshots"] = {name: params for name, (_, params) in saved_of.items()}
             return save(values, arrays)
 
         with self._memory_errors():

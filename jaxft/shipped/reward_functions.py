@@ -69,52 +69,59 @@ class RewardFunction:
                     first = "; a function of all completions takes 'completions', one of a single one 'completion'"
                 raise ValueError(f"{self.place} takes '{name}', but there are {', '.join(keywords)}{first}")
 
-    async def rewards(self, keywords: Mapping[str, list[Any]], in_thread: bool) -> list[float | None]:
-        """Return the reward of each completion; None for one that it does not score.
+    async def rewards(self, keywords: Mapping[str, list[Any]], in_thread: bool) -> list[float | None | Exception]:
+        """Return the reward of each completion, None for one that it does not score, or the error of this one alone.
+
+        The error is a RuntimeError with the function's error, file and line, if a function of one completion raised, or
+        a TypeError if a value is neither a number nor None.
 
         Raises:
-            RuntimeError: the function raised; the message has its error, file and line.
-            TypeError, ValueError: it returned something else than a number, or None, for each.
+            RuntimeError: the function of all completions raised.
+            TypeError, ValueError: it returned something else than a value for each.
         """
         self.check_columns(tuple(keywords))
         count = len(keywords["completions"])
-        try:
-            if not self.is_of_one:
-                given = await self._call(self._taken(keywords), in_thread)
-            else:
-                singular = {many: one for one, many in OF_ONE.items()}
-                of_each = [
-                    self._taken({singular.get(name, name): values[index] for name, values in keywords.items()})
-                    for index in range(count)
-                ]
-                given = await asyncio.gather(*(self._call(each, in_thread) for each in of_each))
-        except Exception as error:
-            frames = list(traceback.walk_tb(error.__traceback__))[::-1]
-            raise RuntimeError(f"{self.place} raised {one_line(error)}, at {place_of(frames)}") from error
-        return self._checked(given, count)
+        if not self.is_of_one:
+            return self._checked(await self._call(self._taken(keywords), in_thread), count)
+        singular = {many: one for one, many in OF_ONE.items()}
+
+        async def reward(index: int) -> float | None | Exception:
+            own = {singular.get(name, name): values[index] for name, values in keywords.items()}
+            try:
+                return self._number(await self._call(self._taken(own), in_thread), index)
+            except RuntimeError as error:
+                return error
+
+        return list(await asyncio.gather(*(reward(index) for index in range(count))))
 
     def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in keywords.items() if self.taken is None or name in self.taken}
 
     async def _call(self, keywords: Mapping[str, Any], in_thread: bool) -> Any:
         call = functools.partial(self.function, **keywords)
-        given = await asyncio.to_thread(call) if in_thread and not is_async(self.function) else call()
-        return await given if inspect.isawaitable(given) else given
+        try:
+            given = await asyncio.to_thread(call) if in_thread and not is_async(self.function) else call()
+            return await given if inspect.isawaitable(given) else given
+        except Exception as error:
+            frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+            raise RuntimeError(f"{self.place} raised {one_line(error)}, at {place_of(frames)}") from error
 
-    def _checked(self, given: Any, count: int) -> list[float | None]:
+    def _checked(self, given: Any, count: int) -> list[float | None | Exception]:
         wanted = "wanted is a list with a number, or None, for each"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             raise TypeError(f"{self.place} returned {repr(given)[:100]} for {count} completions: {wanted}")
         values = list(given)
         if len(values) != count:
             raise ValueError(f"{self.place} returned {len(values)} values for {count} completions: {wanted}")
-        for index, value in enumerate(values):
-            if value is not None and not is_number(value):
-                raise TypeError(
-                    f"{self.place} returned {repr(value)[:100]} ({type(value).__name__}) for completion {index}: "
-                    "wanted is a number, or None"
-                )
-        return [None if value is None or math.isnan(value) else float(value) for value in values]
+        return [self._number(value, index) for index, value in enumerate(values)]
+
+    def _number(self, value: Any, index: int) -> float | None | TypeError:
+        if value is None:
+            return None
+        if not is_number(value):
+            shown = f"{repr(value)[:100]} ({type(value).__name__})"
+            return TypeError(f"{self.place} returned {shown} for completion {index}: wanted is a number, or None")
+        return None if math.isnan(value) else float(value)
 
 
 def reward_function(given: Any) -> RewardFunction:
@@ -232,13 +239,20 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
     with_ids = any("completion_ids" in (each.taken or ()) for each in config.functions)
     in_thread = config.timeout_seconds is not None  # a blocking function would block the clock, too
 
-    async def score(items: list[EvalInputItem]) -> list[dict[str, float] | None]:
+    async def score(items: list[EvalInputItem]) -> list[dict[str, float] | None | Exception]:
         keywords = keywords_of(items, with_ids=with_ids)
         given = {each.name: await each.rewards(keywords, in_thread) for each in config.functions}
         of_each = [{name: values[index] for name, values in given.items()} for index in range(len(items))]
-        return [{name: value for name, value in named.items() if value is not None} or None for named in of_each]
+        return [_sum(named) for named in of_each]
 
     yield score
+
+
+def _sum(rewards: Mapping[str, float | None | Exception]) -> dict[str, float] | None | Exception:
+    """Return the rewards of a completion as named scores, None if no function scores it, or the first error."""
+    errors = [reward for reward in rewards.values() if isinstance(reward, Exception)]
+    named = {name: reward for name, reward in rewards.items() if isinstance(reward, float)}
+    return errors[0] if errors else named or None
 
 
 def keywords_of(items: Sequence[EvalInputItem], *, with_ids: bool) -> dict[str, list[Any]]:

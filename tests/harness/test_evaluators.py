@@ -152,7 +152,6 @@ def raises(items):
         (lambda items: np.zeros(4), "TypeError: it gave array([0., 0., 0., 0.]) (ndarray) for example 'e1': wanted is"),
         (lambda items: dict.fromkeys(range(4), 1.0), "(dict) for example 'e1': wanted is a list with a score for each"),
         (lambda items: (1.0 for _ in items), "(generator) for example 'e1': wanted is a list with a score for each"),
-        (lambda items: [1.0, 2.0, "3", 4.0], "TypeError: it gave '3' (str) for example 'e1': wanted is a number"),
     ],
 )
 def test_a_group_evaluator_that_fails_fails_the_episodes_of_its_example(function, message):
@@ -169,6 +168,37 @@ def test_a_group_evaluator_that_fails_fails_the_episodes_of_its_example(function
     output = evaluation.summarize(outcomes)
     assert (output.num_episodes, output.num_failed, output.num_unscorable) == (12, 4, 0)
     output.model_dump_json()
+
+
+class Picky(BaseEvaluator):
+    async def evaluate_item(self, item):
+        if item.output_obj == 2:
+            raise ValueError("not two")
+        return EvalOutputItem(id=item.id, score=item.output_obj, reasoning=None)
+
+
+@pytest.mark.parametrize(
+    ("win", "message"),
+    [
+        (lambda items: [0.0, 1.0, "3", 3.0], "TypeError: it gave '3' (str) for example 'e0': wanted is a number"),
+        (lambda items: [0.0, 1.0, ValueError("not two"), 3.0], "ValueError: not two"),
+        (lambda items: [0.0, 1.0, EvalOutputItem(id="e0", score=2.0, reasoning=None, error="not two"), 3.0], "not two"),
+        (evaluator_of(Picky(), is_group=True), "ValueError: not two"),
+    ],
+)
+def test_an_error_in_a_group_is_of_one_episode_alone(win, message):
+    """The others are scored, also by the evaluators that follow."""
+    seen = []
+
+    def after(items):
+        seen.append([item.output_obj for item in items])
+        return [0.5] * len(items)
+
+    both = {"win": BoundEvaluator(win, is_group=True), "after": BoundEvaluator(after, is_group=True)}
+    outcomes = run(evaluation_of(**both), ITEMS[:1])
+    assert [o.scores.get("win") for o in outcomes] == [0.0, 1.0, None, 3.0] and seen == [[0, 1, 3]]
+    assert [o.error is None for o in outcomes] == [True, True, False, True]
+    assert outcomes[2].error.startswith("evaluator 'win': ") and message in outcomes[2].error
 
 
 def test_scores_of_a_group_may_be_any_score():

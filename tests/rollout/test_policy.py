@@ -201,6 +201,28 @@ def test_a_snapshot_is_the_latest_version_that_is_a_multiple(make_policy):
     assert seen == [[version, version // 3 * 3, 0] for version in range(8)]
 
 
+def test_a_checkpoint_has_the_snapshots_that_the_held_weights_were_sampled_beside(make_policy):
+    """A validation releases the sampler before the checkpoint, and the snapshot follows, whichever multiples meet."""
+    policy = make_policy()
+    snapshots = [add_snapshot(policy, f"every {every}", every) for every in (1, 2, 3)]
+    first, replaced = embedding_sum(policy._params), 0
+    for version in range(6):
+        asyncio.run(policy.hold_sampler())
+        beside = [snapshot.version for snapshot in snapshots]
+        assert beside == [version, version // 2 * 2, version // 3 * 3]
+        train(policy)
+        for is_validated in (False, True):
+            if is_validated:
+                asyncio.run(policy.release_sampler())
+            for snapshot, its_version in zip(snapshots, beside, strict=True):
+                state, params = snapshot.saved(beside_held=True)
+                assert (policy.held.version if state is None else state["version"]) == its_version
+                if state is not None:
+                    assert embedding_sum(params) == pytest.approx(first * 1.5**its_version, rel=1e-4)
+                replaced += snapshot.saved(beside_held=False)[0] != state
+    assert replaced == 5  # of every 2: after versions 1, 3, 5; of every 3: after 2 and 5
+
+
 def test_updates_before_training_are_those_of_the_snapshot(make_policy):
     """A script may warm up the policy by any number of updates before the first training job."""
     policy = make_policy()
@@ -253,7 +275,7 @@ def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, co
 
     policy, snapshot = make(compute_dtype)
     train(policy)
-    kept, state = snapshot.arrays(), snapshot.state()
+    state, kept = snapshot.saved(beside_held=False)
     assert jax.tree.structure(kept) == jax.tree.structure(trainable(policy.model, policy._params))
     dtype = "float32" if lora else compute_dtype
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(kept)} == {dtype} and state == {"version": 0, "dtype": dtype}
@@ -269,8 +291,9 @@ def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, co
         return params
 
     asyncio.run(other.restore(restore, 1))
-    assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(restored.arrays())} == {"float32"}
-    jax.tree.map(np.testing.assert_array_equal, restored.arrays(), kept)
+    arrays = restored.saved(beside_held=False)[1]
+    assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(arrays)} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, arrays, kept)
 
 
 def ask(client, **options):

@@ -71,17 +71,37 @@ def broken(completion):
         (lambda completions: [1.0], "1 values for 2 completions"),
         (lambda completions: 1.0, "returned 1.0"),
         (lambda completions: "ab", "returned 'ab' for 2 completions"),
-        (lambda completions: [1.0, "b"], "'b' (str) for completion 1"),
-        (lambda completion: [1.0], "[1.0] (list) for completion 0"),
         (lambda completions: None, "returned None"),
-        (broken, f"raised ZeroDivisionError: division by zero, at {__file__}:{broken.__code__.co_firstlineno + 1} in"),
+        (lambda completions: [broken(each) for each in completions], "raised ZeroDivisionError: division by zero, at "),
     ],
 )
 def test_what_is_no_reward_is_an_error_that_names_the_function_file_and_line(function, shown):
     with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
         rewards(function, ["a", "b"])
-    assert shown in str(caught.value)
-    assert f"'{function.__name__}' ({__file__}:{function.__code__.co_firstlineno})" in str(caught.value)
+    assert shown in str(caught.value) and place_of(function) in str(caught.value)
+
+
+async def broken_later(completion):
+    return 1 / (len(completion) - 1)
+
+
+@pytest.mark.parametrize(
+    "function, shown",
+    [
+        (lambda completions: ["b", 1.0], "'b' (str) for completion 0"),
+        (lambda completion: 1.0 if len(completion) > 1 else [1.0], "[1.0] (list) for completion 0"),
+        (broken, f"raised ZeroDivisionError: division by zero, at {__file__}:{broken.__code__.co_firstlineno + 1} in"),
+        (broken_later, f"division by zero, at {__file__}:{broken_later.__code__.co_firstlineno + 1} in"),
+    ],
+)
+def test_an_error_of_one_completion_is_of_this_one_alone(function, shown):
+    error, reward = rewards(function, ["a", "bc"])
+    assert isinstance(error, Exception) and reward == 1.0
+    assert shown in str(error) and place_of(function) in str(error)
+
+
+def place_of(function):
+    return f"'{function.__name__}' ({__file__}:{function.__code__.co_firstlineno})"
 
 
 def test_functions_are_checked_at_the_door():
