@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Checkpointing:
 
     Attributes:
         notes: JSON values of a script, saved with every checkpoint and restored with a resumed run.
+        now: time of the run, when it was begun, likewise.
         found: the checkpoint that the run continues from; None for a new run.
         when_restored: called once, after the run was restored.
         log: shows a message.
@@ -60,6 +62,7 @@ class Checkpointing:
             shared: the run directory of process 0, for another one, whose own directory holds no checkpoints.
         """
         self.notes: dict[str, Any] = {}
+        self.now = datetime.now()
         self.found: Checkpoint | None = None
         self.when_restored: Callable[[], None] = lambda: None
         self.log = log
@@ -88,6 +91,8 @@ class Checkpointing:
         self.found = await asyncio.to_thread(checkpoints.newest, self.log)
         if self.found is not None:
             self.notes = dict(self.found.state["notes"])
+            if self.found.now is not None:
+                self.now = datetime.fromisoformat(self.found.now)
             self._seconds_before = self.found.seconds
             self.log(f"continuing from checkpoint {self.found.step}")
             return
@@ -195,7 +200,8 @@ class Checkpointing:
             with self._tolerant():
                 checkpoints.wait()
             with self._tolerant():
-                checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds)
+                now = self.now.isoformat()
+                checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds, now=now)
             return True
 
         if not self._is_saved:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -75,6 +76,7 @@ class ComponentBuilder(ConfigBuilder):
         console: the console of the run.
         devices: descriptions of the devices that the components compute on.
         chosen: values of fields that may be `auto`, as components found them for their devices, by path.
+        now: time of the run, which chat templates that write a date write in all its prompts; None: the present time.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ComponentBuilder(ConfigBuilder):
         self.console = console
         self.devices: list[str] = []
         self.chosen: dict[str, str] = {}
+        self.now: datetime | None = None if lender is None else lender.now
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
 

@@ -193,7 +193,7 @@ class Scores(NamedTuple):
 async def run_evaluators(
     evaluators: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
 ) -> list[Scores]:
-    """Run evaluators one after the other on all items; the first that fails on an item ends the evaluation of that item.
+    """Run evaluators one after the other on all items; the first that fails on an item ends its evaluation.
 
     Args:
         evaluators: evaluators by name; all of them group evaluators, unless there is one item.
@@ -257,7 +257,7 @@ async def _scores(
 
 
 def _scored_alone(value: Any, example_id: str) -> tuple[Score, Any] | UserCodeError:
-    """Return `_scored`, or the error of this episode: the exception that the evaluator returned, or of a wrong value."""
+    """Return `_scored`, or the error of this episode: one that the evaluator returned, or of a wrong value."""
     try:
         with user_code():
             if isinstance(value, Exception):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -430,7 +431,10 @@ async def open_session(
                             raise HostsError(
                                 f"{ring.num_processes} processes cannot share {len(examples)} examples: start fewer"
                             )
-                        await _check_alike(ring, config, digest)
+                        checkpointing.now = datetime.fromisoformat(
+                            await _check_alike(ring, config, digest, checkpointing.now.isoformat())
+                        )
+                    builder.now = checkpointing.now
                     if config.finetuning.enabled and output_dir is None:
                         await builder.get_loggers()  # before models, which take longer to make
                     gc.collect()  # what a run before in this process has left on the device; models come next
@@ -507,15 +511,15 @@ async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) ->
         shutil.copyfile(shared / PAIRS_FILE, directory.file(PAIRS_FILE))
 
 
-async def _check_alike(ring: Ring, config: Config, digest: str) -> None:
-    """Raise unless all processes have the same configuration and the same examples.
+async def _check_alike(ring: Ring, config: Config, digest: str, now: str) -> str:
+    """Return the time of process 0; raise unless all processes have the same configuration and the same examples.
 
     Raises:
         HostsError: they differ; the message names the first difference.
     """
-    mine = parse_yaml(resolved_yaml(config), "the configuration"), digest
+    mine = parse_yaml(resolved_yaml(config), "the configuration"), digest, now
     first, *others = await asyncio.to_thread(ring.all_gather, "configuration and dataset", mine)
-    for index, (configuration, other_digest) in enumerate(others, 1):
+    for index, (configuration, other_digest, _) in enumerate(others, 1):
         changes = changes_of(first[0], configuration)
         for path, (of_first, own) in changes.items():
             raise HostsError(f"{path} is {own!r} in process {index}, and {of_first!r} in process 0: give all the same")
@@ -523,6 +527,7 @@ async def _check_alike(ring: Ring, config: Config, digest: str) -> None:
             raise HostsError(
                 f"eval.general.dataset: process {index} has other examples than process 0: give all the same"
             )
+    return first[2]
 
 
 def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
@@ -577,7 +582,8 @@ def _environment(builder: ComponentBuilder, *others: Path) -> dict[str, Any]:
     """
     modules = [Path(module) for module in builder.config.imports if Path(module).is_absolute()]
     sources = [source for source in (config_file.get(), *modules, script(), *others) if source is not None]
-    return environment(builder.devices, sources) | {"chosen": dict(builder.chosen)}
+    now = None if builder.now is None else builder.now.isoformat(timespec="seconds")
+    return environment(builder.devices, sources) | {"chosen": dict(builder.chosen), "now": now}
 
 
 def _has_trained(status: TrainingJobStatus) -> bool:

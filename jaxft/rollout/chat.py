@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ MARKED_TEXTS, MARKED_CHARACTERS = 8192, 1024
 PROMPTS, PROMPT_CHARACTERS = 256, 16384
 """Number of conversations and of texts that are remembered with their prompts and tokens, and characters of each.
 
-All generations of an example ask the same. A template that writes the time of day writes that of the first of them.
+All generations of an example ask the same. Without a time of its own, a template writes that of the first of them.
 """
 
 RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -50,6 +51,13 @@ RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_
 PLACEHOLDER, THOUGHT = "\U000f0002answer\U000f0003", "\U000f0002thought\U000f0003"
 """Stand for an answer and its reasoning in a rendered conversation; they have characters of Unicode's private use."""
 
+
+CLOCK = (
+    "{%- macro strftime_now(form) -%}{%- set date = namespace(text=form) -%}"
+    "{%- for code, value in run_clock.items() -%}{%- set date.text = date.text.replace(code, value) -%}{%- endfor -%}"
+    "{{ date.text }}{%- endmacro %}\n"
+)
+"""Start of a chat template that replaces transformers' clock. It gets no function, as transformers lets none through."""
 
 CONTINUED = "\U000f0001"
 """Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
@@ -143,9 +151,11 @@ class ChatTemplate:
         stop_ids: token ids that end an answer.
         responses: the way in which the model writes reasoning and tool calls.
         tokens: text and bytes of tokens.
+        now: time that a template which writes a date (`strftime_now`) writes; None for the present time.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self.now: datetime | None = None
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self.tokens = TokenTexts(tokenizer)
@@ -437,7 +447,16 @@ class ChatTemplate:
             tokenize=False,
             add_generation_prompt=asks,
             **self._marked(kwargs),
+            **self._clock(tools),
         )
+
+    def _clock(self, tools: list[Any]) -> dict[str, Any]:
+        """Return the arguments of `apply_chat_template` with which a template writes the time `now`, if it writes any."""
+        template = self.tokenizer.get_chat_template(tools=tools or None)
+        if self.now is None or "strftime_now" not in template:
+            return {}
+        codes = ("%-d", "%-m", "%-H", "%-I", "%-M", "%-S", *(f"%{code}" for code in "aAbBcdHIjmMpSUwWxXyYzZ%"))
+        return {"chat_template": CLOCK + template, "run_clock": {code: self.now.strftime(code) for code in codes}}
 
     def _marked(self, value: Any) -> Any:
         """Return JSON with control tokens marked in all its texts, keys included."""

@@ -40,11 +40,15 @@ DAMAGED, OLD = ".damaged", ".old"
 
 
 class Checkpoint(NamedTuple):
-    """A verified step: its number, its JSON state, and the seconds that the run had taken."""
+    """A verified step: its number and JSON state, the seconds that the run had taken, and the time it was begun at.
+
+    The time is in ISO format; None in a checkpoint of an earlier version.
+    """
 
     step: int
     state: dict[str, Any]
     seconds: float = 0.0
+    now: str | None = None
 
 
 class Checkpoints:
@@ -142,11 +146,11 @@ class Checkpoints:
             found = self._ring.all_gather("newest checkpoint", found)[0]
         if found is None:
             return None
-        step, seconds = found
-        return Checkpoint(step, self._state(step), seconds)
+        step, seconds, now = found
+        return Checkpoint(step, self._state(step), seconds, now)
 
-    def _newest_verified(self, log: Callable[[str], None]) -> tuple[int, float] | None:
-        """Return the newest step that verifies, and the seconds that the run had taken."""
+    def _newest_verified(self, log: Callable[[str], None]) -> tuple[int, float, str | None] | None:
+        """Return the newest step that verifies, the seconds that the run had taken, and the time it was begun at."""
         faults = []
         for step in reversed(self.steps()):
             folder = self.folder / str(step)
@@ -157,7 +161,7 @@ class Checkpoints:
                         f"{folder} is of checkpoint_format {manifest['checkpoint_format']}, newer than this program "
                         f"knows ({FORMAT_VERSION}): update jaxft"
                     )
-                return step, manifest.get("seconds", 0.0)
+                return step, manifest.get("seconds", 0.0), manifest.get("now")
             except NewerFormatError as error:  # it is not damaged, so no older step may replace it
                 raise RestoreError(str(error)) from error
             except ManifestError as error:
@@ -220,7 +224,14 @@ class Checkpoints:
         return _with_new_names(restored) if has_old_names else restored
 
     def save(
-        self, step: int, state: dict[str, Any], arrays: Any, *, score: float | None = None, seconds: float = 0.0
+        self,
+        step: int,
+        state: dict[str, Any],
+        arrays: Any,
+        *,
+        score: float | None = None,
+        seconds: float = 0.0,
+        now: str | None = None,
     ) -> None:
         """Start to write a step in the background, and return when the arrays may change again.
 
@@ -229,8 +240,8 @@ class Checkpoints:
             state: plain values for JSON.
             arrays: a tree of arrays; it may be empty.
             score: score of the step, for `keep_best`.
-            seconds: time that the run has taken. It is stored in the manifest, as state and arrays are equal in equal
-                runs.
+            seconds: time that the run has taken. The manifest has it, as state and arrays are equal in equal runs.
+            now: time at which the run was begun, likewise.
 
         Raises:
             CheckpointError, DiskFull, HostsError: the previous save failed.
@@ -249,12 +260,12 @@ class Checkpoints:
             # Forced: orbax would skip a step below a foreign directory with a larger number.
             self._manager.save(step, args=args.Composite(**items), force=True)
         self._begun = step
-        self._finishing = threading.Thread(target=self._finish, args=(step, score, seconds), name=f"checkpoint {step}")
+        about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds, "now": now}
+        self._finishing = threading.Thread(target=self._finish, args=(step, about), name=f"checkpoint {step}")
         self._finishing.start()
 
-    def _finish(self, step: int, score: float | None, seconds: float) -> None:
+    def _finish(self, step: int, about: dict[str, Any]) -> None:
         folder = self.folder / str(step)
-        about = {"checkpoint_format": FORMAT_VERSION, "step": step, "score": score, "seconds": seconds}
         try:
             with self._failing(step):
                 self._together(self._wait_for_arrays)

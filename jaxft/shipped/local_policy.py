@@ -108,6 +108,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
         base=None if config.path is None else base_name(config.path),
         sampler=sampler,
     )
+    policy.template.now = builder.now
     policy.compiles.show = builder.console.compiling
     if ring is not None:  # its weights to decode with are there before anything else is computed on all devices
         await policy.ready()

@@ -69,7 +69,7 @@ class RewardFunction:
                     first = "; a function of all completions takes 'completions', one of a single one 'completion'"
                 raise ValueError(f"{self.place} takes '{name}', but there are {', '.join(keywords)}{first}")
 
-    async def rewards(self, keywords: Mapping[str, list[Any]], in_thread: bool) -> list[float | None | Exception]:
+    async def rewards(self, keywords: Mapping[str, list[Any]], in_thread: bool) -> list[float | Exception | None]:
         """Return the reward of each completion, None for one that it does not score, or the error of this one alone.
 
         The error is a RuntimeError with the function's error, file and line, if a function of one completion raised, or
@@ -85,7 +85,7 @@ class RewardFunction:
             return self._checked(await self._call(self._taken(keywords), in_thread), count)
         singular = {many: one for one, many in OF_ONE.items()}
 
-        async def reward(index: int) -> float | None | Exception:
+        async def reward(index: int) -> float | Exception | None:
             own = {singular.get(name, name): values[index] for name, values in keywords.items()}
             try:
                 return self._number(await self._call(self._taken(own), in_thread), index)
@@ -106,7 +106,7 @@ class RewardFunction:
             frames = list(traceback.walk_tb(error.__traceback__))[::-1]
             raise RuntimeError(f"{self.place} raised {one_line(error)}, at {place_of(frames)}") from error
 
-    def _checked(self, given: Any, count: int) -> list[float | None | Exception]:
+    def _checked(self, given: Any, count: int) -> list[float | Exception | None]:
         wanted = "wanted is a list with a number, or None, for each"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             raise TypeError(f"{self.place} returned {repr(given)[:100]} for {count} completions: {wanted}")
@@ -115,7 +115,7 @@ class RewardFunction:
             raise ValueError(f"{self.place} returned {len(values)} values for {count} completions: {wanted}")
         return [self._number(value, index) for index, value in enumerate(values)]
 
-    def _number(self, value: Any, index: int) -> float | None | TypeError:
+    def _number(self, value: Any, index: int) -> float | TypeError | None:
         if value is None:
             return None
         if not is_number(value):
@@ -239,7 +239,7 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
     with_ids = any("completion_ids" in (each.taken or ()) for each in config.functions)
     in_thread = config.timeout_seconds is not None  # a blocking function would block the clock, too
 
-    async def score(items: list[EvalInputItem]) -> list[dict[str, float] | None | Exception]:
+    async def score(items: list[EvalInputItem]) -> list[dict[str, float] | Exception | None]:
         keywords = keywords_of(items, with_ids=with_ids)
         given = {each.name: await each.rewards(keywords, in_thread) for each in config.functions}
         of_each = [{name: values[index] for name, values in given.items()} for index in range(len(items))]
@@ -248,7 +248,7 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
     yield score
 
 
-def _sum(rewards: Mapping[str, float | None | Exception]) -> dict[str, float] | None | Exception:
+def _sum(rewards: Mapping[str, float | Exception | None]) -> dict[str, float] | Exception | None:
     """Return the rewards of a completion as named scores, None if no function scores it, or the first error."""
     errors = [reward for reward in rewards.values() if isinstance(reward, Exception)]
     named = {name: reward for name, reward in rewards.items() if isinstance(reward, float)}

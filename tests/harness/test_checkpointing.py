@@ -203,17 +203,21 @@ def test_a_run_that_is_done_may_be_resumed_and_prolonged(run_file, capsys):
     assert "num_epochs: 6" in Path("run/config.yml").read_text()
 
 
-def test_the_seconds_of_a_run_are_those_of_all_its_sessions(run_file, capsys):
+def test_the_clock_of_a_run_is_that_of_all_its_sessions(run_file, capsys):
+    """Its seconds are added up, and chat templates write the date of its first start."""
     stopped(run_file, capsys)
     folder = Path("run/checkpoints/2")
     about = {name: value for name, value in read_manifest(folder).items() if name not in OWN_KEYS}
     assert about["seconds"] > 0
-    write_manifest(folder, about | {"seconds": 1000.0})
+    assert json.loads(Path("run/environment.json").read_text())["now"] == about["now"].split(".")[0]
+    write_manifest(folder, about | {"seconds": 1000.0, "now": "2020-02-29T12:00:00.5"})
     assert main(["resume", "run", "--set", "trainers.loop.stop_in=null"]) == 0
     assert json.loads(Path("run/result.json").read_text())["seconds"] > 1000
-    assert read_manifest(Path("run/checkpoints/4"))["seconds"] > 1000
+    last = read_manifest(Path("run/checkpoints/4"))
+    assert last["seconds"] > 1000 and last["now"] == "2020-02-29T12:00:00.500000"
+    assert json.loads(Path("run/resumes.jsonl").read_text())["now"] == "2020-02-29T12:00:00"
 
-    del about["seconds"]  # as versions before wrote it
+    del about["seconds"], about["now"]  # as versions before wrote it
     write_manifest(Path("run/checkpoints/4"), about | {"step": 4})
     assert main(["resume", "run"]) == 0
     assert 0 < json.loads(Path("run/result.json").read_text())["seconds"] < 1000

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,21 @@ def test_what_several_generations_ask_is_rendered_and_tokenised_once(tokenizer, 
     assert len(rendered) == 4
     ask("hi", anything=object()), ask("hi" * PROMPT_CHARACTERS), ask("hi" * PROMPT_CHARACTERS)  # never remembered
     assert len(rendered) == 7
+
+
+def test_a_template_writes_the_date_of_its_run(tokenizer, monkeypatch):
+    form = (
+        "\n  {%- if strftime_now is defined %}{% set day = strftime_now('%d %b ' ~ '%Y') %}{% endif %}\n"
+        "{{ day }}: {{ messages[0].content }}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", form)
+    template = ChatTemplate(tokenizer, ())
+    template.now = datetime(2020, 2, 29)
+    assert template.prompt([user("hi")]).text == "29 Feb 2020: hi"
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    assert template.prompt([user("hi")], tools=[tool]).text == "29 Feb 2020: hi"
+    today = ChatTemplate(tokenizer, ()).prompt([user("hi")]).text  # without a run
+    assert abs(datetime.strptime(today, "%d %b %Y: hi") - datetime.now()).days < 2
 
 
 def test_a_next_turn_goes_on_from_the_recorded_ids(template, tokenizer):

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from dataclasses import replace
+from datetime import datetime
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -429,6 +430,7 @@ def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
     async def main():
         with RunDirectory.create(tmp_path / "run") as directory:
             async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
+                builder.now = datetime(2020, 2, 29)
                 adapter = await builder.get_trainer_adapter("local")
                 assert list(adapter.policy.snapshots) == ["old", "wide"]  # though nothing has asked for them
                 old, other = await builder.get_llm("old"), await builder.get_llm("other")
@@ -436,6 +438,7 @@ def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
                 assert adapter.policy.snapshots["wide"].engine.slots == 16
                 assert old.max_context_tokens == 96 and old.policy.template is adapter.policy.template
                 assert other.policy is not adapter.policy
+                assert adapter.policy.template.now == other.policy.template.now == builder.now
                 sampling, held = adapter.policy.sampling_bytes, adapter.learner.held_bytes
                 sizes = await adapter.policy.read(lambda params: held(params) | sampling(params))
                 assert sizes["snapshots"] == 2 * sizes["parameters"]
