@@ -57,7 +57,7 @@ CLOCK = (
     "{%- for code, value in run_clock.items() -%}{%- set date.text = date.text.replace(code, value) -%}{%- endfor -%}"
     "{{ date.text }}{%- endmacro %}\n"
 )
-"""Start of a chat template that replaces transformers' clock. It gets no function, as transformers lets none through."""
+"""Start of a chat template that replaces the clock of transformers, which lets no function into a template."""
 
 CONTINUED = "\U000f0001"
 """Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
@@ -451,7 +451,7 @@ class ChatTemplate:
         )
 
     def _clock(self, tools: list[Any]) -> dict[str, Any]:
-        """Return the arguments of `apply_chat_template` with which a template writes the time `now`, if it writes any."""
+        """Return the arguments of `apply_chat_template` for a template that writes a date: it writes that of `now`."""
         template = self.tokenizer.get_chat_template(tools=tools or None)
         if self.now is None or "strftime_now" not in template:
             return {}
