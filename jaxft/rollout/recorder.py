@@ -275,7 +275,8 @@ class Episode:
     def reward_step(self, reward: float, answer: Answer | None = None) -> None:
         """Add a reward to an answer; an episode with such rewards is trained on them instead of its outcome.
 
-        Rewards of one answer are summed; an answer without any has 0.
+        Rewards of one answer are summed; an answer without any has 0. An episode without such rewards, in a group where
+        others have some, counts its outcome at its last answer.
 
         Args:
             reward: the reward.

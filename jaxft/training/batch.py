@@ -63,8 +63,10 @@ class Row(NamedTuple):
 class CollectedRewards(NamedTuple):
     """Rewards of the trajectories of a job: arrays with one row per trajectory, NaN where it is not scorable.
 
+    A scorable trajectory has either an outcome or, where its group has shaped rewards, step rewards; the other is NaN.
+
     Attributes:
-        rewards: one reward per trajectory, after the length penalty.
+        rewards: one outcome per trajectory, after the length penalty.
         group_ids: group of each trajectory.
         named_rewards: one column per entry of `reward_weights`, where each is normalised separately; else None.
         step_rewards: one column per turn, NaN after the last turn; None without shaped rewards.
@@ -349,10 +351,10 @@ def compute_advantages(
     computed: dict[str, np.ndarray] = {}
     if loss.estimator in ("gae", "reinforce_pp"):
         computed = _advantages_per_token(job, credit, mask, k1, loss)
-    elif credit.step_rewards is not None:
-        computed["advantages"] = _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
     else:
         computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
+        if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
+            computed["advantages"] += _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
     if loss.distillation is not None:
         computed["advantages"], of_teacher = _distilled(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
@@ -386,10 +388,12 @@ def _advantages_per_step(
     job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
 ) -> np.ndarray:
     turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
-    has_turn, steps = turns >= 0, step_rewards.copy()
+    has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    advantages = np.zeros(len(turns))
     per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
-    return np.where(has_turn, per_step[trajectories, turns], 0.0)
+    advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
+    return advantages
 
 
 def _advantages_per_trajectory(
@@ -415,11 +419,10 @@ def _advantages_per_token(
         return table
 
     trained = rows(mask)
-    if credit.step_rewards is None:
-        rewards = np.asarray(outcome_rewards(credit.rewards[job.trajectories], trained))
-    else:
+    rewards = np.asarray(outcome_rewards(np.nan_to_num(credit.rewards)[job.trajectories], trained))
+    if credit.step_rewards is not None:
         turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
-        rewards = rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
+        rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
     rewards, found = rewards - loss.kl_weight * rows(k1), {}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)

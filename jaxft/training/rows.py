@@ -306,12 +306,12 @@ def collect_rewards(
     The length penalty counts answers of the language model `llm` only; None counts those of all.
 
     Raises:
-        TrajectoryError: a job with shaped rewards has sequences without `turns`.
+        TrajectoryError: a group with shaped rewards has sequences without `turns`.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
-    named, metrics, steps = None, {}, _step_table(trajectories)
+    named, metrics = None, {}
     if loss.reward_weights is not None:
         table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
         weights = list(loss.reward_weights.values())
@@ -319,6 +319,7 @@ def collect_rewards(
             named = table
         is_priced = np.array([_is_priced(trajectory, loss) for trajectory in trajectories])
         rewards = np.where(is_priced, rewards, weighted_sum(table, weights))
+    steps = _step_table(groups, rewards)
     if loss.overlong_buffer_tokens is not None and loss.max_completion_tokens is not None:
         lengths = [
             sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
@@ -330,6 +331,11 @@ def collect_rewards(
             last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
             steps[np.arange(len(steps)), last] += penalty
         metrics["overlong_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
+    if steps is not None:
+        has_steps = ~np.isnan(steps).all(axis=1)
+        rewards[has_steps] = np.nan
+        if named is not None:
+            named[has_steps] = np.nan
     return CollectedRewards(rewards, group_ids, named, steps, metrics)
 
 
@@ -347,25 +353,32 @@ def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
     return [given.get(name, np.nan) for name in weights]
 
 
-def _step_table(trajectories: Sequence[Trajectory]) -> Any:
-    """Return the shaped rewards `[trajectory, turn]`, 0 for trajectories without any; None if no trajectory has any."""
-    if not any(trajectory.shaped_rewards for trajectory in trajectories):
+def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) -> np.ndarray | None:
+    """Return the rewards `[trajectory, turn]` of the groups that have step rewards; None if no group has any.
+
+    A trajectory without any in such a group has its outcome at its last turn. Rows of other groups are NaN.
+    """
+    steps: list[list[float]] = []
+    for group in groups:
+        has_steps = any(trajectory.scorable and trajectory.shaped_rewards for trajectory in group)
+        for trajectory in group:
+            if not (has_steps and trajectory.scorable):
+                steps.append([])
+                continue
+            sequences = trajectory.sequences or ()
+            if any(len(sequence.turns) != len(sequence.tokens) for sequence in sequences):
+                raise TrajectoryError(
+                    f"{name_of(trajectory)}: with shaped_rewards in a group every sequence has to say which turn each "
+                    "token belongs to (turns)"
+                )
+            last = max((max(sequence.turns, default=-1) for sequence in sequences), default=-1)
+            outcome = [*[0.0] * last, float(outcomes[len(steps)])] if last >= 0 else []
+            steps.append(trajectory.shaped_rewards or outcome)
+    if not any(steps):
         return None
-    for trajectory in trajectories:
-        if trajectory.scorable and any(len(s.turns) != len(s.tokens) for s in trajectory.sequences or ()):
-            raise TrajectoryError(
-                f"example '{trajectory.example_id}', generation {trajectory.generation}: with shaped_rewards in a job "
-                "every sequence has to say which turn each token belongs to (turns)"
-            )
-    rewards = [
-        trajectory.shaped_rewards
-        or [0.0] * (1 + max((max(s.turns, default=-1) for s in trajectory.sequences or ()), default=-1))
-        for trajectory in trajectories
-    ]
-    table = np.full((len(trajectories), max(map(len, rewards))), np.nan)
-    for line, trajectory, steps in zip(table, trajectories, rewards, strict=True):
-        if trajectory.scorable:
-            line[: len(steps)] = steps
+    table = np.full((len(steps), max(map(len, steps))), np.nan)
+    for row, of_trajectory in zip(table, steps, strict=True):
+        row[: len(of_trajectory)] = of_trajectory
     return table
 
 

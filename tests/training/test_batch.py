@@ -245,13 +245,27 @@ def test_long_answers_lose_reward(make_group):
     assert credit.rewards.tolist() == [0.0, 1.0] and credit.metrics == {"overlong_penalty_mean": -0.5}
 
 
-def test_step_rewards_take_the_place_of_the_outcome(make_group):
-    group = make_group(9.0, 9.0, 9.0, shaped_rewards=[[1.0, 2.0], [1.0, 0.0], None])
-    got = found([group], name="dr_grpo", max_completion_tokens=8, gamma=0.5).advantages
-    # To go: (2, 2), (1, 0), and (0, 0) for the one that gave none.
-    np.testing.assert_allclose(got[0], [0, 0, 1, 1, 4 / 3, 4 / 3], rtol=ROUNDING)
-    np.testing.assert_allclose(got[1], [0, 0, 0, 0, -2 / 3, -2 / 3], rtol=ROUNDING)
-    np.testing.assert_allclose(got[2], [0, 0, -1, -1, -2 / 3, -2 / 3], rtol=ROUNDING)
+def test_step_rewards_take_the_place_of_the_outcome_in_their_group(make_group, make_sequence):
+    mixed = make_group(9.0, 9.0, 9.0, shaped_rewards=[[1.0, 2.0], [1.0, 0.0], None])
+    outcomes = make_group(1.0, 0.0, None, shaped_rewards=[None, None, [5.0, 5.0]])
+    outcomes[0].sequences[0] = make_sequence(0, turns=[-1, -1, 3, 3, 4, 4])  # more turns than any with step rewards
+    outcomes[1].sequences[0] = make_sequence(1)  # of no turns, and its group needs none
+    got = found([mixed, outcomes], name="dr_grpo", max_completion_tokens=8, gamma=0.5).advantages
+    # To go: (2, 2), (1, 0), and (4.5, 9) for the one whose outcome counts at its last turn.
+    expected = [[-0.5] * 2 + [-5 / 3] * 2, [-1.5] * 2 + [-11 / 3] * 2, [2.0] * 2 + [16 / 3] * 2, [0.5] * 4, [-0.5] * 4]
+    np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=ROUNDING)
+
+
+def test_step_rewards_leave_the_named_rewards_of_other_groups_to_be_normalised(make_group):
+    named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 8.0}, {"right": 0.0, "short": 0.0}]
+    knobs = {"reward_weights": {"right": 2.0, "short": 0.5}, "multi_objective_aggregation": "normalize_then_sum"}
+    mixed = make_group(0.0, 0.0, 0.0, named_rewards=named, shaped_rewards=[[1.0, 2.0], [0.0, 0.0], None])
+    group = make_group(0.0, 0.0, 0.0, named_rewards=named)
+    got = np.array(found([mixed, group], **knobs).advantages)[:, [2, 4]].T
+    # To go: (3, 2), (0, 0), and the weighted sum 0 of the third.
+    steps = [group_advantages(to_go, [0] * 3) for to_go in ([3.0, 0.0, 0.0], [2.0, 0.0, 0.0])]
+    apart = 2 * group_advantages([1.0, 0.0, 0.0], [0] * 3) + 0.5 * group_advantages([0.0, 8.0, 0.0], [0] * 3)
+    np.testing.assert_allclose(got, [[*each, *apart] for each in steps], rtol=ROUNDING)
 
 
 def test_step_rewards_pay_for_length_and_kl_too(make_group):
@@ -266,7 +280,7 @@ def test_step_rewards_pay_for_length_and_kl_too(make_group):
 def test_step_rewards_need_turns(make_group, make_sequence):
     group = make_group(1.0, 1.0, shaped_rewards=[[1.0, 2.0], None])
     group[1].sequences[0] = make_sequence()
-    with pytest.raises(TrajectoryError, match="generation 1: with shaped_rewards in a job every sequence has to say"):
+    with pytest.raises(TrajectoryError, match="generation 1: with shaped_rewards in a group every sequence has to"):
         collect_rewards([group], LossConfig())
 
 
@@ -299,9 +313,10 @@ def test_reinforce_pp_is_outcome_minus_kl_to_go_whitened(make_group):
 
 
 def test_reinforce_pp_takes_step_rewards_where_turns_end(make_group):
-    group = make_group(9.0, 9.0, shaped_rewards=[[1.0, 2.0], [0.0, 0.0]])
-    got = found([group], name="reinforce", advantages="reinforce_pp", gamma=0.5).advantages
-    to_go = np.array([[0.75, 1.5, 1.0, 2.0], [0.0] * 4])  # from the back: 2, 2 / 2, 1 + 1 / 2, 1.5 / 2
+    groups = [make_group(9.0, 4.0, shaped_rewards=[[1.0, 2.0], None]), make_group(8.0)]
+    got = found(groups, name="reinforce", advantages="reinforce_pp", gamma=0.5).advantages
+    # From the back: 2, 2 / 2, 1 + 1 / 2, 1.5 / 2; and the outcomes of those without step rewards.
+    to_go = np.array([[0.75, 1.5, 1.0, 2.0], [0.5, 1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0]])
     expected = (to_go - to_go.mean()) / np.sqrt(to_go.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.array(got)[:, 2:], expected, rtol=ROUNDING)
 
