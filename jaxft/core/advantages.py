@@ -141,13 +141,18 @@ def estimate_advantages(
 
 
 def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> Rewards:
-    """Return the weighted sum of each trajectory's rewards; NaN (unscorable) where one of them is not finite.
+    """Return the weighted sum of each trajectory's rewards, without those that are NaN, as in TRL.
 
-    >>> print(weighted_sum([[1.0, 0.5], [0.0, float("nan")]], [1.0, 2.0]))
-    [ 2. nan]
+    NaN stands for a reward that does not judge the trajectory. The sum is NaN (unscorable) if all are NaN, or one is
+    infinite.
+
+    >>> nan = float("nan")
+    >>> print(weighted_sum([[1.0, 0.5], [1.0, nan], [nan, nan]], [1.0, 2.0]))
+    [ 2.  1. nan]
     """
     xp, table, factors = _named(rewards, weights)
-    return xp.where(xp.isfinite(table).all(axis=1), (table * factors).sum(axis=1), xp.nan)
+    is_given = ~xp.isnan(table)
+    return xp.where(is_given.any(axis=1), (xp.where(is_given, table, 0.0) * factors).sum(axis=1), xp.nan)
 
 
 def normalize_then_sum(
@@ -155,25 +160,26 @@ def normalize_then_sum(
 ) -> Advantages:
     """`sum_k w_k (R_k - mean_g R_k) / (std_g R_k + eps)`: each reward counts by its weight, whatever its scale.
 
-    A trajectory with a non-finite reward is unscorable in all columns. This is GDPO (arXiv 2601.05242) without its
-    last step, the whitening of the sum.
+    A reward that is NaN is in no mean and adds 0, as in TRL; with an infinite one a trajectory is unscorable in all
+    columns. This is GDPO (arXiv 2601.05242) without its last step, the whitening of the sum.
 
     >>> print(normalize_then_sum([[1.0, 0.0], [0.0, 100.0]], [0, 0], [1.0, 1.0], eps=0.0))
     [0. 0.]
     """
-    xp, table, factors = _named(rewards, weights)
-    table = xp.where(xp.isfinite(table).all(axis=1, keepdims=True), table, xp.nan)
+    _, table, factors = _named(rewards, weights)
     parts = [group_advantages(table[:, k], group_ids, eps=eps) * factors[k] for k in range(table.shape[1])]
     return sum(parts[1:], start=parts[0])
 
 
 def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> tuple[ModuleType, Any, Any]:
+    """Return the module, the table of rewards and the weights as arrays; rows with an infinite reward are NaN."""
     xp = namespace(rewards)
     (table,) = as_floats(xp, rewards)
     if table.ndim != 2 or table.shape[1] != len(weights) or not weights:
         raise ValueError(
             f"rewards have shape {table.shape} and there are {len(weights)} weights; wanted one per column"
         )
+    table = xp.where(xp.isinf(table).any(axis=1, keepdims=True), xp.nan, table)
     return xp, table, xp.asarray(weights, table.dtype)
 
 

@@ -109,7 +109,8 @@ class Trajectory(DataModel):
     """An episode and its reward.
 
     `sequences` are the token ids recorded while sampling the calls that are trained; None when nothing was recorded, as
-    for texts of another source. A `reward` of None sets `scorable=False`.
+    for texts of another source. A `reward` of None sets `scorable=False`. A name in `named_rewards` whose value is None
+    does not judge the episode.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -118,7 +119,7 @@ class Trajectory(DataModel):
     metadata: dict[str, Any] | None = None
     # jaxft's own
     scorable: bool = True
-    named_rewards: dict[str, float] | None = None
+    named_rewards: dict[str, float | None] | None = None
     example_id: str | None = None
     generation: int | None = None
     sequences: list[TokenSequence] | None = None
@@ -181,7 +182,7 @@ class EvalOutputItem(DataModel):
     error: str | None = None
     # jaxft's own
     generation: int = 0
-    named_scores: dict[str, float] | None = None
+    named_scores: dict[str, float | None] | None = None
 
 
 class EvalOutput(DataModel):

@@ -55,7 +55,7 @@ class EpisodeOutcome:
         reward: score of the reward function; None without one, for a failed episode, and for a score that is None or
             not finite.
         named_rewards: the named scores that the reward is the sum of, if the evaluator gave any and the reward is
-            usable.
+            usable; None for names that do not judge this episode.
         error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
         traceback: the whole traceback of that error.
         has_agent_failed: True if the workflow raised that error, other than by a time-out.
@@ -67,7 +67,7 @@ class EpisodeOutcome:
     scores: dict[str, Score] = field(default_factory=dict)
     reasonings: dict[str, Any] = field(default_factory=dict)
     reward: float | None = None
-    named_rewards: dict[str, float] | None = None
+    named_rewards: dict[str, float | None] | None = None
     error: str | None = None
     traceback: str | None = None
     has_agent_failed: bool = False

@@ -81,8 +81,11 @@ Evaluator = Callable[[Any], Any]
 It may be sync or async. An exception in the place of a score, in the list of a group, fails that episode alone.
 """
 
-Score = float | dict[str, float] | None
-"""A number, named numbers (their sum counts) or None; NaN and infinities are allowed."""
+Score = float | dict[str, float | None] | None
+"""A number, named numbers or None; NaN and infinities are allowed.
+
+The sum of named numbers counts. A name with None does not judge the episode, and is left out of the sum.
+"""
 
 
 class BaseEvaluator(ABC):
@@ -224,10 +227,10 @@ async def run_evaluators(
 def to_scalar(score: Score) -> float | None:
     """Return the score as one number (the sum of named ones); None if it is not finite, or too large for float32.
 
-    >>> to_scalar({"win": 1.0, "speed": 0.5}), to_scalar(float("nan")), to_scalar(None)
+    >>> to_scalar({"win": 1.0, "speed": 0.5, "style": None}), to_scalar(float("nan")), to_scalar({"style": None})
     (1.5, None, None)
     """
-    parts = [] if score is None else list(score.values()) if isinstance(score, dict) else [score]
+    parts = [part for part in (score.values() if isinstance(score, dict) else [score]) if part is not None]
     return sum(parts) if parts and abs(sum(parts)) <= LARGEST_FLOAT32 else None
 
 
@@ -294,11 +297,11 @@ def _score(value: Any, example_id: str) -> Score:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        named = {name: math.nan if part is None else part for name, part in value.items()}
-        odd = [name for name, part in named.items() if not isinstance(name, str) or not is_number(part)]
-        if named and not odd:
-            return {name: _float(part, example_id) for name, part in named.items()}
-        wrong = f"; what is wrong: {odd[0]!r}: {_shown(named[odd[0]])}" if odd else ""
+        known = [name for name, part in value.items() if isinstance(name, str) and (part is None or is_number(part))]
+        odd = [name for name in value if name not in known]
+        if known and not odd:
+            return {name: None if (part := value[name]) is None else _float(part, example_id) for name in known}
+        wrong = f"; what is wrong: {odd[0]!r}: {_shown(value[odd[0]])}" if odd else ""
     elif is_number(value):
         return _float(value, example_id)
     wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
@@ -369,7 +372,7 @@ class WeightedSum:
 
     weights: Mapping[str, float]
 
-    def __call__(self, scores: Mapping[str, Score]) -> dict[str, float]:
+    def __call__(self, scores: Mapping[str, Score]) -> dict[str, float | None]:
         """Return `{name: weight * score}`; named scores are summed first, and an unusable score becomes NaN.
 
         >>> WeightedSum({"win": 2.0, "style": 0.5})({"win": 1.0, "style": {"short": 1.0, "kind": 3.0}, "other": None})

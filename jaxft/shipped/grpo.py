@@ -26,7 +26,7 @@ from jaxft.shipped.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajec
 from jaxft.shipped.rollout_builder import RolloutBuilder, reward_metrics, to_messages
 from jaxft.shipped.schedule import GroupStream, NextCollection, Schedule
 from jaxft.shipped.trainer import LoggedTrainer
-from jaxft.training.rows import check_rewards, why_no_calls
+from jaxft.training.rows import HOW_TO_REWARD, check_rewards, why_no_calls
 
 
 class GRPOTrajectoryBuilder(RolloutBuilder):
@@ -56,7 +56,8 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
         named: dict[str, list[float]] = {}
         for trajectory in trajectories:
             for name, reward in (trajectory.named_rewards or {}).items():
-                named.setdefault(name, []).append(reward)
+                if reward is not None:
+                    named.setdefault(name, []).append(reward)
         unscorable = sum(not trajectory.scorable for trajectory in trajectories)
         metrics = {
             "unscorable_trajectories": unscorable,
@@ -229,7 +230,7 @@ class GRPOTrainer(LoggedTrainer):
             why = (
                 "no group's rewards differ by min_reward_diff" if lacks_signal else "no trajectory has a usable reward"
             )
-            cause = why_no_calls(metrics)
+            cause = why_no_calls(metrics) or (None if lacks_signal else HOW_TO_REWARD)
             self.nothing_was_learned(
                 run_id,
                 f"{why}; nothing was trained{'' if cause is None else f'; {cause}'}",

@@ -8,7 +8,7 @@
 
 A function is called with `completions`, `prompts`, `completion_ids` and every column of the row, each as a list, and
 gets those that it has parameters for. A completion is a text or, where the prompt is a chat, a list with the answer as
-a message, as in TRL. None, or NaN, leaves a completion out of this function's part of the sum.
+a message, as in TRL. None, or NaN, leaves a completion out of this function's part of the sum, weighted or not.
 """
 
 import asyncio
@@ -239,20 +239,24 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
     with_ids = any("completion_ids" in (each.taken or ()) for each in config.functions)
     in_thread = config.timeout_seconds is not None  # a blocking function would block the clock, too
 
-    async def score(items: list[EvalInputItem]) -> list[dict[str, float] | Exception | None]:
+    async def score(items: list[EvalInputItem]) -> list[dict[str, float | None] | Exception]:
         keywords = keywords_of(items, with_ids=with_ids)
-        given = {each.name: await each.rewards(keywords, in_thread) for each in config.functions}
-        of_each = [{name: values[index] for name, values in given.items()} for index in range(len(items))]
-        return [_sum(named) for named in of_each]
+        given = [await each.rewards(keywords, in_thread) for each in config.functions]
+        return [_named(config.functions, rewards) for rewards in zip(*given, strict=True)]
 
     yield score
 
 
-def _sum(rewards: Mapping[str, float | Exception | None]) -> dict[str, float] | Exception | None:
-    """Return the rewards of a completion as named scores, None if no function scores it, or the first error."""
-    errors = [reward for reward in rewards.values() if isinstance(reward, Exception)]
-    named = {name: reward for name, reward in rewards.items() if isinstance(reward, float)}
-    return errors[0] if errors else named or None
+def _named(
+    functions: Sequence[RewardFunction], rewards: Sequence[float | Exception | None]
+) -> dict[str, float | None] | Exception:
+    """Return the rewards of a completion by function, or the first error."""
+    named: dict[str, float | None] = {}
+    for function, reward in zip(functions, rewards, strict=True):
+        if isinstance(reward, Exception):
+            return reward
+        named[function.name] = reward
+    return named
 
 
 def keywords_of(items: Sequence[EvalInputItem], *, with_ids: bool) -> dict[str, list[Any]]:

@@ -36,6 +36,12 @@ class Sampled(NamedTuple):
     trajectories: np.ndarray
 
 
+HOW_TO_REWARD = (
+    "give each answer a number by at least one reward (with reward_weights, one that has a weight), or set "
+    "finetuning.reward_function.unusable to zero"
+)
+"""Advice for a job without a usable reward."""
+
 NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
 
 
@@ -127,6 +133,8 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
                 "Trajectory(..., sequences=jaxft.token_sequences(outcome.episode.calls)), or to pass on the "
                 "log-probabilities of the answers, which record their calls"
             )
+        elif trajectories and unscorable == len(trajectories) and cause is None:
+            cause = HOW_TO_REWARD
         raise NothingToTrain(
             f"job '{collection.run_id}' has no token to train on: {len(trajectories)} trajectories, {unscorable} "
             f"of them without a usable reward; {len(sequences)} sequences, {truncated} of them truncated, "
@@ -261,16 +269,17 @@ def gather_examples(
 def with_usable_rewards(
     groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
 ) -> list[list[Trajectory]]:
-    """Return the groups with `scorable=False` for trajectories that lack a finite value of a weighted reward.
+    """Return the groups with `scorable=False` for trajectories without a usable weighted reward.
 
-    If a trajectory has a reward but empty `named_rewards`, its builder set that reward in place of the evaluator. It
-    then stands for the weighted sum, and nothing is missing, except with `normalize_then_sum`, which needs each reward.
+    A weighted reward that is missing, None or NaN does not judge the trajectory. If none is left, or one is infinite,
+    the trajectory has no usable one. If it has a reward but empty `named_rewards`, its builder set that reward in place
+    of the evaluator. It then stands for the weighted sum, except with `normalize_then_sum`, which needs named rewards.
 
     Args:
-        unusable: `finetuning.reward_function.unusable`; `zero` replaces missing rewards by 0.
+        unusable: `finetuning.reward_function.unusable`; `zero` replaces rewards that are not usable by 0.
 
     Raises:
-        TrajectoryError: no trajectory has a reward of some name; or one lacks it, and `unusable` is `error`.
+        TrajectoryError: no trajectory has some name; or one has no usable reward, and `unusable` is `error`.
     """
     names = list(loss.reward_weights or {})
     known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
@@ -281,18 +290,21 @@ def with_usable_rewards(
         raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
 
     def checked(trajectory: Trajectory) -> Trajectory:
-        given = trajectory.named_rewards or {}
-        lacking = [name for name in names if not math.isfinite(given.get(name, math.nan))]
+        given = dict(zip(names, _named(trajectory, names), strict=True))
+        lacking = [name for name in names if math.isinf(given[name])]
+        if all(math.isnan(reward) for reward in given.values()):
+            lacking = names
         if not lacking or not trajectory.scorable or _is_priced(trajectory, loss):
             return trajectory
         if unusable == "error":
             raise TrajectoryError(
-                f"example '{trajectory.example_id}', generation {trajectory.generation}: reward_weights names "
-                f"{', '.join(lacking)}, for which its evaluator gave no finite number: mend the evaluator, or set "
+                f"{name_of(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator gave no "
+                "finite number: mend the evaluator, or set "
                 "finetuning.reward_function.unusable to unscorable or zero"
             )
         if unusable == "zero":
-            return trajectory.model_copy(update={"named_rewards": given | dict.fromkeys(lacking, 0.0)})
+            zeros = dict.fromkeys(lacking, 0.0)
+            return trajectory.model_copy(update={"named_rewards": {**(trajectory.named_rewards or {}), **zeros}})
         return trajectory.model_copy(update={"scorable": False})
 
     return [[checked(trajectory) for trajectory in group] for group in groups]
@@ -348,9 +360,10 @@ def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
     )
 
 
-def _named(trajectory: Trajectory, weights: dict[str, float]) -> list[float]:
+def _named(trajectory: Trajectory, names: Iterable[str]) -> list[float]:
+    """Return the rewards of these names; NaN for those that do not judge the trajectory, or if it is not scorable."""
     given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
-    return [given.get(name, np.nan) for name in weights]
+    return [math.nan if (reward := given.get(name)) is None else reward for name in names]
 
 
 def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) -> np.ndarray | None:
@@ -398,7 +411,7 @@ def check_rewards(trajectories: Iterable[Trajectory]) -> None:
     for trajectory in (trajectory for trajectory in trajectories if trajectory.scorable):
         steps = {f"shaped_rewards[{step}]": reward for step, reward in enumerate(trajectory.shaped_rewards or ())}
         given = (trajectory.named_rewards or {}).items()
-        named = {f"named_rewards['{name}']": reward for name, reward in given if math.isfinite(reward)}
+        named = {f"named_rewards['{name}']": reward or 0.0 for name, reward in given if math.isfinite(reward or 0.0)}
         for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
             if abs(reward) > LARGEST_FLOAT32:
                 raise TrajectoryError(f"{name_of(trajectory)} has the {which} {reward:g}; wanted one that fits float32")

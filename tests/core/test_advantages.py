@@ -164,18 +164,19 @@ def test_estimators_by_name():
 
 @pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["numpy", "jax"])
 def test_several_rewards_by_hand(jit):
-    table = np.array([[1.0, 10.0], [0.0, 30.0], [0.0, NAN], [5.0, 5.0]], np.float32)
+    rows = [[1.0, 10.0], [0.0, 30.0], [0.5, NAN], [NAN, NAN], [-np.inf, 20.0], [5.0, 5.0]]
+    table = np.array(rows, np.float32)
 
     @jit
     def combined(table, group_ids):
         return weighted_sum(table, [1.0, 0.1]), normalize_then_sum(table, group_ids, [1.0, 3.0], eps=0.0)
 
-    summed, normalized = combined(table, np.array([0, 0, 0, 1]))
-    np.testing.assert_allclose(summed, [2.0, 3.0, NAN, 5.5], rtol=1e-7)
-    # Members with both: (1, 0) and (10, 30) have spreads sqrt(1/2) and sqrt(200); the last one is alone.
+    summed, normalized = combined(table, np.array([0, 0, 0, 0, 0, 1]))
+    np.testing.assert_allclose(summed, [2.0, 3.0, 0.5, NAN, NAN, 5.5], rtol=1e-7)
+    # (1, 0, 1/2) has mean and spread 1/2, and (10, 30) has spread sqrt(200); the last trajectory is alone.
     half = np.sqrt(0.5)
-    np.testing.assert_allclose(normalized, [half - 3 * half, -half + 3 * half, 0.0, 0.0], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"rewards have shape \(4, 2\) and there are 1 weights"):
+    np.testing.assert_allclose(normalized, [1 - 3 * half, -1 + 3 * half, 0.0, 0.0, 0.0, 0.0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"rewards have shape \(6, 2\) and there are 1 weights"):
         weighted_sum(table, [1.0])
 
 

@@ -170,7 +170,8 @@ def test_an_episode_cannot_spoil_the_row_of_another():
         (jnp.array(jnp.nan), None, None),
         ({"win": True, "speed": jnp.float32(0.5)}, 1.5, {"win": 1.0, "speed": 0.5}),
         ({"score": 1, "reasoning": 0.5}, 1.5, {"score": 1.0, "reasoning": 0.5}),
-        ({"win": 1, "speed": None}, None, None),
+        ({"win": 1, "speed": None}, 1.0, {"win": 1.0, "speed": None}),
+        ({"win": None, "speed": None}, None, None),
         ({"win": 1, "speed": math.nan}, None, None),
     ],
 )

@@ -202,11 +202,11 @@ def test_an_error_in_a_group_is_of_one_episode_alone(win, message):
 
 
 def test_scores_of_a_group_may_be_any_score():
-    scores = [None, {"a": 1, "b": np.float32(0.5)}, math.nan, np.int64(2)]
+    scores = [{"a": None, "b": None}, {"a": 1, "b": np.float32(0.5), "c": None}, {"a": 1.0, "b": math.nan}, np.int64(2)]
     evaluation = evaluation_of(mixed=BoundEvaluator(lambda items: scores, is_group=True))
     outcomes = run(evaluation, ITEMS[:1])
     assert [o.reward for o in outcomes] == [None, 1.5, None, 2.0]
-    assert outcomes[1].named_rewards == {"a": 1.0, "b": 0.5}
+    assert outcomes[1].named_rewards == {"a": 1.0, "b": 0.5, "c": None} and outcomes[0].named_rewards is None
     output = evaluation.summarize(outcomes)
     assert (output.num_unscorable, output.average_reward) == (2, 1.75)
 
@@ -371,7 +371,7 @@ def test_a_weighted_sum_is_made_of_scores_that_were_given_once():
     assert verdicts.eval_output_items[1].named_scores == outcomes[1].named_rewards
 
 
-@pytest.mark.parametrize("part", [None, math.nan, math.inf, {"a": 1.0, "b": None}])
+@pytest.mark.parametrize("part", [None, math.nan, math.inf, {"a": 1.0, "b": math.nan}, {"a": None}])
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_a_weighted_sum_with_an_unusable_part_is_not_usable(part, weight):
     evaluation = evaluation_of(

@@ -674,10 +674,14 @@ def test_updates_that_are_not_finite_end_the_run(train):
 
 def test_named_rewards_are_logged(train):
     def reward(item):
-        return {"win": item.output_obj, "short": 0.5}
+        return {"win": item.output_obj, "short": 0.5, "kind": None if item.id == "a" else 3.0}
 
-    _, rows, *_ = train(generation, NotingAdapter(applied_updates=1.0), reward=reward)
-    assert (rows[0]["reward/win"], rows[0]["reward/short"], rows[0]["reward_mean"]) == (0.5, 0.5, 1.0)
+    adapter = NotingAdapter(applied_updates=1.0)
+    _, rows, *_ = train(generation, adapter, reward=reward)
+    assert (rows[0]["reward/win"], rows[0]["reward/short"], rows[0]["reward/kind"]) == (0.5, 0.5, 3.0)
+    assert (rows[0]["reward_mean"], rows[0]["unscorable_trajectories"]) == (2.5, 0)
+    kinds = [[t.named_rewards["kind"] for t in group] for group in adapter.submitted[0].trajectories]
+    assert kinds == [[None, None], [3.0, 3.0]]  # the name is known where it does not judge, and so not misspelt
 
 
 def test_an_epoch_may_take_a_part_of_the_examples(train):

@@ -9,7 +9,15 @@ import pytest
 from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, resolved_yaml
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.shipped.reward_functions import check_functions, functions_of, keywords_of, reward_function
+from jaxft.harness.evaluators import to_scalar
+from jaxft.shipped.reward_functions import (
+    RewardFunctionsConfig,
+    check_functions,
+    functions_of,
+    keywords_of,
+    reward_function,
+    reward_functions,
+)
 
 
 def items(outputs, prompt="say", **columns):
@@ -149,6 +157,26 @@ def test_a_file_names_functions_by_their_place(tmp_path):
         sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
     assert "eval.evaluators.reward.functions.0: the module 'my_own_rewards' has no 'brevty'" in str(caught.value)
     assert "eval.evaluators.reward.functions.1" in str(caught.value) and "no_such_module" in str(caught.value)
+
+
+def test_none_is_left_out_of_the_sum_and_stays_under_the_name_of_the_function():
+    def even(completion):
+        return 1.0 if completion == "4" else None
+
+    def odd(completions):
+        return [math.nan if each in "24" else 0.5 for each in completions]
+
+    async def scored():
+        class Builder:
+            async def get_dataset(self):
+                return items(["2"])
+
+        evaluators = reward_functions(RewardFunctionsConfig(functions=(even, odd)), Builder())
+        return await (await anext(evaluators))(items(["4", "7", "2"]))
+
+    scores = asyncio.run(scored())
+    assert scores == [{"even": 1.0, "odd": None}, {"even": None, "odd": 0.5}, {"even": None, "odd": None}]
+    assert [to_scalar(score) for score in scores] == [1.0, 0.5, None]
 
 
 def test_infinite_rewards_stay_for_the_harness_to_refuse():

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxft.errors import NothingToTrain, TrajectoryError
@@ -71,11 +72,32 @@ def test_log_probabilities_without_a_record_give_no_call(logprobs):
     assert call_of(logprobs) is None
 
 
-def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group):
+NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize("knobs", [{}, NORMALIZED])
+def test_a_reward_that_does_not_judge_an_answer_is_left_out(make_group, knobs):
+    rows = [(1.0, None), (None, 4.0), (math.nan, 2.0), (math.inf, 1.0), (None, None)]
+    named = [dict(zip(("right", "short"), row, strict=True)) | {"kind": 7.0} for row in rows] + [{"short": 8.0}]
+    loss = LossConfig(reward_weights={"right": 2.0, "short": 0.5}, **knobs)
+    (group,) = with_usable_rewards([make_group(*[1.0] * 6, named_rewards=named)], loss)
+    assert [trajectory.scorable for trajectory in group] == [True, True, True, False, False, True]
+    rewards = collect_rewards([group], loss)
+    np.testing.assert_array_equal(rewards.rewards, [2.0, 2.0, 1.0, np.nan, np.nan, 4.0])
+    if knobs:
+        np.testing.assert_array_equal(rewards.named_rewards[:, 0], [1.0] + [np.nan] * 5)
+        np.testing.assert_array_equal(rewards.named_rewards[:, 1], [np.nan, 4.0, 2.0, np.nan, np.nan, 8.0])
+
+
+def test_no_weighted_reward_at_all_is_none(make_group):
     named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {"right": math.nan, "short": 1.0}, None]
     loss = LossConfig(reward_weights={"right": 1.0})
     (group,) = with_usable_rewards([make_group(1.0, 1.0, 1.0, 1.0, named_rewards=named)], loss)
     assert [trajectory.scorable for trajectory in group] == [True, False, False, False]
+    none = [{"right": None, "short": 1.0}] * 2  # known, and so no misspelt name
+    groups = with_usable_rewards([make_group(1.0, 1.0, named_rewards=none)], loss)
+    with pytest.raises(NothingToTrain, match=r"2 of them without a usable reward.*reward_weights.*unusable to zero"):
+        gather_rows(TrajectoryCollection(trajectories=groups, run_id="any"), llm="policy", mask_truncated=False)
     with pytest.raises(TrajectoryError, match="reward_weights names rigth; the evaluator gave right, short"):
         with_usable_rewards([group], LossConfig(reward_weights={"rigth": 1.0}))
     (unchanged,) = with_usable_rewards([group], LossConfig())
@@ -83,11 +105,11 @@ def test_without_one_of_several_rewards_a_trajectory_is_not_scorable(make_group)
 
 
 def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
-    named = [{"right": 1.0, "short": 1.0}, {"short": 1.0}, {}]
-    group, loss = make_group(2.0, 1.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
+    named = [{"right": 1.0, "short": 1.0}, {"right": None, "short": 1.0}, {}, {"right": math.inf}]
+    group, loss = make_group(2.0, 1.0, 0.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
     (zeros,) = with_usable_rewards([group], loss, "zero")
     assert all(trajectory.scorable for trajectory in zeros)
-    assert collect_rewards([zeros], loss).rewards.tolist() == [1.0, 0.0, 0.0]
+    assert collect_rewards([zeros], loss).rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
     with pytest.raises(TrajectoryError, match="generation 1: reward_weights names right"):
         with_usable_rewards([group], loss, "error")
     # An epoch in which the evaluator gave nothing at all does not tell that a name is wrong.
@@ -103,7 +125,7 @@ def test_a_price_that_the_builder_set_is_the_weighted_sum(make_group):
     (zeros,) = with_usable_rewards([group], loss, "zero")
     assert collect_rewards([zeros], loss).rewards.tolist() == [2.0, -3.0, 0.0]
     with_usable_rewards([group[:2]], loss, "error")
-    apart = LossConfig(reward_weights={"right": 2.0}, multi_objective_aggregation="normalize_then_sum")
+    apart = LossConfig(reward_weights={"right": 2.0}, **NORMALIZED)
     (usable,) = with_usable_rewards([group], apart)
     assert [trajectory.scorable for trajectory in usable] == [True, False, False]
 
