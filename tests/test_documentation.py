@@ -401,15 +401,15 @@ def run(program: list[str], folder: Path, devices: int) -> subprocess.CompletedP
     return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
 
 
-TAKEN_FOR_GRANTED = {
-    "mesh = jaxft.make_mesh": """\
+ON_CPU_DEVICES = """\
 import os
 os.environ["NPROC"] = "32"
-import jax, optax, jaxft
+import jax, jax.numpy as jnp, optax, jaxft
+from flax import linen
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 """
-}
+TAKEN_FOR_GRANTED = {"mesh = jaxft.make_mesh": ON_CPU_DEVICES, "class Network(linen.Module)": ON_CPU_DEVICES}
 """Lines put before a block that is no whole program, by its beginning."""
 
 PROGRAMS = {

@@ -33,6 +33,11 @@ import runpy
 sys.argv[1:] = ["--mesh", "2x2x2", "--only", "gradients", "--out", "mesh.json"]
 runpy.run_path("{ROOT}/benchmarks/scaling.py", run_name="scaling")["main"]()
 """
+OWN = """
+from tests.models.test_bridge import differences_on_mesh, nnx_model
+with open("own.json", "w") as file:
+    json.dump(differences_on_mesh(nnx_model, (2, 2, 2)), file)
+"""
 STEPS = {
     "import": "import jaxft",
     "episodes": "import jaxft.episodes",
@@ -45,6 +50,7 @@ STEPS = {
     "finetune": "assert jaxft.cli.main(['finetune', '--config_file', 'run.yml']) == 0",
     "namespaces": NAMESPACES,
     "mesh": MESH,
+    "own": OWN,
 }
 PROGRAM = """
 import json, sys
@@ -95,3 +101,8 @@ def test_gradients_on_a_mesh_of_all_axes(process):
     found = json.loads((folder / "mesh.json").read_text())["found"]["2x2x2"]
     judge(found, "gradients")
     assert found["shares of trajectories"] < 1e-6
+
+
+def test_a_network_of_ones_own_samples_on_a_mesh_what_one_device_scores(process):
+    _, folder = process
+    assert max(json.loads((folder / "own.json").read_text())) < 1e-5

@@ -2,7 +2,7 @@
 
 A page holds the keys and values of 64 consecutive tokens in every layer. Row `r` has its tokens 64 c to 64 c + 63 in
 page `tables[r, c]`; entries behind the last token of a row are never read. Several rows may read the same page, but a
-page is written for one row only. On a mesh each row shard has pages of its own, and tables hold numbers within it.
+page is written for one row only. On a mesh the pages divide over the row shards, and those of a row are in its shard.
 Letters: `B` rows, `C` columns of a table, `N` pages.
 """
 
@@ -29,14 +29,13 @@ def pages_for(tokens: int) -> int:
 
 
 def own_tables(rows: int, columns: int, row_shards: int = 1) -> Int[np.ndarray, "B C"]:
-    """Return tables in which every row has `columns` pages of its own, numbered within each row shard.
+    """Return tables in which every row has `columns` pages of its own, in the part of its row shard.
 
     >>> own_tables(4, 2, row_shards=2).tolist()
-    [[0, 2], [1, 3], [0, 2], [1, 3]]
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
-    each = rows // row_shards
-    numbers = np.arange(each, dtype=np.int32)[:, None] + np.arange(columns, dtype=np.int32) * each
-    return np.tile(numbers, (row_shards, 1))
+    numbers = np.arange(rows * columns, dtype=np.int32).reshape(row_shards, columns, rows // row_shards)
+    return numbers.swapaxes(1, 2).reshape(rows, columns)
 
 
 def init_cache(model: Model, rows: int, length: int, dtype: Any) -> tuple[Cache, Int[np.ndarray, "B C"]]:
@@ -59,6 +58,8 @@ def row_shards(model: Model) -> int:
 
 def copy_pages(model: Model, cache: Cache, sources: Int[Any, "S P"], targets: Int[Any, "S P"]) -> Cache:
     """Copy pages of each of `S` row shards to other pages of it; a target beyond the last page is dropped.
+
+    Sources and targets are numbered within their row shard.
 
     >>> import jaxft
     >>> model = jaxft.from_function(lambda params, tokens, positions: jax.nn.one_hot(tokens, 4))

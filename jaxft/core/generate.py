@@ -112,7 +112,8 @@ class Places(NamedTuple):
         prompts: prompt of each row of the prefill.
         prompt_tables: its pages.
         tables: pages of each row to decode. The rows of a prompt share its whole pages.
-        sources, targets: pages to copy: the last page of a prompt, which only its first row keeps.
+        sources, targets: pages to copy, numbered within their shard: the last page of a prompt, which only its first
+            row keeps.
         row_prompts: prompt of each row to decode, -1 for padding.
     """
 
@@ -167,11 +168,12 @@ def _places(lengths: Int[np.ndarray, "P"], num_generations: int, width: int, new
     for shard, pairs in enumerate(copies):
         padded[shard, : len(pairs)] = np.reshape(pairs, (-1, 2))
     prompt_tables = np.arange(most * prompt_columns, dtype=np.int32).reshape(most, prompt_columns)
+    first_pages = num_pages * np.arange(shards, dtype=np.int32)[:, None, None]
     return Places(
         num_pages * shards,
         prompts.reshape(-1),
-        np.tile(prompt_tables, (shards, 1)),
-        tables.reshape(shards * each, columns),
+        (prompt_tables + first_pages).reshape(-1, prompt_columns),
+        (tables + first_pages).reshape(-1, columns),
         padded[..., 0],
         padded[..., 1],
         row_prompts,

@@ -2,6 +2,7 @@
 
 Sampling is slow: without keys and values to cache, each new token runs the network over the whole row again. The cache
 of such a model holds the earlier tokens. Scoring and training cost as much as the network itself.
+On a mesh the model is `model._replace(sharding=...)`, and its parameters are `sharding.place(params)`.
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` pages, `P` tokens of a page, `S` tokens of a row's
 history, `V` vocabulary.
 """

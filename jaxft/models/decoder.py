@@ -156,6 +156,9 @@ def _decoder(
         norm = gather({"final_norm": params["final_norm"]})["final_norm"]
         is_sampled = cache is not None
         x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), is_sampled))  # [B T D]
+        if cache is not None and sharding is not None:  # each device attends to its own part of the pages
+            own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
+            tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
         context = make_context(config, by_rows(sharding, positions), tables, segment_ids, sharding)
 
         def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:

@@ -321,26 +321,24 @@ class ModelRunner:
         return self._arrays
 
     def _tables(self, pages: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "B C"]:
+        """Return the page tables of rows, whose pages are numbered within their row shards."""
         tables = np.zeros((rows, self.columns), np.int32)
         for row, numbers in zip(tables, pages, strict=False):
             row[: len(numbers)] = numbers
-        return tables
+        shards = np.arange(rows, dtype=np.int32) // (rows // self.row_shards)
+        return tables + self.num_pages * shards[:, None]
 
     def _pieces(self, pieces: Sequence[Piece], width: int) -> Pieces:
         each = self.piece_rows(width)
         rows = each * self.row_shards
-        made = Pieces(
-            np.zeros((rows, width), np.int32),
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int32),
-            np.zeros((rows, self.columns), np.int32),
-        )
+        tokens = np.zeros((rows, width), np.int32)
+        pages: list[Sequence[int]] = [()] * rows
+        starts, counts = np.zeros((2, rows), np.int32)
         for shard, of_shard in enumerate(_by_shard(pieces, self.row_shards)):
             for row, piece in enumerate(of_shard, shard * each):
-                made.tokens[row, : len(piece.tokens)] = piece.tokens
-                made.starts[row], made.counts[row] = piece.start, len(piece.tokens)
-                made.tables[row, : len(piece.pages)] = piece.pages
-        return made
+                tokens[row, : len(piece.tokens)] = piece.tokens
+                starts[row], counts[row], pages[row] = piece.start, len(piece.tokens), piece.pages
+        return Pieces(tokens, starts, counts, self._tables(pages, rows))
 
     def _copies(self, by_shard: Sequence[Sequence[PageCopy]]) -> tuple[Int[np.ndarray, "D P"], Int[np.ndarray, "D P"]]:
         sources = np.full((self.row_shards, ADMISSION_ROWS), self.num_pages, np.int32)

@@ -19,11 +19,10 @@ def test_tokens_fill_pages_of_64(tokens, pages):
 
 
 @pytest.mark.parametrize(("rows", "columns", "shards"), [(1, 1, 1), (5, 3, 1), (6, 2, 3), (8, 4, 8)])
-def test_rows_of_a_shard_share_no_page_and_leave_none_unused(rows, columns, shards):
+def test_rows_share_no_page_and_leave_none_of_their_shard_unused(rows, columns, shards):
     tables = own_tables(rows, columns, shards)
     assert (tables.shape, tables.dtype) == ((rows, columns), np.int32)
-    for of_shard in tables.reshape(shards, -1):
-        assert sorted(of_shard) == list(range(rows // shards * columns))
+    np.testing.assert_array_equal(np.sort(tables.reshape(shards, -1)), np.arange(rows * columns).reshape(shards, -1))
 
 
 def test_a_cache_has_room_for_the_rows_of_its_tables(tiny):

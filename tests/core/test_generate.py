@@ -250,6 +250,17 @@ def test_generations_share_the_pages_of_their_prompt():
         assert len(set(map(tuple, prompt[:, :2]))) == 1 and len(set(prompt[:, 2])) == 8
 
 
+def test_pages_of_a_row_are_in_the_part_of_its_shard():
+    """Three prompts on two shards, which share the second; copies are numbered within a shard."""
+    places = _places(np.array([130, 140, 20]), 2, width=160, new_tokens=9, shards=2)
+    half = places.num_pages // 2
+    for tables in (places.tables, places.prompt_tables):
+        assert [set(part.ravel() // half) for part in np.split(tables, 2)] == [{0}, {1}]
+    np.testing.assert_array_equal(places.tables[3, :2], places.prompt_tables[len(places.prompt_tables) // 2, :2])
+    assert places.sources.shape == places.targets.shape == (2, 1)
+    assert places.targets.tolist() == [[places.tables[1, 2]], [places.tables[5, 0] - half]]
+
+
 def test_longer_and_shorter_prompts_beside_it_change_no_bit_of_a_row(tiny, long_rollout):
     """Also where these prompts share fewer pages: the keys of a row are those of its place in the batch."""
     changed = run_long(tiny, [65, 2, 63, 140, 150, 128])

@@ -1,6 +1,11 @@
 """A network of the user's own behind the model contract: sampled, scored and trained like the built-in decoder."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +17,12 @@ from flax import linen, nnx
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.objectives import sft_loss
+from jaxft.core.sharding import Sharding, make_mesh
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.bridge import from_function, from_linen, from_nnx
+from jaxft.rollout.model_runner import ModelRunner, Piece, Row
+from jaxft.rollout.requests import Request
 
 VOCAB, WIDTH, PLACES = 11, 8, 64
 
@@ -93,6 +101,59 @@ def test_sampler_and_trainer_agree(rollout):
     np.testing.assert_allclose(rollout.sampler_logprobs[mask], again[mask], rtol=0, atol=1e-5)
     assert (rollout.tokens[mask] == 0).any()
     assert rollout.sampler_logprobs.min() < -2
+
+
+RULES = ("kernel", ("fsdp", "tensor")), ("embedding", (None, "fsdp")), ("table", ("fsdp", None))
+
+
+def differences_on_mesh(make, sizes):
+    """Of tokens that a mesh samples, by `generate` and by the engine's programs, the largest differences between their
+    log-probabilities and those that one device gives them."""
+    alone, params = make()
+    sharding = Sharding(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), RULES)
+    model, placed = alone._replace(sharding=sharding), sharding.place(jax.device_get(params))
+    prompts = [[3], [1, 2, 3, 4, 5], [0, 0], [7, 7, 7]]
+    rollout = jax.device_get(generate(model, placed, prompts, jax.random.key(5), num_generations=4, max_new_tokens=12))
+    found = [(rollout.tokens, rollout.sampler_logprobs, rollout.completion_mask)]
+
+    runner = ModelRunner(model, seed=0, slots=8, length=PLACES)
+    pages = [slot % (8 // runner.row_shards) for slot in range(8)]
+    requests = [Request((1 + slot, 2, 3), (0, 0, 0, 0, 0, slot), 9) for slot in range(8)]
+    for slot, request in enumerate(requests):
+        piece = Piece(slot * runner.row_shards // 8, 0, request.prompt_ids[:-1], [pages[slot]])
+        runner.prefill(placed, [piece], runner.piece_width(2))
+    runner.admit(placed, list(enumerate(requests)))
+    rows = [Row(slot, [pages[slot]], 3) for slot in range(8)]
+    decoded = runner.read(runner.advance(placed, rows, 8, is_filtered=False))
+    tokens = np.hstack([[request.prompt_ids for request in requests], decoded.tokens])
+    found.append((tokens, np.pad(decoded.sampler_logprobs, ((0, 0), (3, 0))), np.arange(11) >= 3 + np.zeros((8, 1))))
+    scored = [np.asarray(score(alone, params, tokens).logprobs) for tokens, _, _ in found]
+    return [
+        float(np.abs(logprobs - again)[mask].max()) for (_, logprobs, mask), again in zip(found, scored, strict=True)
+    ]
+
+
+MESHES = (2, 1, 1), (1, 4, 1), (2, 2, 2), (4, 2, 1)
+ON_MESHES = """
+import json, sys
+from jaxft.harness.process import order_cpu_devices
+order_cpu_devices()
+from tests.models.test_bridge import MESHES, differences_on_mesh, function_model, linen_model, nnx_model
+found = [differences_on_mesh(make, sizes) for make in (function_model, linen_model, nnx_model) for sizes in MESHES]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_meshes_sample_what_one_device_scores():
+    """On a mesh of all axes also tests/test_fresh_process.py."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_MESHES], cwd=Path(__file__).parents[2], env=os.environ | {"XLA_FLAGS": flags},
+        check=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    found = np.array(json.loads(ended.stdout))
+    assert found.shape == (12, 2) and found.max() < 1e-5, found
 
 
 @pytest.mark.parametrize("make", [nnx_model, linen_model])
