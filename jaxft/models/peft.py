@@ -30,6 +30,7 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
+from jaxft.models.families.family import Keys
 from jaxft.models.hf import save_model, tensors_of
 from jaxft.models.hf_config import has_other_modalities
 from jaxft.models.hf_files import (
@@ -63,17 +64,19 @@ PLAIN: dict[str, Any] = {
 }
 """Fields of `adapter_config.json` with one supported value: one rank in all layers, no biases, no other modules."""
 
-UNSUPPORTED = (
-    *PLAIN,
-    "layer_replication",
-    "lora_bias",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-)
-"""Fields of `adapter_config.json` that must be absent, empty or as in `PLAIN`."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Fields of `PLAIN` that have other values in adapters of fused projections that we wrote (`_patterns`)."""
+
+NEUTRAL = """
+    auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode
+    layers_pattern loftq_config lora_alpha lora_dropout lora_dtype lora_ga_config lorap_emb_lr lorap_lr_ratio
+    megatron_config megatron_core peft_type peft_version qalora_group_size r revision runtime_config target_modules
+    task_type use_rslora
+"""
+"""Further fields that are known: those read here, and those that say nothing once the matrices are there."""
+
+INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that leave the base as it is."""
 
 
 def save_adapter(
@@ -162,26 +165,42 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     folder = Path(folder).expanduser()
     check_manifest(folder)
     file = folder / CONFIG
-    values = load_json(file)
-    if values.get("peft_type") != "LORA":
-        raise ModelFileError(f"{file}: peft_type is {values.get('peft_type')!r}; wanted 'LORA'")
-    rank, alpha = values.get("r"), values.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ModelFileError(f"{file}: r is {rank!r}; wanted a whole number of at least 1")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise ModelFileError(f"{file}: lora_alpha is {alpha!r}; wanted a number")
+    keys = Keys(file, load_json(file))
+    if keys.values.get("peft_type") != "LORA":
+        raise keys.fault("peft_type", "'LORA'")
+    use_rslora = not keys.is_null("use_rslora") and keys.flag("use_rslora")
+    rank, alpha = keys.integer("r"), keys.number("lora_alpha")
+    about = _about_base(folder).get(TARGETS, [])
+    _check_keys(keys, PLAIN | {name: keys.values.get(name) for name in PATTERNS} if about else PLAIN)
     modules = {module: projections_of()[module] for module, _ in _stored(folder)}
     named = {part for parts in modules.values() for part in parts}
-    about = _about_base(folder).get(TARGETS, [])
     targets = tuple(path for path in PROJECTIONS if path in named and (path in about or not about))
     if not targets:
         raise ModelFileError(f"{folder / WEIGHTS}: holds no adapter of {', '.join(PROJECTIONS)}")
-    lora = LoraSpec(rank, float(alpha), targets, bool(values.get("use_rslora")))
-    supported = PLAIN | (_patterns(lora, modules) if about else {})
-    for name in UNSUPPORTED:
-        if values.get(name) not in (supported.get(name), None, False, [], {}):
-            raise ModelFileError(f"{file}: {name} is {values[name]!r}; only {supported.get(name)!r} is supported")
+    lora = LoraSpec(rank, alpha, targets, use_rslora)
+    if about:
+        _check_keys(keys, PLAIN | _patterns(lora, modules))
     return lora
+
+
+def _check_keys(keys: Keys, supported: Mapping[str, Any]) -> None:
+    """Raise a `ModelFileError` that names every key of an `adapter_config.json` that asks for more than is supported.
+
+    Args:
+        keys: the file's content.
+        supported: the one value, beside null, false and empty ones, of each key that has one.
+    """
+    known, faults = NEUTRAL.split(), []
+    for name, value in keys.values.items():
+        values = INITS if name == "init_lora_weights" else (supported.get(name),)
+        if name not in known and value not in (None, False, [], {}, *values):
+            faults.append(f"{name} is {value!r}; only {' or '.join(map(repr, values))} is supported")
+    if faults:
+        raise ModelFileError(
+            f"{keys.file}: {'; '.join(faults)}. In PEFT, merge_and_unload() gives a plain model of any adapters, and "
+            "save_pretrained(folder, path_initial_model_for_weight_conversion=...) plain adapters of those whose "
+            "init_lora_weights changed the base"
+        )
 
 
 def load_adapter(

@@ -189,6 +189,8 @@ def folder(tmp_path):
         ({"bias": "all"}, "bias is 'all'; only 'none' is supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; only None"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is .*; only {} is supported"),
+        ({"use_rslora": "no"}, "use_rslora is 'no'"),
+        ({"kasa_config": {"beta": 1e-4}, "magic": 2}, "kasa_config is {.*magic is 2"),  # all that is not known, at once
         ({"r": 0}, "r is 0; wanted a whole number of at least 1"),
         ({"r": True}, "r is True; wanted a whole number"),
         ({"lora_alpha": "high"}, "lora_alpha is 'high'; wanted a number"),
@@ -201,6 +203,36 @@ def test_numbers_that_cannot_be(folder, changes, said):
     model, base = jaxft.load_model(DATA / "hf" / "llama")
     with pytest.raises(ModelFileError, match=said):
         load_adapter(folder, model.config, base)
+
+
+INITS = ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "what comes next"]
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_adapters_that_changed_their_base_are_refused(folder, init):
+    """PEFT takes the start of such adapters from the base; added to the plain base they are another model."""
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | {"init_lora_weights": init, f"{init}_config": {}}))
+    with pytest.raises(ModelFileError, match=f"init_lora_weights is '{init}'.*path_initial_model_for_weight_conver"):
+        load_lora_config(folder)
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_adapters_that_leave_their_base_are_read(folder, init):
+    about = {"eva_config": {"rho": 1.0}, "task_type": None, "auto_mapping": {"base_model_class": "LlamaForCausalLM"}}
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | about | {"init_lora_weights": init}))
+    assert load_lora_config(folder) == load_lora_config(DATA / "peft" / "by_peft")
+
+
+def test_keys_are_refused_by_name_before_their_tensors(folder):
+    """Adapters with DoRA have a tensor more."""
+    values, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(values | {"use_dora": True}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    save_file(tensors | {name: np.ones(32, np.float32)}, folder / WEIGHTS)
+    with pytest.raises(ModelFileError, match="use_dora is True"):
+        load_lora_config(folder)
 
 
 def test_tensors_that_cannot_be(folder):
