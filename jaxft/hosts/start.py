@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxft.errors import HostsError, one_line
 from jaxft.hosts.accord import Accord
-from jaxft.hosts.meeting import HEARTBEAT_SECONDS, meet
+from jaxft.hosts.meeting import HEARTBEAT_SECONDS, is_loopback, meet, parse_address
 from jaxft.hosts.ring import Ring
 
 VARIABLES = {
@@ -195,6 +195,7 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
         place.process_id,
         None if place.local_device_ids is None else list(place.local_device_ids),
         initialization_timeout=int(MEETING_SECONDS),
+        coordinator_bind_address=place.coordinator if is_loopback(parse_address(place.coordinator)[0]) else None,
     )
     if ring.process_id > 0:
         _wait_when_aborted()

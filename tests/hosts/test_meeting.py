@@ -1,11 +1,15 @@
 """Processes meet, exchange messages around the ring, and hear of each other's end; here each is a thread."""
 
+import contextlib
 import os
+import pickle
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +22,12 @@ from jaxft.hosts.meeting import meet
 def port():
     with socket.create_server(("", 0)) as free:
         return free.getsockname()[1]
+
+
+def wait_for_listener(port):
+    """Wait until someone listens at this port, without a connection."""
+    while not any(listening == port for listening, _ in listening_addresses()):
+        time.sleep(0.01)
 
 
 def together(port, *calls, seconds=10.0):
@@ -130,9 +140,9 @@ def test_two_with_one_number_are_refused(port):
 
 def introduce(port, index, count):
     """A process that says who it is, and dies."""
-    connection = meeting._connected(("127.0.0.1", port), b"jaxft", time.monotonic() + 10.0)
-    connection.send(meeting._Visitor(index, count, 1, {}))
-    connection.close()
+    visitor = meeting._Visitor(process_id=index, num_processes=count, port=1, about={})
+    said = visitor.model_dump_json().encode()
+    meeting._connected(("127.0.0.1", port), b"jaxft", said, time.monotonic() + 10.0).close()
 
 
 def test_one_that_died_while_it_waited_may_come_again(port):
@@ -153,14 +163,110 @@ def test_one_that_cannot_be_reached_is_named(port, monkeypatch):
     assert said.startswith("process 0 does not reach process 1 at 127.0.0.1:1 (")
 
 
-def test_one_that_says_nothing_keeps_nobody(port, monkeypatch):
+def strangers(port):
+    """Connections that stop in the middle of a message: of the handshake, of its answer, of the introduction."""
+    for said in (b"", struct.pack("!i", 200), struct.pack("!i", 16) + b"x"):
+        stranger = socket.create_connection(("127.0.0.1", port), 10.0)
+        stranger.sendall(said)
+        yield stranger
+    with socket.create_connection(("127.0.0.1", port), 10.0) as knowing:
+        connection = meeting._known(knowing, b"jaxft", challenges_first=False)
+        knowing.sendall(struct.pack("!i", 2000) + b"{")
+    yield connection
+
+
+def test_strangers_that_are_slow_keep_nobody(port, monkeypatch):
     monkeypatch.setattr(meeting, "HEARTBEAT_SECONDS", 2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(together, port, of(2)[0])
-        silent = meeting._connected(("127.0.0.1", port), b"jaxft", time.monotonic() + 10.0)
+        wait_for_listener(port)
+        slow, began = list(strangers(port)), time.monotonic()
         (second,) = together(port, of(2)[1])
         assert waiting.result()[0].num_processes == second.num_processes == 2
-        silent.close()
+        assert time.monotonic() - began < 1.5  # none of them was waited for
+    for each in slow:
+        each.close()
+
+
+def drip(stranger):
+    """Send a byte now and then until the other end closes the connection."""
+    stranger.settimeout(0.1)
+    stranger.sendall(struct.pack("!i", 200))
+    with contextlib.suppress(ConnectionError):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                if not stranger.recv(100):
+                    return
+            stranger.sendall(b"x")
+
+
+def test_a_handshake_has_one_deadline_and_the_oldest_gives_way(port, monkeypatch):
+    monkeypatch.setattr(meeting, "HEARTBEAT_SECONDS", 2)
+    monkeypatch.setattr(meeting, "MAX_HANDSHAKES", 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[0], seconds=2.5)
+        wait_for_listener(port)
+        began = time.monotonic()
+        first, *_, last = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(3)]
+        drip(first)
+        assert time.monotonic() - began < 0.5
+        drip(last)
+        assert 1.8 < time.monotonic() - began < 2.4
+        assert waiting.result() == [f"process 1 of 2 did not come to port {port} within 2.5 s"]
+
+
+@pytest.mark.parametrize("said", [pickle.dumps(OSError("code")), b"{}", b'{"process_id": "one"}', b"null"])
+def test_an_introduction_that_is_none_is_passed_over(port, said):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[0])
+        stranger = meeting._connected(("127.0.0.1", port), b"jaxft", said, time.monotonic() + 10.0)
+        with pytest.raises(EOFError):
+            stranger.recv_bytes()
+        (second,) = together(port, of(2)[1])
+        assert waiting.result()[0].num_processes == second.num_processes == 2
+
+
+def test_an_answer_that_is_none_is_no_pickle(port):
+    with socket.create_server(("127.0.0.1", port)) as listening, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, port, of(2)[1])
+        accepted, _ = listening.accept()
+        with accepted:
+            connection = meeting._known(accepted, b"jaxft", challenges_first=True)
+            connection.recv_bytes()
+            connection.send_bytes(pickle.dumps(HostsError("code")))
+        assert waiting.result() == [f"process 0 at 127.0.0.1:{port} has gone before all had come"]
+
+
+def listening_addresses():
+    """Local addresses, in hexadecimal, that a socket of this machine listens at."""
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    return {(int(line[1].rpartition(":")[2], 16), line[1].rpartition(":")[0]) for line in lines if line[3] == "0A"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_run_on_one_machine_listens_on_loopback_only_without_a_warning(port, host, caplog, monkeypatch):
+    monkeypatch.delenv(meeting.AUTHKEY, raising=False)
+    before = listening_addresses()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, f"{host}:{port}", 0, 2, {}, within_seconds=0.5, on_loss=print)
+        wait_for_listener(port)
+        assert {address for _, address in listening_addresses() - before} == {"0100007F"}
+        with pytest.raises(HostsError, match="did not come"):
+            waiting.result()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("secret", "count"), [(None, 1), ("a secret", 0)])
+def test_a_run_on_several_machines_without_a_secret_is_warned_of_once(port, secret, count, caplog, monkeypatch):
+    monkeypatch.delenv(meeting.AUTHKEY, raising=False)
+    if secret is not None:
+        monkeypatch.setenv(meeting.AUTHKEY, secret)
+    with ThreadPoolExecutor(2) as pool:
+        meeting_of = partial(meet, f"127.0.0.1:{port}", num_processes=2, about={}, within_seconds=10.0, on_loss=print)
+        monkeypatch.setattr(meeting, "is_loopback", lambda host: False)
+        rings = list(pool.map(lambda index: meeting_of(process_id=index), range(2)))
+        list(pool.map(lambda ring: ring.close(), rings))
+    assert [meeting.AUTHKEY in each for each in caplog.messages] == [True] * count
 
 
 def test_one_that_does_not_read_for_a_while_is_not_lost(port, monkeypatch):

@@ -28,6 +28,9 @@ import jax
 ids = ring.all_gather("id", place.process_id)
 cores = sorted(os.sched_getaffinity(0))
 print("joined", jax.process_count(), len(jax.devices()), len(jax.local_devices()), ids, cores, flush=True)
+lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}").readlines()[1:]]
+port = f"{int(place.coordinator.rpartition(':')[2]):04X}"
+print("coordinator", *{line[1] for line in lines if line[3] == "0A" and line[1].endswith(":" + port)}, flush=True)
 if ending == f"kill {place.process_id}":
     os.kill(os.getpid(), signal.SIGKILL)
 if ending != "leave":
@@ -41,18 +44,23 @@ time.sleep(60)
 
 @pytest.fixture(scope="module")
 def launched():
-    """Exit code and lines of two processes that join and leave, the second of which then fails."""
+    """Exit code and lines, by first word, of two processes that join and leave, the second of which then fails."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
         patch.setattr(launching, "GRACE_SECONDS", 0.2)
         code = launching.launch([sys.executable, "-c", PROGRAM, "leave"], 2)
     lines = sorted(shown.getvalue().splitlines())
     assert all(line.startswith(("[0] ", "[1] ")) for line in lines), lines
-    return code, [line for line in lines if "] joined " in line]
+    return code, *([line for line in lines if f"] {word} " in line] for word in ("joined", "coordinator"))
 
 
 def test_two_processes_join_and_leave_and_lines_begin_with_their_number(launched):
-    _, lines = launched
+    _, lines, _ = launched
     assert [line.partition("] [")[0] for line in lines] == ["[0] joined 2 2 1 [0, 1", "[1] joined 2 2 1 [0, 1"]
+
+
+def test_jax_listens_on_loopback_only(launched):
+    for line in launched[2]:
+        assert line.partition(" coordinator ")[2].partition(":")[0].endswith("0100007F"), line
 
 
 def test_cores_are_divided(launched):
