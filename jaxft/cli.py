@@ -10,7 +10,8 @@ from pathlib import Path
 
 from jaxft.errors import ConfigError, HostsError
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
-from jaxft.harness.config import help_text, load_config
+from jaxft.harness.config import help_text, load_config, load_models
+from jaxft.harness.config_merge import read_layers
 from jaxft.harness.new_agent import write_agent
 from jaxft.harness.runtime import (
     exit_code_of,
@@ -48,10 +49,11 @@ PLAN = """Says what a run needs of accelerators that are not here: memory by pur
 
 The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
 them. Without compilers, figures follow from shapes and sharding rules, and are marked as estimated."""
-SERVE = """Serves the language models of a configuration to OpenAI's and Anthropic's clients, and trains nothing.
+SERVE = """Serves a model to OpenAI's and Anthropic's clients, and trains nothing.
 
-The address is that of llms.<name>.serve, or else http://127.0.0.1:8000. A signal ends the server, running requests
-first."""
+It is that of a run, adapters included, or of any other folder; with --config_file all models of a configuration whose
+weights are in this process. The model of a run keeps its name and settings; any other folder's is named `policy`. The
+address is that of llms.<name>.serve, or http://127.0.0.1:8000. A signal ends the server, running requests first."""
 LAUNCH = """Starts a command as several processes of one run on this machine, with a part of its devices each.
 
 Lines of their output begin with the number of the process. The first one that fails ends the others; a signal goes to
@@ -109,10 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_sweep(program, parsed, given)
 
     async def run() -> None:
-        if parsed.verb == "chat":
-            from jaxft.shipped.chat_command import chat  # imports jax, which --help does without
+        if parsed.verb in ("chat", "serve"):
+            from jaxft.shipped.chat_command import chat, models_of  # imports jax, which --help does without
 
-            await chat(parsed)
+            if parsed.verb == "chat":
+                await chat(parsed)
+                return
+            source = parsed.source or parsed.config_file
+            models = read_layers(source) if parsed.source is None else models_of(source)
+            await serve(load_models(models, parsed.override, str(source)), parsed.port)
             return
         if parsed.verb == "init":
             files = ", ".join(path.name for path in write_agent(parsed.folder))
@@ -120,9 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return
         if parsed.verb == "resume":
             await resume(parsed.folder, parsed.override, parsed)
-            return
-        if parsed.verb == "serve":
-            await serve(load_config(parsed.config_file, parsed.override))
             return
         if parsed.verb == "compare":
             from jaxft.report.compare_command import compare  # imports matplotlib
@@ -152,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes = processes_of(parsed)
         return exit_code_of(run, title=f"resume {parsed.folder}", log_level=parsed.log_level, processes=processes)
     if parsed.verb == "serve":
-        return exit_code_of(run, title=f"serve {parsed.config_file}", log_level=parsed.log_level)
+        return exit_code_of(run, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
     if parsed.verb == "chat":
         # Standard output is for the answers.
         title = f"chat {parsed.source}" if sys.stdin.isatty() else None
@@ -203,7 +207,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     serving = verbs.add_parser("serve", help="serve language models at an address")
     serving.description, serving.formatter_class = SERVE, argparse.RawDescriptionHelpFormatter
-    serving.add_argument("--config_file", type=Path, required=True, help="the YAML file of a run")
+    served = serving.add_mutually_exclusive_group(required=True)
+    served.add_argument("source", nargs="?", type=Path, help="a run directory, or the folder of a model")
+    served.add_argument("--config_file", type=Path, help="the YAML file of a run, of which only llms are read")
+    serving.add_argument("--port", type=_port, help="port to listen on; 0: a free one, which is shown")
     override_arguments(serving)
     log_arguments(serving)
 
@@ -309,6 +316,12 @@ def _seed(text: str) -> int:
     if text.isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError("wants a whole number from 0 to 4294967295")
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) < 2**16:
+        return int(text)
+    raise argparse.ArgumentTypeError("wants a whole number from 0 to 65535")
 
 
 def _variable(text: str) -> tuple[str, object]:

@@ -71,7 +71,7 @@ NOT_RUN = {
     "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
     "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
     "jaxft chat runs/train-1": "the same run",
-    "jaxft serve": "ends at a signal; tests/test_agents_elsewhere.py has one",
+    "jaxft serve": "ends at a signal; tests/serving/test_serve_command.py types the commands of docs/agents.md",
     "jaxft sweep --config_file run.yml --seeds": "tests/harness/test_sweep.py has several",
     "jaxft export --merge": "tests/shipped/test_local_policy.py has one",
     "jaxft finetune --config_file run.yml --set llms.policy": "tests/test_fresh_process.py and tests/hosts have meshes",

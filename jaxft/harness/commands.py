@@ -138,8 +138,12 @@ async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
             await _evaluate(session, arguments, is_kept=output_dir is not None)
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, port: int | None) -> None:
     """Serve the language models of a configuration until a signal comes, then let running requests end.
+
+    Args:
+        config: result of `load_models`.
+        port: takes the place of `llms.<name>.serve.port`; None: that, or 8000.
 
     Raises:
         Stopped: a signal came.
@@ -152,7 +156,7 @@ async def serve(config: Config) -> None:
         console.mask = redactor()
         with RunDirectory.create(Path(folder)) as directory:
             async with ComponentBuilder(config, directory, console) as builder:
-                await builder.get_server_url(ServeConfig())
+                await builder.get_server_url(ServeConfig(), port)
                 console.message("SIGINT or SIGTERM ends the server")
                 with shutdown.listening() as signalled:
                     await signalled.wait()

@@ -150,23 +150,24 @@ class ComponentBuilder(ConfigBuilder):
 
         return client_of(llm, wrapper_type)
 
-    async def get_server_url(self, default: ServeConfig | None = None) -> str:
+    async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the server of this run's language models, which is started if it does not run yet.
 
         It serves all those of this process, by their names. The base URL of an episode begins with this address.
 
         Args:
             default: the address to serve at if no `llms.<name>.serve` says one; None: a free port of this machine.
+            port: takes the place of the address's own; None: that.
 
         Raises:
             ConfigError: entries of `llms` ask for different addresses, or theirs cannot be listened on.
             ComponentError: the packages of the server are not installed.
         """
         if self._lender is not None:
-            return await self._lender.get_server_url(default)
-        return await self._shared("server", lambda: self._serve(default))
+            return await self._lender.get_server_url(default, port)
+        return await self._shared("server", lambda: self._serve(default, port))
 
-    async def _serve(self, default: ServeConfig | None) -> str:
+    async def _serve(self, default: ServeConfig | None, port: int | None) -> str:
         asked = {name: config.served_at for name, config in self.config.llms.items() if config.served_at is not None}
         first = next(iter(asked), "")
         others = [name for name, config in asked.items() if config != asked[first]]
@@ -175,6 +176,8 @@ class ComponentBuilder(ConfigBuilder):
                 [f"llms.{others[0]}.serve: differs from llms.{first}.serve: a run has one address, for all its llms"]
             )
         config = asked.get(first) or default or ServeConfig(port=0)
+        if port is not None:
+            config = config.model_copy(update={"port": port})
         ring = current_ring()
         if ring is not None and config.port:  # several processes of a machine
             config = config.model_copy(update={"port": config.port + ring.process_id})

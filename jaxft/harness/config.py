@@ -7,7 +7,7 @@ A path is relative to the folder of the file it is written in; an output directo
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from jsonpath_ng.exceptions import JSONPathError
 from pydantic import (
@@ -58,10 +58,13 @@ from jaxft.harness.registry import (
     import_installed,
     import_module,
     locate_module,
+    registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
+
+Model = TypeVar("Model", bound=BaseModel)
 
 AnyLLM = Annotated[SerializeAsAny[LLMConfig], chosen_by_type(LLMConfig)]
 AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowConfig)]
@@ -184,8 +187,8 @@ class EvalConfig(ConfigModel):
         return evaluators
 
 
-class Config(ConfigModel):
-    """The whole configuration of a run."""
+class ModelsConfig(ConfigModel):
+    """The sections of a configuration that language models need."""
 
     imports: tuple[Annotated[str, BeforeValidator(locate_module)], ...] = Field(
         default=(),
@@ -193,6 +196,11 @@ class Config(ConfigModel):
         "or installed.",
     )
     llms: dict[str, AnyLLM] = Field(default={}, description="Language models, by name.")
+
+
+class Config(ModelsConfig):
+    """The whole configuration of a run."""
+
     workflow: AnyWorkflow = Field(description="The agent: a function from an example to an output.")
     eval: EvalConfig
     trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(
@@ -242,6 +250,37 @@ def load_config(
     if dataset is not None:
         general["dataset"] = _dataset(dataset, general.get("dataset"), "eval.general", faults)
     return _config(mapping, overrides, str(path), faults)
+
+
+def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str) -> Config:
+    """Return a configuration of nothing but the language models whose parameters are in this process, to serve them.
+
+    Other models and sections are not read, so that nothing is asked for that they alone need, such as a judge's key.
+
+    Args:
+        mapping: result of `read_layers`, or one whose texts have no variables.
+        overrides: as for `load_config`.
+        source: its name in messages.
+
+    Raises:
+        ConfigError: lists all faults, each with its path.
+    """
+    faults = ConfigErrors()
+    override(mapping, overrides, faults)
+    import_installed()
+    types = {name: registry.find(LLMConfig, name).config_type for name in registry.names(LLMConfig)}
+    elsewhere = [name for name, kind in types.items() if issubclass(kind, LLMConfig) and kind.sharding_table is None]
+    llms = _section(mapping, "llms")
+    served = {name: llm for name, llm in llms.items() if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}
+    values = expanded({"imports": mapping.get("imports", []), "llms": served}, "", faults)
+    models = _validated(ModelsConfig, values, faults)
+    config = Config.model_construct(llms={} if models is None else models.llms)
+    for name, llm in config.llms.items():
+        for path, message in llm.faults(name, config):
+            faults.add(path, message)
+    if faults:
+        raise ConfigError(faults.lines(), source)
+    return config
 
 
 def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
@@ -363,23 +402,28 @@ def _config(
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
     import_installed()
+    config = _validated(Config, values, faults)
+    if config is not None and not is_validation:  # a run never writes to the directory of that configuration
+        config = _with_output_dir(config, faults)
+    if faults or config is None:
+        raise ConfigError(faults.lines(), source)
+    if config.eval.validation is not None and not is_validation:
+        validation_config(config)
+    return config
+
+
+def _validated(model: type[Model], values: dict[str, Any], faults: ConfigErrors) -> Model | None:
+    """Return the values as a model after its modules are imported; None if there are faults, which are added."""
     imports_failed = not _import_modules(values.get("imports"), faults)
     try:
-        config = Config.model_validate(values, context=_names(values))
+        return model.model_validate(values, context=_names(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = ".".join(str(part) for part in details["loc"])
             # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details, values))
-    else:
-        if not is_validation:  # a run never writes to the directory of that configuration
-            config = _with_output_dir(config, faults)
-    if faults:
-        raise ConfigError(faults.lines(), source)
-    if config.eval.validation is not None and not is_validation:
-        validation_config(config)
-    return config
+        return None
 
 
 def _with_output_dir(config: Config, faults: ConfigErrors) -> Config:

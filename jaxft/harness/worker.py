@@ -227,7 +227,7 @@ class WorkerBuilder(ComponentBuilder):
 
         return client_of(llm, wrapper_type)
 
-    async def get_server_url(self, default: ServeConfig | None = None) -> str:
+    async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the run's server."""
         return (await self._connection.ask(messages.Serve)).url
 

@@ -1,4 +1,4 @@
-"""The verb `chat`: talk to the model of a run, or to any other model, in the terminal.
+"""The verb `chat`: talk to the model of a run, or to any other model, in the terminal; `serve` finds the same models.
 
 Nothing is written to a run directory and no lock is taken, so that a chat may run beside the training of its model.
 """
@@ -83,11 +83,8 @@ def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -
         ConfigError: the source holds no complete model, or the mesh of the run does not fit this machine.
         DeviceMemoryError: the device has too little memory for the model.
     """
-    folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise ConfigError([f"{source}: {_why_no_model(source)}"])
-    config = None if folder == source else settings_of_run(source)
+    folder, is_adapter, found = _model_in(source)
+    config = None if found is None else found[1]
     settings = LocalPolicyConfig(path=str(folder)) if config is None else config
     mesh, identity = _mesh_of(settings, folder), _identity(folder)
     try:
@@ -121,8 +118,42 @@ def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -
         ) from error
 
 
-def settings_of_run(folder: Path) -> LocalPolicyConfig | None:
-    """Return the settings of the policy that a run trains; None if the run records none of a `local_policy`.
+def models_of(source: Path) -> dict[str, Any]:
+    """Return a configuration that has the model of a run, with its name and settings there, or that of a folder.
+
+    The run's address is not taken over, as its key is not stored.
+
+    Raises:
+        ConfigError: the source holds no complete model.
+    """
+    folder, is_adapter, found = _model_in(source)
+    folder = folder.absolute()
+    try:
+        base = local_folder(base_place(folder)) if is_adapter else folder
+        if found is None:
+            context_tokens = min(CONTEXT_TOKENS, load_config(base / "config.json").max_position_embeddings)
+            settings = LocalPolicyConfig(path=str(folder), max_context_tokens=context_tokens)
+            dtype, compute_dtype = dtypes_of(settings, platform_of(None))
+            found = "policy", settings.model_copy(update={"dtype": compute_dtype or dtype})
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{folder}: {error}"]) from error
+    name, settings = found
+    place = {"path": str(base), "tokenizer": str(folder), "lora": {"path": str(folder)} if is_adapter else None}
+    fields = settings.model_dump(mode="json") | place | {"preset": None, "serve": None}
+    return {"llms": {name: fields}}
+
+
+def _model_in(source: Path) -> tuple[Path, bool, tuple[str, LocalPolicyConfig] | None]:
+    """Return the folder of a model, whether it has adapters alone, and name and settings in the run that made it."""
+    folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if not is_adapter and not (folder / "config.json").is_file():
+        raise ConfigError([f"{source}: {_why_no_model(source)}"])
+    return folder, is_adapter, None if folder == source else settings_of_run(source)
+
+
+def settings_of_run(folder: Path) -> tuple[str, LocalPolicyConfig] | None:
+    """Return name and settings of the policy that a run trains; None if the run records none of a `local_policy`.
 
     The agent's modules and data of the run are not needed.
     """
@@ -132,13 +163,14 @@ def settings_of_run(folder: Path) -> LocalPolicyConfig | None:
     node: Any = read_layers(file)
     try:
         adapter = node["trainer_adapters"][node["finetuning"]["trainer_adapter"]]
-        path, fields = f"llms.{adapter['llm']}", node["llms"][adapter["llm"]]
+        name, fields = adapter["llm"], node["llms"][adapter["llm"]]
         if fields["_type"] != "local_policy":
             return None
     except (KeyError, TypeError):
         return None
     errors = ConfigErrors()
-    values = expanded({name: value for name, value in fields.items() if name != "_type"}, path, errors)
+    path = f"llms.{name}"
+    values = expanded({field: value for field, value in fields.items() if field != "_type"}, path, errors)
     try:
         config = LocalPolicyConfig.model_validate(values)
     except ValidationError as error:
@@ -146,7 +178,7 @@ def settings_of_run(folder: Path) -> LocalPolicyConfig | None:
         errors.add(".".join([path, *map(str, details["loc"])]), details["msg"])
     if errors:
         raise ConfigError(errors.lines(), str(file))
-    return config
+    return name, config
 
 
 def _identity(folder: Path) -> int | None:
