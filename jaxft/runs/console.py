@@ -25,6 +25,7 @@ from jaxft.redaction import redacted
 # Characters that reorder or break the text around them, so that it can look like another text.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
+_EPOCH_COLUMNS, _VALUE_COLUMNS = 80, 6
 _MAX_UNWRITTEN = 1000
 """Number of entries buffered in memory until the log file is opened."""
 
@@ -108,19 +109,24 @@ class Console:
         """Show beside the status that a program is being compiled; None ends that."""
         self._compiling, self._compiling_began = program, time.perf_counter()
 
-    def epoch(self, done: int, metrics: Mapping[str, float | str]) -> None:
-        """Show a finished epoch: `12/60 epochs  reward 0.81  kl 0.0012  3.1 s`.
+    def epoch(self, done: int, metrics: Mapping[str, float | None]) -> None:
+        """Show a finished epoch in columns: `12/60 epochs  reward 0.81    kl 0.0012   3.1 s`.
+
+        Values that do not fit into 80 characters follow in an indented line.
 
         Args:
             done: number of finished epochs, this one included.
-            metrics: values to show in this order, floats with four digits; `seconds` is shown as `3.1 s`.
+            metrics: values to show in this order, None as `-`; `seconds` is shown as `3.1 s`.
         """
         self._done = done
         if self._progress is not None:
             self._progress.update(self._task, completed=done)
-        self._print(
-            "  ".join([f"{done}/{self._total_epochs} epochs", *(_metric(*metric) for metric in metrics.items())])
-        )
+        lines = [f"{done:>{len(str(self._total_epochs))}}/{self._total_epochs} epochs"]
+        for column in map(_column, metrics, metrics.values()):
+            if len(f"{lines[-1]}  {column.rstrip()}") > _EPOCH_COLUMNS:
+                lines.append("  ")
+            lines[-1] += f"  {column}"
+        self._print("\n".join(map(str.rstrip, lines)))
 
     def message(self, text: str) -> None:
         """Show a text of one or more lines."""
@@ -313,9 +319,17 @@ def _is_unsafe(character: str) -> bool:
     return (is_control and character not in "\n\t") or 0xD800 <= code < 0xE000 or code in _DECEPTIVE
 
 
-def _metric(name: str, value: float | str) -> str:
-    shown = value if isinstance(value, str) else f"{value:.4g}"
-    return printable(f"{value:.1f} s" if name == "seconds" and not isinstance(value, str) else f"{name} {shown}")
+def _column(name: str, value: float | None) -> str:
+    """Return a metric in a width that does not depend on its value: four significant digits, or those that fit.
+
+    >>> [_column("kl", 0.00123456), _column("kl", None), _column("seconds", 3.14), _column("seconds", 118.3)]
+    ['kl 0.0012', 'kl -     ', ' 3.1 s', ' 118 s']
+    """
+    if name == "seconds" and value is not None:
+        return f"{value:4.{0 if value >= 100 else 1}f} s"
+    texts = ["-"] if value is None else [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)] + [f"{value:.0f}"]
+    text = next((text for text in texts if len(text) <= _VALUE_COLUMNS and "e+" not in text), texts[0])
+    return printable(f"{name} {text:<{_VALUE_COLUMNS}}")
 
 
 def _shown(value: object) -> str:

@@ -95,23 +95,24 @@ def plot_rewards(
 
 
 def moving_average_window(epochs: int) -> int:
-    """Return the number of epochs that the moving average covers: a tenth of the run, at least 3, at most 25.
+    """Return the number of epochs that the moving average covers: odd, about a tenth of the run, from 3 to 25.
 
     >>> [moving_average_window(epochs) for epochs in (2, 20, 100, 500)]
-    [3, 3, 10, 25]
+    [3, 3, 11, 25]
     """
-    return min(max(epochs // 10, 3), 25)
+    return min(max(epochs // 10, 3), 25) | 1
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each value and the `window - 1` values before it; NaN values are left out.
+    """Return the mean of each value and the `window // 2` values on each side; ends have fewer, and NaN is left out.
 
-    >>> moving_average([0.0, 1.0, 2.0, float("nan"), 4.0], 2)
-    [0.0, 0.5, 1.5, 2.0, 4.0]
+    >>> moving_average([0.0, 1.0, 5.0, float("nan"), 4.0], 3)
+    [0.5, 2.0, 3.0, 4.5, 4.0]
     """
     averages = []
-    for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
+    for center in range(len(values)):
+        around = values[max(0, center - window // 2) : center + window // 2 + 1]
+        known = [value for value in around if not math.isnan(value)]
         averages.append(sum(known) / len(known) if known else math.nan)
     return averages
 

@@ -22,19 +22,22 @@ from jaxft.runs.metrics import log_metrics
 
 SAVE_EVERY = 10
 
-SHOWN = {
+COLUMNS = {
     "reward_mean": "reward",
     "entropy": "entropy",
     "kl": "kl",
-    "clip_high_fraction": "clip",
     "preference_accuracy": "preferred",
-    "sampler_logprob_diff_max": "sampler diff",
-    "failed_episodes": "failed",
     "curriculum_percentile": "curriculum",
     "tokens_per_second": "tok/s",
     "seconds": "seconds",
 }
 """Metrics of the progress line, and the words they are shown under."""
+SHOWN_FROM = {
+    "clip_high_fraction": ("clip", 0.01),
+    "sampler_logprob_diff_max": ("sampler diff", 0.1),
+    "failed_episodes": ("failed", 1.0),
+}
+"""Metrics behind those, their words, and the values from which on they are shown."""
 
 
 class RunLog:
@@ -61,6 +64,7 @@ class RunLog:
         self._directory = directory
         self._loggers = Loggers()
         self._is_open = False
+        self._columns: set[str] = set()  # that an epoch of this process had a value for
 
     def start(self, num_epochs: int, done: int = 0, loggers: Loggers | None = None) -> None:
         """Begin to log, to `loggers` too, and show the progress bar; `done` epochs are logged already."""
@@ -87,7 +91,12 @@ class RunLog:
             timings["logger_failures"] = self._loggers.failures
             log_metrics(self._directory, epoch, metrics, timings)
             self._loggers.metrics(epoch, metrics, timings)
-        self.console.epoch(epoch + 1, {SHOWN[name]: shown[name] for name in SHOWN if shown.get(name) is not None})
+        self._columns |= {name for name in COLUMNS if shown.get(name) is not None}
+        columns = {word: shown.get(name) for name, word in COLUMNS.items() if name in self._columns}
+        for name, (word, least) in SHOWN_FROM.items():
+            if name in shown and shown[name] >= least:
+                columns[word] = shown[name]
+        self.console.epoch(epoch + 1, columns)
         if epoch % SAVE_EVERY == SAVE_EVERY - 1:
             self.save()
 

@@ -11,7 +11,8 @@ import pytest
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, printable
 
-FIGURES = {"reward": "0.81 [0,1]", "kl": 0.00123456, "tok/s": 5321.4, "seconds": 3.14}
+FIGURES = {"reward": 0.81, "kl": 0.00123456, "tok/s": 5321.4, "seconds": 3.14}
+FIGURES_LINE = "12/60 epochs  reward 0.81    kl 0.0012  tok/s 5321     3.1 s"
 EPISODE = [
     {"role": "user", "content": "[bold]x[/bold]\nsecond \x1b[2Jline"},
     {"role": "assistant", "content": "[/] :smile: \r\x00"},
@@ -74,7 +75,7 @@ def test_what_goes_on_is_the_live_line_of_a_terminal(monkeypatch):
     assert "making llms.policy (" in shown and "2/12 epochs  37 of 64 episodes, 1,234 tokens/s (" in shown
     assert "INFO" in shown and "agent: asked [red]why[/red]" in shown
     assert "compiling jit(decode) (" in shown and "4/12 epochs  training (" in shown
-    for line in ("3/12 epochs  reward 0.25\n", "4/12 epochs  reward 0.5\n"):
+    for line in (" 3/12 epochs  reward 0.25\n", " 4/12 epochs  reward 0.5\n"):
         assert shown.count(line) == 1  # live lines are drawn again and again, those that stay once
 
 
@@ -129,10 +130,37 @@ def test_plain_lines_one_per_epoch():
     console = Console(stream)
     console.start(60)
     console.epoch(12, FIGURES)
-    assert stream.getvalue() == "12/60 epochs  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s\n"
+    assert stream.getvalue() == f"{FIGURES_LINE}\n"
     console.message("saved\nat [red]runs/x[/red]")
     console.close()
     assert stream.getvalue().endswith("saved\nat [red]runs/x[/red]\n")
+
+
+def test_epochs_are_columns_within_80_characters():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start(1000)
+    names = ("reward", "entropy", "kl", "tok/s", "seconds")
+    rows = [
+        (-0.0535249, 5.56231, 1.23456e-05, 62.09, 118.31),
+        (None, None, None, 590.6, 5.9),
+        (0.7972, 0.000123456, -9.87654e-08, 123456.0, 99.94),
+        (1234.5678, 23.456, 0.0, 1088.7, 0.04),
+        (float("nan"), float("inf"), -12.3456, 99999.0, 9999.0),
+    ]
+    for done, row in enumerate(rows, 998):
+        console.epoch(done, dict(zip(names, row, strict=True)))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == len(rows) and all(len(line) <= 80 for line in lines)
+    for name in names[:-1]:
+        assert len({line.index(f"  {name} ") for line in lines}) == 1
+    for line, (reward, _, _, tokens, seconds) in zip(lines, rows, strict=True):
+        words = line.split()
+        assert words[3] == "-" if reward is None else float(words[3]) == pytest.approx(reward, rel=0.01, nan_ok=True)
+        assert float(words[words.index("tok/s") + 1]) == pytest.approx(tokens, abs=0.5)
+        assert words[-1] == "s" and float(words[-2]) == pytest.approx(seconds, abs=0.5)
+    console.epoch(1000, dict(zip(names, rows[0], strict=True)) | {"clip": 0.25, "sampler diff": 0.5})
+    assert [line.split()[0] for line in stream.getvalue().splitlines()[len(rows) :]] == ["1000/1000", "clip"]
 
 
 def test_episode_is_shown_literally():
@@ -161,8 +189,8 @@ def test_a_terminal_gets_a_bar_with_the_latest_figures(monkeypatch):
         console.close()
 
     shown = on_a_terminal(show)
-    assert "1/60 epochs  reward 0.25" in shown
-    assert "12/60 epochs  reward 0.81 [0,1]  kl 0.001235  tok/s 5321  3.1 s" in shown
+    assert " 1/60 epochs  reward 0.25" in shown
+    assert FIGURES_LINE in shown
     assert "━" in shown
     assert "a [red]message[/red]" in shown
     assert "[bold]x[/bold]" in shown

@@ -47,7 +47,9 @@ def test_the_band_is_between_the_quartiles(tmp_path):
         assert plot_rewards(directory, narrow).read_bytes() != picture
 
 
-def test_moving_average_looks_back():
-    assert moving_average([3.0, 1.0, 2.0, 6.0], 3) == [3.0, 2.0, 2.0, 3.0]
+def test_the_moving_average_is_centred():
+    assert moving_average([3.0, 1.0, 2.0, 6.0], 3) == [2.0, 2.0, 3.0, 4.0]
+    line = [float(epoch) for epoch in range(40)]
+    assert moving_average(line, 11)[5:-5] == line[5:-5]  # it neither leads nor lags
     averages = moving_average([math.nan, 1.0], 1)
     assert math.isnan(averages[0]) and averages[1] == 1.0
