@@ -104,6 +104,7 @@ def train(config):
     async def main():
         async with jaxft.open_session(config, console=Console(shown)) as session:
             await session.train()
+            session.write_result({"agent": "looked up"})
             await session.export_model()
 
     asyncio.run(main())
@@ -151,6 +152,16 @@ def test_kept_episodes_are_read_back_with_the_scores_of_their_tokens(first_run):
             assert min(entropies) >= 0.0 and max(entropies) > 1.0
     signs = {row["reward"]: row["advantages"][0][-1] for row in episodes if row["epoch"] == 0}
     assert signs[min(signs)] < 0 < signs[max(signs)]
+
+
+def test_the_result_of_every_run_has_its_rewards(first_run):
+    folder = first_run[0]
+    rewards = [row["reward_mean"] for row in read_run(folder).metrics]
+    result = json.loads((folder / "result.json").read_text())
+    assert (
+        result["agent"] == "looked up" and result["reward_first"] == rewards[0] and result["reward_last"] == rewards[-1]
+    )
+    assert result["reward_best"] == max(rewards)
 
 
 def test_a_run_shows_itself(first_run):

@@ -49,6 +49,7 @@ from jaxft.hosts.accord import Accord
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_accord, current_ring
 from jaxft.redaction import hiding, redacted_values, redactor
+from jaxft.report.records import read_run
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import (
     CONFIG_FILE,
@@ -65,6 +66,7 @@ from jaxft.runs.directory import (
 )
 from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
+from jaxft.runs.metrics import reward_figures
 
 RESUME_COMMAND, MASKED, DIFFERENCES = "resume_command", "masked", "differences"
 """Keys of `environment.json`: the command that resumes the run, the paths of secrets in the configuration, and its
@@ -352,11 +354,12 @@ class Session:
         )
 
     def write_result(self, values: Mapping[str, Any]) -> None:
-        """Write and show `result.json`: the values, and `seed`, `seconds` and `versions` unless the values have them.
+        """Write and show `result.json`: the values, and rewards, `seed`, `seconds` and `versions` that they lack.
 
-        `seconds` counts this session and the earlier ones, each up to the checkpoint that the next one resumed.
+        The rewards are the first, last and best of the epochs. `seconds` counts this session and the earlier ones, each
+        up to the checkpoint that the next one resumed.
         """
-        own = {
+        own = reward_figures(read_run(self.directory.path).metrics) | {
             "seed": self.config.finetuning.seed,
             "seconds": round(self.checkpointing.seconds, 3),
             "versions": environment()["versions"],

@@ -85,7 +85,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     note: str | None = None,
 ) -> Markup:
-    """Return a chart of lines over bands.
+    """Return a chart of lines over bands; nothing if there is no value.
 
     Args:
         caption: the name of what is drawn.
@@ -100,7 +100,7 @@ def line_chart(
     columns = [line.ys for line in lines] + [ys for band in bands for ys in (band.lows, band.highs)]
     values = [value for column in columns for value in column if is_finite(value)]
     if not xs or not values:
-        return _figure(caption, Markup(), tag("p", {"class": "empty"}, "no values yet"), note)
+        return Markup()
     frame = _Frame(*size, _padded(xs[0], xs[-1], 0.0), y_range or _padded(min(values), max(values), 0.06))
     drawn = [_band(frame, band) for band in reversed(bands)] + [_line(frame, line) for line in reversed(lines)]
     named, named_bands = [line for line in lines if line.name], [band for band in bands if band.name]
@@ -128,7 +128,7 @@ def stacked_chart(
     With more positions than `MAX_COLUMNS`, a bar is the mean of neighbours.
     """
     if not xs or not layers:
-        return _figure(caption, Markup(), tag("p", {"class": "empty"}, "no values yet"), note)
+        return Markup()
     stretch = -(-len(xs) // MAX_COLUMNS)
     starts = range(0, len(xs), stretch)
     bars = {name: [_mean(ys[at : at + stretch]) for at in starts] for name, ys in layers.items()}
@@ -184,7 +184,7 @@ def heat_map(
     size: tuple[int, int] = WIDE,
     note: str | None = None,
 ) -> Markup:
-    """Return a grid of coloured cells, the first row on top.
+    """Return a grid of coloured cells, the first row on top; nothing if there is no cell.
 
     Args:
         caption: the name of what is drawn.
@@ -201,7 +201,7 @@ def heat_map(
     """
     width, height = size
     if not row_names or not column_names:
-        return _figure(caption, Markup(), tag("p", {"class": "empty"}, "no values yet"), note)
+        return Markup()
     step_x = (width - label_width - _RIGHT) / len(column_names)
     step_y = (height - _TOP - _BOTTOM) / len(row_names)
     gap = 0.0 if step_x < 4 or step_y < 4 else 1.0

@@ -14,12 +14,14 @@ from jaxft.report.charts import (
     heat_map,
     is_finite,
     line_chart,
+    shortened,
     stacked_chart,
 )
 from jaxft.report.markup import Markup, byte_count, duration, joined, number, tag
 from jaxft.report.page import charts, details, notice, section, subheading, table
 from jaxft.report.records import Row, RunRecords
-from jaxft.report.samples import Place
+from jaxft.report.samples import Place, questions
+from jaxft.runs.metrics import NAMED_REWARD
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),
@@ -67,6 +69,8 @@ MAX_BARS = 60
 """Largest number of columns of a heat map; with more epochs, neighbours share a column."""
 MAX_EXAMPLES = 30
 MAX_LISTED = 15
+MAX_QUESTION = 120
+"""Largest number of characters of a question in a table."""
 MAX_VALUES = 12
 """Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
@@ -95,8 +99,10 @@ def curves_section(run: RunRecords) -> Markup:
     if not rows and not run.validations:
         return section("curves", "Curves", tag("p", {"class": "empty"}, "No epoch has ended yet."))
     names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_metric(name, value))
-    shown: set[str] = set(ELSEWHERE)
-    figures = []
+    shown = {*ELSEWHERE, *(f"{NAMED_REWARD}{name}" for name in run.named_rewards)}
+    epochs = [row["epoch"] for row in run.metrics]
+    by_name = [Line(name, epochs, values, color) for color, (name, values) in enumerate(run.named_rewards.items())]
+    figures = [line_chart("Rewards by name", by_name)]
     for caption, wanted in IMPORTANT:
         present = [name for name in wanted if name in names and _varies(rows, name)]
         if present:
@@ -105,7 +111,6 @@ def curves_section(run: RunRecords) -> Markup:
             shown |= set(present)
     if ages := [name for name in names if name.startswith(AGES)]:
         layers = {name.removeprefix(AGES): [row.get(name) or 0.0 for row in rows] for name in ages}
-        epochs = [row["epoch"] for row in rows]
         figures.append(stacked_chart("Tokens by the number of versions behind, fraction", epochs, layers))
         shown |= set(ages)
     # Of the timings, these have a chart among the important ones; the others stand in their own section.
@@ -120,7 +125,7 @@ def curves_section(run: RunRecords) -> Markup:
         "Curves",
         tag("div", {"class": "only-wide"}, wide),
         tag("div", {"class": "only-narrow"}, narrow),
-        charts(*figures) if figures else None,
+        charts(*figures),
         details(f"All other metrics ({len(varying)})", charts(*(_chart(rows, [name]) for name in varying)))
         if varying
         else None,
@@ -174,7 +179,7 @@ def rewards_section(run: RunRecords, places: Sequence[Place]) -> Markup:
         "rewards",
         "Rewards",
         tag("div", {"class": "scroll plain"}, _distribution(by_epoch, columns)),
-        tag("div", {"class": "scroll plain"}, _by_example(by_epoch, columns)),
+        tag("div", {"class": "scroll plain"}, _by_example(by_epoch, columns, places)),
         lead=f"Neighbouring epochs share a column, as there are more than {MAX_BARS}."
         if len(by_epoch) > MAX_BARS
         else None,
@@ -250,7 +255,7 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
     )
 
 
-def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) -> Markup:
+def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]], places: Sequence[Place]) -> Markup:
     """Return the mean reward of each example over the epochs, the hardest examples on top."""
     means: dict[str, list[Value]] = {}
     examples = dict.fromkeys(example for rewards in by_epoch.values() for example in rewards)
@@ -267,10 +272,12 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
         return joined(())
     seen = [sum(value is not None for value in means[example]) for example in hardest]
     if len(columns) > 1 and sum(seen) < 2 * len(seen):
-        return _hardest_of_late_epochs(by_epoch)
+        return _hardest_of_late_epochs(by_epoch, places)
+    asked = questions(places, kept)
+    labels = [f"{shortened(example, 14)} {asked.get(example, '')[:28]}".strip() for example in kept]
     words = [
         [
-            f"{example}\n{_name(epochs)}: mean reward {number(value)}"
+            "\n".join(filter(None, [example, asked.get(example), f"{_name(epochs)}: mean reward {number(value)}"]))
             for value, epochs in zip(means[example], columns, strict=True)
         ]
         for example in kept
@@ -278,17 +285,18 @@ def _by_example(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) 
     left = len(hardest) - len(kept)
     return heat_map(
         "Mean reward by example, the hardest first",
-        kept,
+        labels,
         [str(epochs[0]) for epochs in columns],
         [means[example] for example in kept],
         words,
         value_range=(min(finite), max(finite)),
+        label_width=max(110, 7 * max(map(len, labels)) + 7),
         size=(WIDE[0], 20 * len(kept) + 44),
         note=f"{len(kept)} of {len(hardest)} examples; the {left:,} easier ones are left out." if left else None,
     )
 
 
-def _hardest_of_late_epochs(by_epoch: dict[int, Rewards]) -> Markup:
+def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[Place]) -> Markup:
     """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
     epochs = sorted(by_epoch)
     late = epochs[-max(1, len(epochs) // 4) :]
@@ -298,7 +306,8 @@ def _hardest_of_late_epochs(by_epoch: dict[int, Rewards]) -> Markup:
             rewards[example] += filter(is_finite, values)
     ranked = sorted(((fmean(values), len(values), example) for example, values in rewards.items() if values))
     kept = ranked[:MAX_LISTED]
-    rows = [(example, number(mean), count) for mean, count, example in kept]
+    asked = questions(places, (example for _, _, example in kept))
+    rows = [(example, asked.get(example, "")[:MAX_QUESTION], number(mean), count) for mean, count, example in kept]
     name = f"Hardest examples of epochs {late[0]} to {late[-1]}"
     words = f"{len(kept)} of the {len(ranked):,} examples of these epochs; few examples are seen in two epochs."
     return tag(
@@ -306,7 +315,7 @@ def _hardest_of_late_epochs(by_epoch: dict[int, Rewards]) -> Markup:
         {},
         subheading(name),
         tag("p", {"class": "note"}, words),
-        table(("example", "mean reward", "episodes"), rows, numbers=(1, 2)),
+        table(("example", "question", "mean reward", "episodes"), rows, numbers=(2, 3)),
     )
 
 
@@ -315,7 +324,7 @@ def _mean(values: Sequence[Value]) -> Value:
     return fmean(finite) if finite else None
 
 
-def validation_section(run: RunRecords) -> Markup | None:
+def validation_section(run: RunRecords, places: Sequence[Place]) -> Markup | None:
     """Return the section on curriculum and validation; None for a run that has neither."""
     curriculum = (run.config.get("finetuning") or {}).get("curriculum_learning") or {}
     has_curriculum = bool(curriculum.get("enabled"))
@@ -326,7 +335,7 @@ def validation_section(run: RunRecords) -> Markup | None:
         "validation",
         " and ".join(["Curriculum"] * has_curriculum + ["Validation"] * bool(run.validations)).replace(" V", " v"),
         charts(*figures),
-        *_least_trained(run),
+        *_least_trained(run, places),
         *_all_validations(run),
     )
 
@@ -347,17 +356,19 @@ def _validation(run: RunRecords) -> Iterator[Markup]:
     yield line_chart("Validation reward", [Line("mean", at, means, 1)], x_label="epochs before it")
 
 
-def _least_trained(run: RunRecords) -> Iterator[Markup]:
+def _least_trained(run: RunRecords, places: Sequence[Place]) -> Iterator[Markup]:
     examples = run.curriculum.get("examples") or {}
     if examples:
-        ordered = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))
+        ordered = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))[:MAX_EXAMPLES]
+        asked = questions(places, (name for name, _ in ordered))
+        keys = ("epochs_included", "reward_mean", "reward_diff")
         rows = [
-            (name, *(number(state.get(key)) for key in ("epochs_included", "reward_mean", "reward_diff")))
-            for name, state in ordered[:MAX_EXAMPLES]
+            (name, asked.get(name, "")[:MAX_QUESTION], *(number(state.get(key)) for key in keys))
+            for name, state in ordered
         ]
         more = f" of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
-        headers = ("example", "epochs trained", "mean reward", "reward difference")
-        yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(1, 2, 3)))
+        headers = ("example", "question", "epochs trained", "mean reward", "reward difference")
+        yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(2, 3, 4)))
 
 
 def _all_validations(run: RunRecords) -> Iterator[Markup]:
@@ -375,9 +386,9 @@ def _all_validations(run: RunRecords) -> Iterator[Markup]:
 
 def timings_section(run: RunRecords) -> Markup:
     """Return the section on time by phase, memory, and compiled programs."""
-    rows = run.timings
-    if not rows:
+    if not run.timings:
         return section("timings", "Time and memory", tag("p", {"class": "empty"}, "No epoch has ended yet."))
+    rows = run.warm_timings
     epochs = [row["epoch"] for row in rows]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("seconds_"))
     phases = [name for name in names if name not in NO_PHASES and not name.startswith(ON_DEVICE)]
@@ -387,34 +398,36 @@ def timings_section(run: RunRecords) -> Markup:
     totals = {name: sum(values) for name, values in layers.items()}
     whole = sum(totals.values()) or 1.0
     shares = {f"{name}, {duration(total)}": 100 * total / whole for name, total in totals.items()}
-    later = sum(row.get("seconds") or 0.0 for row in rows[1:])
     figures = [
         stacked_chart("Seconds by phase", epochs, layers, unit=" s"),
         bar_chart(
             "Share of the time", {name: round(share, 1) for name, share in shares.items()}, unit=" %", whole=100.0
         ),
-        *_memory(rows, epochs),
     ]
     if on_device := [name for name in names if name.startswith(ON_DEVICE)]:
         spent = {name.removeprefix(ON_DEVICE): [row.get(name) or 0.0 for row in rows] for name in on_device}
-        figures.insert(2, stacked_chart("Seconds of the device; idle: it waits for agents", epochs, spent, unit=" s"))
+        figures.append(stacked_chart("Seconds of the device; idle: it waits for agents", epochs, spent, unit=" s"))
+    cold = {row["epoch"]: row.get("seconds") or 0.0 for row in run.timings if row not in rows}
+    epochs = [row["epoch"] for row in run.timings]
+    figures += _memory(run.timings, epochs)
     for name, caption in (
         ("compiles", "Compiled programs, in all"),
         ("seconds_episode_max", "Seconds of the longest episode"),
         ("seconds_reward", "Seconds of evaluators, summed over episodes"),
     ):
-        if any(is_finite(row.get(name)) for row in rows):
-            values = [row.get(name) for row in rows]
-            figures.append(line_chart(caption, [Line(name, epochs, values, 4)]))
+        figures.append(line_chart(caption, [Line(name, epochs, [row.get(name) for row in run.timings], 4)]))
     note = None
-    if len(rows) > 3 and later:
-        mean = duration(later / (len(rows) - 1))
-        note = f"An epoch takes {mean} on average, without the first, which compiles."
+    if cold:
+        mean = duration(sum(row.get("seconds") or 0.0 for row in rows) / len(rows))
+        note = (
+            f"An epoch takes {mean} on average. The phases are without epoch{'s' * (len(cold) > 1)} "
+            f"{', '.join(map(str, cold))}, in which a process begins and compiles: {duration(sum(cold.values()))}."
+        )
     return section("timings", "Time and memory", charts(*figures), lead=note)
 
 
 def _memory(rows: Sequence[Row], epochs: Sequence[int]) -> Iterator[Markup]:
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name.endswith("_bytes")]
+    names = dict.fromkeys(key for row in rows for key in row if key.endswith("_bytes") and is_finite(row[key]))
     if not names:
         return
     lines = []

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.markup import escaped, number, visible
 from jaxft.report.records import Row
+from jaxft.report.samples import question_of
 
 MAX_SHADED_TOKENS = 4000
 """Largest number of tokens of an answer that are shaded; the others are shown as text."""
@@ -126,7 +127,7 @@ def fragment(row: Row, key: str, scale: Scale) -> Fragment:
         _mark(f"{num_tool_results} tool result{'s' * (num_tool_results > 1)}", "info") if num_tool_results else "",
     ]
     where = f"generation {row['generation']}" if row.get("generation") is not None else ""
-    head = _summary(row.get("epoch"), example, where, reward, marks, num_tokens, str(last))
+    head = _summary(row.get("epoch"), example, where, reward, marks, num_tokens, str(last), question_of(items))
     body = f"{_about(row, metadata)}<ol class=messages>{''.join(messages)}</ol>"
     html = f'<details class="episode" id="{escaped(key)}">{head}<div class=body>{body}</div></details>'
     return Fragment(html, row.get("epoch"), example, reward, num_tokens, flags)
@@ -150,14 +151,16 @@ def _summary(
     marks: Iterable[str],
     num_tokens: int | None,
     preview: str,
+    question: str = "",
 ) -> str:
     when = "pair" if epoch is None else f"epoch {epoch}"
     size = "" if num_tokens is None else f"{num_tokens:,} tokens"
+    asked = f"<bdi class=question>{escaped(question[:PREVIEW])}</bdi> → " if question else ""
     shown = escaped(" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW])
     return (
         f"<summary><span class=reward>{escaped(number(reward))}</span><span class=when>{when}</span>"
         f"<b>{escaped(shortened(example, 40))}</b><span class=quiet>{where}</span><span class=quiet>{size}</span>"
-        f"{''.join(marks)}<span class=preview><bdi>{shown}</bdi></span></summary>"
+        f"{''.join(marks)}<span class=preview>{asked}<bdi>{shown}</bdi></span></summary>"
     )
 
 

@@ -10,6 +10,7 @@ from jaxft.report.markup import Markup, duration, number, tag, visible
 from jaxft.report.page import code, details, facts, notice, section, subheading, table, tiles
 from jaxft.report.records import Row, RunRecords
 from jaxft.report.samples import Place, read_episodes
+from jaxft.runs.metrics import NAMED_REWARD, reward_figures
 
 MAX_ROWS = 30
 MAX_LOG_LINES = 200
@@ -20,8 +21,8 @@ _WARNING = re.compile(
 )
 _PROGRESS = re.compile(r"^(\d+/\d+ epochs|---| {4})")
 
-OWN_RESULTS = ("seed", "seconds", "versions", "num_epochs", "jobs_completed")
-"""Keys of result.json that the head of the page shows under other names."""
+OWN_RESULTS = ("seed", "seconds", "versions", "num_epochs", "jobs_completed", "model")
+"""Keys of result.json that the head of the page shows under other names, beside those of rewards."""
 
 FAULTS = {
     "failed_episodes": "episodes failed",
@@ -44,17 +45,18 @@ def header(run: RunRecords, places: Sequence[Place]) -> Markup:
     identity = {
         "Model": _model(run.config),
         "Loss": _loss(run.config),
-        "Seed": finetuning.get("seed", "–"),
-        "Devices": ", ".join(environment.get("devices") or ()) or "–",
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "–",
-        "Commit": (environment.get("git_commit") or "–")[:12],
+        "Seed": finetuning.get("seed"),
+        "Devices": ", ".join(environment.get("devices") or ()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "Commit": (environment.get("git_commit") or "")[:12],
     }
     commands = []
     if environment.get("command"):
         commands += [subheading("Command"), code(_command(environment["command"]))]
     if environment.get("resume_command") and run.state != "ended":
         commands += [subheading("To resume"), code(str(environment["resume_command"]))]
-    result = {k: v for k, v in (run.result or {}).items() if k not in OWN_RESULTS}
+    shown = {*OWN_RESULTS, *reward_figures(run.metrics)}
+    result = {name: value for name, value in (run.result or {}).items() if name not in shown}
     numbers = {name: value for name, value in result.items() if is_finite(value)}
     identity |= {name: _value(value) for name, value in result.items() if name not in numbers}
     return tag(
@@ -64,7 +66,7 @@ def header(run: RunRecords, places: Sequence[Place]) -> Markup:
         *_why_stopped(run),
         tiles(_tiles(run, planned)),
         tiles((_words(name), number(value), "result") for name, value in numbers.items()) if numbers else None,
-        facts(identity),
+        facts({name: value for name, value in identity.items() if value not in (None, "")}),
         details("Command" if run.state == "ended" else "Command, and command to resume", *commands)
         if commands
         else None,
@@ -98,6 +100,11 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
         first, last, best = rewards[0][1], rewards[-1][1], max(rewards, key=lambda pair: pair[1])
         yield "Reward, last epoch", number(last, 3), f"{number(first, 3)} in the first"
         yield "Best reward", number(best[1], 3), f"in epoch {best[0]}"
+    figures = reward_figures(run.metrics)
+    for name in run.named_rewards:
+        first, last = figures.get(f"{NAMED_REWARD}{name}_first"), figures.get(f"{NAMED_REWARD}{name}_last")
+        if last is not None:
+            yield f"{name}, last epoch", number(last, 3), f"{number(first, 3)} in the first"
     validations = [row for row in run.validations if is_finite(row.get("avg_reward"))]
     if validations:
         best_row = max(validations, key=lambda row: row["avg_reward"])
@@ -107,11 +114,8 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
     seconds = sum(row.get("seconds") or 0.0 for row in run.timings)
     total = (run.result or {}).get("seconds")
     if total or seconds:
-        yield (
-            "Time",
-            duration(total or seconds),
-            f"{duration(seconds / len(run.timings))} per epoch" if run.timings else "",
-        )
+        warm = [row.get("seconds") or 0.0 for row in run.warm_timings]
+        yield "Time", duration(total or seconds), f"{duration(sum(warm) / len(warm))} per epoch" if warm else ""
     speeds = [row["tokens_per_second"] for row in run.timings if is_finite(row.get("tokens_per_second"))]
     if speeds:
         yield "Tokens per second", number(sorted(speeds)[len(speeds) // 2], 3), "sampled, median"
@@ -124,11 +128,11 @@ def _model(config: Row) -> str:
     llms = config.get("llms") or {}
     adapter = _chosen(config, "trainer_adapters", "trainer_adapter")
     llm: Row = llms.get(adapter.get("llm")) or next(iter(llms.values()), {})
-    return str(llm.get("path") or llm.get("preset") or "–")
+    return str(llm.get("path") or llm.get("preset") or "")
 
 
 def _loss(config: Row) -> str:
-    return str((_chosen(config, "trainer_adapters", "trainer_adapter").get("loss") or {}).get("name", "–"))
+    return str((_chosen(config, "trainer_adapters", "trainer_adapter").get("loss") or {}).get("name", ""))
 
 
 def _chosen(config: Row, kind: str, name: str) -> Row:

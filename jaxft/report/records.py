@@ -33,6 +33,7 @@ from jaxft.runs.directory import (
     TOKEN_SCORES_FILE,
     VALIDATION_HISTORY_FILE,
 )
+from jaxft.runs.metrics import NAMED_REWARD, REWARD
 
 Row = dict[str, Any]
 
@@ -74,6 +75,20 @@ class RunRecords:
     def name(self) -> str:
         """Name of the run directory."""
         return self.path.resolve().name
+
+    @property
+    def warm_timings(self) -> list[Row]:
+        """Timings without the epochs in which a process begins, as those compile; all of a run that has no others."""
+        begins = {self.timings[0]["epoch"] if self.timings else 0, *(row.get("checkpoint") for row in self.resumes)}
+        return [row for row in self.timings if row["epoch"] not in begins] or self.timings
+
+    @property
+    def named_rewards(self) -> dict[str, list[float | None]]:
+        """Mean of each named reward by epoch; none if they all are the reward, as one function's is."""
+        named = dict.fromkeys(name for row in self.metrics for name in row if name.startswith(NAMED_REWARD))
+        if all(row.get(name) in (None, row.get(REWARD)) for row in self.metrics for name in named):
+            return {}
+        return {name.removeprefix(NAMED_REWARD): [row.get(name) for row in self.metrics] for name in named}
 
     @property
     def config_text(self) -> str:

@@ -81,7 +81,7 @@ def report_html(
     """Return the report of a run, the number of episodes in it, and the number that the run has kept."""
     places = find_episodes(records.path)
     archive = make_archive(places, max_episodes=max_episodes, processes=processes)
-    validation = validation_section(records)
+    validation = validation_section(records, places)
     sections = {
         "curves": curves_section(records),
         "rewards": rewards_section(records, places),

@@ -141,6 +141,22 @@ def read_episodes(places: Iterable[Place]) -> Iterator[Row]:
             yield {"token_texts": None, **row, **{name: scores.get(name) for name in ("advantages", "entropies")}}
 
 
+def questions(places: Sequence[Place], examples: Iterable[str]) -> dict[str, str]:
+    """Return the first message of a user for each of the examples that has one, from an episode that was kept."""
+    wanted = set(examples)
+    first = {place.example_id: place for place in reversed(places) if place.example_id in wanted}
+    found = {}
+    for example, row in zip(first, read_episodes(first.values()), strict=True):
+        if question := question_of(row.get("episode") or ()):
+            found[str(example)] = question
+    return found
+
+
+def question_of(episode: Iterable[Row]) -> str:
+    """Return the first message of a user in one line; empty without any."""
+    return " ".join(next((str(item.get("content")) for item in episode if item.get("role") == "user"), "").split())
+
+
 def spread(places: Sequence[Place], count: int) -> list[Place]:
     """Return at most `count` of the places, in their order: alike many of each epoch, and over all rewards of it.
 

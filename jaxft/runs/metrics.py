@@ -1,8 +1,14 @@
 """The metrics of a run, one row per epoch; timings are in a separate file, so that the metrics are reproducible."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxft.runs.directory import METRICS_FILE, TIMINGS_FILE, RunDirectory
+
+REWARD = "reward_mean"
+NAMED_REWARD = "reward/"
+"""Beginning of the metrics of named rewards."""
 
 
 def log_metrics(
@@ -31,3 +37,18 @@ def log_metrics(
     directory.append_jsonl(METRICS_FILE, {"epoch": epoch, **metrics})
     directory.commit()
     directory.append_jsonl(TIMINGS_FILE, {"epoch": epoch, **timings})
+
+
+def reward_figures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the first, the last and the best mean reward of some epochs, and those of each named reward.
+
+    >>> reward_figures([{"reward_mean": 0.5}, {"reward_mean": None, "loss": 1.0}, {"reward_mean": 0.25}])
+    {'reward_first': 0.5, 'reward_last': 0.25, 'reward_best': 0.5}
+    """
+    figures: dict[str, float] = {}
+    for name in [REWARD, *sorted({name for row in metrics for name in row if name.startswith(NAMED_REWARD)})]:
+        values = [value for row in metrics if (value := row.get(name)) is not None and math.isfinite(value)]
+        if values:
+            stem = "reward" if name == REWARD else name
+            figures |= {f"{stem}_first": values[0], f"{stem}_last": values[-1], f"{stem}_best": max(values)}
+    return figures

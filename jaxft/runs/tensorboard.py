@@ -1,6 +1,7 @@
 """The TensorBoard logger: metrics and timings of a run as scalars and texts, with the epoch as the step."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -17,6 +18,15 @@ from jaxft.runs.loggers import LoggedRun, RunLogger, Status
 TENSORBOARD_FOLDER = "tensorboard"
 FILE_VERSION = "brain.Event:2"
 
+GROUPS = {
+    "reward": "reward|curriculum|signal|preference|priced",
+    "sampler": "sampler|stale|effective|correction",
+    "episodes": "episode|calls|prompts|completion|trajector|sequence|truncated",
+    "loss": "loss|entropy|kl|clip|ratio|grad_norm|delta",
+    "training": "",
+}
+"""Groups of metrics in TensorBoard, in the order in which they are looked through, and what names of each contain."""
+
 
 class TensorBoardLogger(RunLogger):
     """Writes a file of events for each process of a run into the folder `tensorboard` of the run directory."""
@@ -30,14 +40,25 @@ class TensorBoardLogger(RunLogger):
         self._file = EventFile(self._directory, first_step=run.first_epoch)
 
     def metrics(self, epoch: int, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
-        """Write metrics and timings; slashes in names group them in TensorBoard."""
+        """Write metrics and timings, each under its group: `reward/reward_mean`, `time/seconds`."""
         assert self._file is not None
-        self._file.add(epoch, {**metrics, **timings})
+        tags = {name: grouped(name) for name in metrics}
+        tags |= {name: f"{'memory' if name.endswith('_bytes') else 'time'}/{name}" for name in timings}
+        self._file.add(epoch, {tags[name]: value for name, value in {**metrics, **timings}.items()})
 
     def end(self, status: Status, result: Mapping[str, Any]) -> None:
         """Close the file."""
         assert self._file is not None
         self._file.close()
+
+
+def grouped(name: str) -> str:
+    """Return a metric's name behind that of its group; a name with a slash has its own.
+
+    >>> [grouped(name) for name in ("reward_mean", "sampler_kl", "kl", "learning_rate", "validation/avg_reward")]
+    ['reward/reward_mean', 'sampler/sampler_kl', 'loss/kl', 'training/learning_rate', 'validation/avg_reward']
+    """
+    return name if "/" in name else f"{next(g for g, words in GROUPS.items() if re.search(words, name))}/{name}"
 
 
 class EventFile:

@@ -117,8 +117,7 @@ async def run(config: Config, *, resume: bool) -> TrainResult:
         model = await session.export_model()
         assert model is not None
         counts = {"num_epochs": config.finetuning.num_epochs, "jobs_completed": len(statuses), "model": model.name}
-        rewards = TrainResult(folder).rewards
-        session.write_result(counts | {"reward_first": rewards[0], "reward_last": rewards[-1]})
+        session.write_result(counts)
     return TrainResult(folder)
 
 

@@ -70,7 +70,7 @@ class TrainResult:
 
     @property
     def final(self) -> dict[str, Any]:
-        """The figures in `result.json`: epochs, seconds, first and last mean reward, versions."""
+        """The figures in `result.json`: epochs, seconds, first, last and best rewards, versions."""
         return dict(self._records.result or {})
 
     @property

@@ -60,7 +60,8 @@ def make_run(
         quartiles = {"group_reward_q25": 0.1 + epoch / epochs / 2, "group_reward_q75": 0.4 + epoch / epochs / 2}
         means = {"reward_mean": sum(flat) / len(flat), **bounds, **quartiles, **shares}
         history.append({"epoch": epoch, **means})
-        metrics.append({"epoch": epoch, **means, **_metrics(draw, epoch, epochs, len(flat))})
+        named = {"reward/correct": means["reward_mean"], "reward/brief": 0.25 + epoch / 8}
+        metrics.append({"epoch": epoch, **means, **named, **_metrics(draw, epoch, epochs, len(flat))})
         timings.append({"epoch": epoch, **_timings(draw, epoch)})
         rewards.append({"epoch": epoch, "rewards": of_epoch})
     write_lines(path / "training_metrics.jsonl", metrics)
@@ -77,7 +78,8 @@ def make_run(
     log = ["2026-01-02 03:04:05 jaxft 0.1.0: run.yml", "2026-01-02 03:04:06 WARNING jaxft: <i>careful</i>"]
     (path / "run.log").write_text("\n".join([*log, f"2026-01-02 03:04:07 {epochs}/{epochs} epochs  reward 0.5", ""]))
     if has_ended:
-        write_json(path / "result.json", {"win_rate": 0.75, "seed": 3, "seconds": 61.5, "versions": {}})
+        result = {"win_rate": 0.75, "reward/brief_first": 0.25, "seed": 3, "seconds": 61.5, "versions": {}}
+        write_json(path / "result.json", result)
     return path
 
 

@@ -116,6 +116,43 @@ def test_the_page_shows_the_figures_of_the_run(page, run):
     assert "ValueError: <b>no</b>" in faults and "finetuning.num_epochs: 4 → 6" in faults and "<i>careful</i>" in faults
 
 
+def test_named_rewards_stand_beside_the_reward(page, tmp_path):
+    header = page.sections["top"]
+    assert re.search(r"brief, last epoch\s*0\.875\s*0\.25 in the first", header) and "brief first" not in header
+    assert "Rewards by name" in page.sections["curves"] and page.sections["curves"].count("reward/") == 0
+    run = make_run(tmp_path / "run", epochs=3)
+    rows = [json.loads(line) for line in (run / "training_metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "training_metrics.jsonl", [row | {"reward/brief": row["reward_mean"]} for row in rows])
+    assert "Rewards by name" not in page_of(run).text  # they are the reward
+
+
+def test_examples_have_their_questions(page, run):
+    question = json.loads((run / "trajectories/samples.jsonl").read_text().splitlines()[0])["episode"][1]["content"]
+    assert f"example-0 {question}" in page.sections["rewards"] and question in page.sections["validation"]
+    assert all("→" in html for html in episodes_of(page) if "badge error" not in html)
+
+
+def test_phases_are_without_the_epochs_that_compile(page, run):
+    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    warm = [row for row in rows if row["epoch"] not in (0, 2)]  # it was resumed at 2
+    share = sum(row["seconds_update"] for row in warm) / sum(row["seconds"] for row in warm)
+    assert f"{100 * share:.3g} %" in page.sections["timings"] and "epochs 0, 2, in which" in page.sections["timings"]
+
+
+def test_nothing_is_shown_where_there_is_nothing(tmp_path):
+    run = make_run(tmp_path / "run", epochs=3)
+    environment = json.loads((run / "environment.json").read_text())
+    write_json(run / "environment.json", environment | {"git_commit": None, "devices": []})
+    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    write_lines(run / "timings.jsonl", [row | {"host_peak_bytes": None, "compiles": None} for row in rows])
+    validations = json.loads((run / "validation_history.json").read_text())
+    write_json(run / "validation_history.json", [row | {"avg_reward": None} for row in validations])
+    page = page_of(run)
+    assert not {"Commit", "Devices", "–"} & set(page.sections["top"].split())
+    assert "Memory, GiB" not in page.text and "Compiled programs" not in page.text
+    assert "Validation reward" not in page.text
+
+
 def test_a_chart_says_its_values_on_hover(page, run):
     rows = json.loads((run / "reward_history.json").read_text())
     words = next(

@@ -24,7 +24,9 @@ def log(directory, first_epoch, epochs):
     logger.begin(LoggedRun("run", directory.path, first_epoch=first_epoch))
     for epoch in epochs:
         texts = {"stop": "length"} if epoch == 2 else {}
-        logger.metrics(epoch, {"reward/mean": 0.25 * epoch, "rows": 8, **texts}, {"seconds": 0.5})
+        logger.metrics(
+            epoch, {"reward/mean": 0.25 * epoch, "rows": 8, **texts}, {"seconds": 0.5, "host_peak_bytes": 64}
+        )
     logger.end("completed", {})
 
 
@@ -36,8 +38,9 @@ def test_metrics_and_timings_are_scalars_and_texts_by_epoch(tmp_path):
         for event in read_events(directory.path / "tensorboard")
         for value in event.summary.value
     ]
-    assert {(1, "reward/mean", 0.25), (2, "reward/mean", 0.5), (1, "rows", 8.0), (2, "seconds", 0.5)} <= set(values)
-    assert [step for step, tag, _ in values if tag.startswith("stop")] == [2]
+    assert {(1, "reward/mean", 0.25), (2, "reward/mean", 0.5), (1, "training/rows", 8.0)} <= set(values)
+    assert {(1, "time/seconds", 0.5), (2, "time/seconds", 0.5), (1, "memory/host_peak_bytes", 64.0)} <= set(values)
+    assert [step for step, tag, _ in values if tag.startswith("training/stop")] == [2]
 
 
 def test_a_resumed_run_hides_the_epochs_that_it_repeats(tmp_path):

@@ -49,6 +49,7 @@ def test_the_result_has_history_plot_and_model(whole):
     assert whole.rewards == [row["reward_mean"] for row in whole.history]
     assert whole.plot()._repr_png_().startswith(b"\x89PNG")
     assert whole.final["reward_last"] == whole.rewards[-1] and whole.final["num_epochs"] == 3
+    assert whole.final["reward/digits_best"] == max(row["reward/digits"] for row in whole.history)
     assert repr(whole).startswith(f"TrainResult('{whole.output_dir}': 3 epochs, reward {whole.rewards[0]:.3f} -> ")
     assert repr(jaxft.TrainResult(str(whole.output_dir))) == repr(whole)
     model, params = whole.load()
