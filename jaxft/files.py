@@ -97,6 +97,28 @@ def _without_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
     return value
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; raise ValueError if a key is repeated."""
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key '{key}' is there twice")
+        fields[key] = value
+    return fields
+
+
+def finite_number(value: Any) -> float:
+    """Return the value as a float; raise ValueError if it is not finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not a finite number: JSON has no NaN and no infinity")
+    return number
+
+
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=unique_keys, parse_float=finite_number, parse_constant=finite_number)
+"""Reads what JSON allows and no more: Python's own decoder takes NaN, infinity and repeated keys."""
+
+
 def replace_file(path: Path, content: bytes) -> Path:
     """Replace a file atomically and return its path: after a crash it has the old content or the new.
 

@@ -6,7 +6,6 @@ row has an id, rows are numbered from 0. `jaxft.harness.table_datasets` reads ta
 
 import hashlib
 import json
-import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from jaxft.errors import DatasetError
+from jaxft.files import STRICT_JSON
 from jaxft.harness.config_types import ConfigModel, InputPath
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.registry import DatasetConfig, register_dataset_loader
@@ -263,7 +263,7 @@ def _parsed(text: str, place: str) -> Any:
 
 def _parsed_at(text: str, start: int, place: str) -> tuple[Any, int]:
     try:
-        return _DECODER.raw_decode(text, start)
+        return STRICT_JSON.raw_decode(text, start)
     except json.JSONDecodeError as error:
         file, _, first = place.rpartition(":")
         line = int(first) + text.count("\n", start, error.pos)
@@ -278,24 +278,3 @@ def _skip_space(text: str, start: int) -> int:
     while text[start : start + 1] in (" ", "\t", "\r", "\n"):
         start += 1
     return start
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; raise ValueError if a key is repeated."""
-    fields: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in fields:
-            raise ValueError(f"the key '{key}' is there twice")
-        fields[key] = value
-    return fields
-
-
-def finite_number(value: Any) -> float:
-    """Return the value as a float; raise ValueError if it is not finite."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value} is not a finite number: JSON has no NaN and no infinity")
-    return number
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_float=finite_number, parse_constant=finite_number)

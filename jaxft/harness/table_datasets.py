@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from jaxft.errors import DatasetError, one_line
+from jaxft.files import finite_number, unique_keys
 from jaxft.harness.config_types import config_error
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.datasets import (
@@ -20,8 +21,6 @@ from jaxft.harness.datasets import (
     decoded_lines,
     file_bytes,
     file_items,
-    finite_number,
-    unique_keys,
 )
 from jaxft.harness.registry import register_dataset_loader
 

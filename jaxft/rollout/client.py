@@ -1,6 +1,7 @@
 """The chat client of a policy in this process: it samples the reply, and records the call in the episode."""
 
 import asyncio
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -222,9 +223,16 @@ class ChatClient(LanguageModel):
         stop_reason = found[1] if found is not None else last_id if last_id in custom_stops else None
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
-            parsed = template.responses.parse(
-                prefill + text, prompt.text, has_tools=request.may_call_tools, tools=request.tools
+            parse = functools.partial(
+                template.responses.parse,
+                prompt_text=prompt.text,
+                has_tools=request.may_call_tools,
+                tools=request.tools,
             )
+            parsed = parse(prefill + text)
+            if parsed.is_malformed and found is not None:  # the stop string may be the end of a call
+                whole = parse(prefill + cut_at_stop(sampled, request.stops, include_stop=True))
+                parsed = whole if whole.tool_calls else parsed
             if not request.parallel_tool_calls:
                 parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
         if streamer is not None:

@@ -1,13 +1,15 @@
 """Sampled text as an answer: its reasoning, its content and its tool calls.
 
-The formats of model families are data (`assets/response_templates.json`), in the notation of transformers' response
-templates, and are chosen by the chat template. A tokenizer may bring a `response_template` of its own.
+The formats of model families are data (`assets/response_templates.json`), chosen by the chat template: where reasoning
+and tool calls begin in the notation of transformers' response templates, and the grammar of a tool call. A call is good
+if its grammar reads every character of it, so that the template, given the call, writes the same again but for what
+carries no meaning. A tokenizer may bring a `response_template` of its own, which transformers then reads alone.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +17,33 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from jaxft.errors import RequestError
-from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, Tool, ToolCall, check_json, read_arguments
+from jaxft.files import STRICT_JSON
+from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, Tool, ToolCall, check_json
 from jaxft.rollout.token_text import TokenTexts
 
 FAMILIES_FILE = Path(__file__).parent / "assets" / "response_templates.json"
+
+PIECE_CHARACTERS = 4096
+"""Characters that transformers' parser is given at once: what it reads beyond the beginning of a call is read again."""
+
+SPACE = re.compile(r"\s*")
+
+PARAMETER = re.compile(
+    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+    r"(?=\s*(?:<parameter=[^>\n]+>|</function>\s*</tool_call>))",
+    re.DOTALL,
+)
+"""One parameter in tags. A closing tag inside of its value is text: behind the value stands another tag of the call."""
+
+JSON_TYPES = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
+"""Types of JSON schemas that a value in tags, read as JSON, may have; strings have no quotes there."""
 
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -30,13 +55,53 @@ class ParsedAnswer(NamedTuple):
         content: text outside of reasoning and tool calls.
         reasoning_content: text of the reasoning; None without any.
         tool_calls: pairs of a name and the arguments, a JSON object as text.
-        is_malformed: True if the text begins a tool call that cannot be parsed; `content` holds it then.
+        is_malformed: True if the text begins a tool call that is no good one; `content` holds all of it then.
     """
 
     content: str
     reasoning_content: str | None = None
     tool_calls: tuple[tuple[str, str], ...] = ()
     is_malformed: bool = False
+
+
+class ToolCallGrammar(NamedTuple):
+    """Grammar of the tool calls of one format; only spaces between tags and JSON values carry no meaning there.
+
+    Attributes:
+        open: pattern before the content, with the name of the function if it is not in the content.
+        content: `arguments`, `call` or `calls` (JSON: the arguments, an object with name and arguments, a list of
+            these), or `parameters` (tags).
+        close: pattern behind the content.
+        tags: texts that stand in no content behind a call: one there shows that the call was read to a wrong end.
+    """
+
+    open: str
+    content: str
+    close: str
+    tags: list[str]
+
+    def read(self, text: str, start: int, tools: Sequence[Tool]) -> tuple[list[tuple[str, str]], int]:
+        """Return the calls that begin at an index of a text, with their arguments as text, and the index of their end.
+
+        Raises:
+            ValueError: the grammar does not read the text.
+        """
+        opened = re.compile(self.open).match(text, start)
+        if opened is None:
+            raise ValueError("a tool call has no name")
+        if self.content == "parameters":
+            value, end = _read_parameters(text, opened.end(), opened["name"], tools)
+        else:
+            value, end = STRICT_JSON.raw_decode(text, _skip_space(text, opened.end()))
+        closed = re.compile(self.close).match(text, _skip_space(text, end))
+        if closed is None:
+            raise ValueError("a tool call has no end")
+        functions = value if self.content == "calls" else [value]
+        if self.content in ("arguments", "parameters"):
+            functions = [{"name": opened["name"], "arguments": value}]
+        if not isinstance(functions, list) or not functions:
+            raise ValueError("there is no list of tool calls")
+        return [_call(function) for function in functions], closed.end()
 
 
 class ResponseFormat:
@@ -53,12 +118,14 @@ class ResponseFormat:
         family = _family(str(tokenizer.get_chat_template(tools=[{}]))) if own is None else None
         spec = own if family is None else family["response_template"]
         self._forced_call: list[str] | None = None if family is None else family.get("forced_call")
+        grammar = None if family is None else family.get("tool_call")
+        self._grammar = None if grammar is None else ToolCallGrammar(**grammar)
         fields = {} if spec is None else spec["fields"]
         self.has_reasoning = "reasoning_content" in fields
         self._tools_template = load_response_template(spec) if "tool_calls" in fields else None
         without = {name: field for name, field in fields.items() if name != "tool_calls"}
         self._plain_template = load_response_template({**spec, "fields": without}) if self.has_reasoning else None
-        strings = json.dumps(fields, ensure_ascii=False).replace("\\\\", "\\")
+        strings = json.dumps([fields, grammar], ensure_ascii=False).replace("\\\\", "\\")
         names = {token_id: tokens.text_of(token_id) for token_id in tokens.control_ids.union(stop_ids)}
         self._skipped_ids = {
             token_id for token_id, text in names.items() if text not in strings and re.escape(text) not in strings
@@ -107,11 +174,11 @@ class ResponseFormat:
         if template is None:
             return ParsedAnswer(text)
         try:
-            return _answer(template, text, prompt_text, tools)
+            return _answer(template, self._grammar, text, prompt_text, tools)
         except (ValueError, TypeError, KeyError, RecursionError):  # whatever the sampled JSON may cause
             if self._plain_template is None:
                 return ParsedAnswer(text, is_malformed=True)
-            return _answer(self._plain_template, text, prompt_text)._replace(is_malformed=True)
+            return _answer(self._plain_template, None, text, prompt_text)._replace(is_malformed=True)
 
 
 def make_parser(template: ResponseTemplate, prompt_text: str, tools: Sequence[Tool] = ()) -> ResponseParser:
@@ -150,33 +217,111 @@ def _family(chat_template: str) -> dict[str, Any] | None:
     return None
 
 
-def _answer(template: ResponseTemplate, text: str, prompt_text: str, tools: Sequence[Tool] = ()) -> ParsedAnswer:
-    """Return the parts of an answer.
+def _answer(
+    template: ResponseTemplate,
+    grammar: ToolCallGrammar | None,
+    text: str,
+    prompt_text: str,
+    tools: Sequence[Tool] = (),
+) -> ParsedAnswer:
+    """Return the parts of an answer; without a grammar, the response template reads tool calls to their ends.
 
     Raises:
-        ValueError: a tool call is no JSON, has no name of a function, was cut off, or its arguments are no object.
+        ValueError: a tool call is not good.
     """
-    parser = make_parser(template, prompt_text, tools)
-    events = parser.feed(text)
-    calls_field = template.fields.get("tool_calls")
-    # JSON that is cut off is no JSON, but of tags the first ones could be taken for all.
-    if calls_field is not None and calls_field.content == "xml-inline":
-        ends = [event["type"] for event in events if event["field"] == "tool_calls" and event["type"] != "region_chunk"]
-        if ends and ends[-1] == "region_open":
-            raise ValueError("the tool call has no end")
-    message, _ = parser.finalize()
-    calls = tuple(_call(each["function"]) for each in message.get("tool_calls", ()))
-    reasoning = message.get("reasoning_content", "").strip() or None
-    content = message.get("content", "")
+    content: list[str] = []
+    thoughts: list[str] = []
+    calls: list[tuple[str, str]] = []
+    end, is_call = 0, True
+    while is_call:
+        parser, events, is_call = make_parser(template, "" if calls else prompt_text, tools), [], False
+        while end < len(text) and not is_call:
+            events += parser.feed(text[end : end + PIECE_CHARACTERS])
+            end = min(end + PIECE_CHARACTERS, len(text))
+            is_call = grammar is not None and any(event["field"] == "tool_calls" for event in events)
+        message, _ = parser.finalize()
+        content.append(message.get("content", ""))
+        thoughts.append(message.get("reasoning_content", ""))
+        if grammar is None:
+            calls = [_call(each["function"]) for each in message.get("tool_calls", ())]
+            bounds = [each for each in events if each["field"] == "tool_calls" and each["type"] != "region_chunk"]
+            if bounds and bounds[-1]["type"] == "region_open" and template.fields["tool_calls"].close_literals:
+                raise ValueError("a tool call has no end")
+        elif is_call := "tool_calls" in message:
+            # Behind its beginning the parser takes all text for the call.
+            read, end = grammar.read(text, end - len(message["tool_calls"]), tools)
+            calls += read
+    if grammar is not None and any(tag in "".join(content[1:]) for tag in grammar.tags):
+        raise ValueError("a tool call ended before one of its tags")
+    reasoning = "".join(thoughts).strip() or None
     # Space between the parts belongs to the format; an answer of content alone stays as it was sampled.
-    content = content.lstrip() if "reasoning_content" in template.fields else content
-    return ParsedAnswer(content.rstrip() if calls else content, reasoning, calls)
+    said = "".join(content).lstrip() if "reasoning_content" in template.fields else "".join(content)
+    return ParsedAnswer(said.rstrip() if calls else said, reasoning, tuple(calls))
 
 
-def _call(function: dict[str, Any]) -> tuple[str, str]:
-    given, name = function["arguments" if "arguments" in function else "parameters"], function["name"]
-    arguments = read_arguments(given) if isinstance(given, str | dict) else given
+def _call(function: Any) -> tuple[str, str]:
+    """Return name and arguments of a call, which may have an id and the type `function`, and nothing else."""
+    if not isinstance(function, Mapping):
+        raise ValueError(f"a tool call is of type {type(function).__name__}")
+    given = [value for key, value in function.items() if key in ("arguments", "parameters")]
+    others = set(function) - {"name", "arguments", "parameters", "id", "type"}
+    if len(given) != 1 or others or function.get("type", "function") != "function":
+        raise ValueError(f"a tool call has the keys {', '.join(function)}")
+    name, arguments = function["name"], given[0]
+    if isinstance(arguments, str):
+        arguments = STRICT_JSON.decode(arguments)
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError(f"a tool call has the name {name!r} and arguments of type {type(arguments).__name__}")
     check_json({"name": name, "arguments": arguments}, "a tool call", depth=MAX_DEPTH // 2)
     return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _read_parameters(text: str, start: int, name: str, tools: Sequence[Tool]) -> tuple[dict[str, Any], int]:
+    """Return the arguments in tags of a call, with the types that its function gives them, and the index of their end.
+
+    Raises:
+        ValueError: a parameter stands there twice, or its value holds another one, as if its closing tag were left out.
+    """
+    schemas = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
+    properties = schemas[0].get("properties") if schemas else None
+    arguments: dict[str, Any] = {}
+    while found := PARAMETER.match(text, start):
+        key, value = found["key"], found["value"]
+        if key in arguments or "<parameter=" in value:
+            raise ValueError(f"the parameter {key!r} is there twice, or has no end")
+        arguments[key] = _typed(value, _types(properties.get(key)) if isinstance(properties, Mapping) else set())
+        start = found.end()
+    return arguments, start
+
+
+def _typed(written: str, types: set[str]) -> Any:
+    """Return a value in tags as one of these types of JSON; text that is of none of them stays text.
+
+    >>> _typed("3.0", {"integer"}), _typed("True", {"boolean"}), _typed("[1]", {"array"}), _typed("[1", {"array"})
+    (3, True, [1], '[1')
+    """
+    word = written.strip().lower()
+    try:
+        # Some templates write the constants of Python.
+        value = STRICT_JSON.decode({"true": word, "false": word, "null": word, "none": "null"}.get(word, written))
+    except ValueError:
+        return written
+    if isinstance(value, float) and value.is_integer() and "number" not in types:
+        value = int(value)
+    return value if types.intersection(JSON_TYPES.get(type(value), ())) else written
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    types = {"null"} if schema.get("nullable") else set()
+    types |= {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
+    return types.union(*(_types(choice) for union in ("anyOf", "oneOf") for choice in schema.get(union) or ()))
+
+
+def _skip_space(text: str, start: int) -> int:
+    found = SPACE.match(text, start)
+    assert found is not None
+    return found.end()

@@ -244,6 +244,7 @@ def test_a_choice_decides_on_tools(make_scripted_policy, tokenizer):
     assert ask(tool_choice="none").content == "<call:look_up>{}</call>" * 2
     assert len(ask().tool_calls) == 2 and len({call.id for call in ask().tool_calls}) == 2
     assert len(ask(parallel_tool_calls=False).tool_calls) == 1
+    assert [(call.name, call.arguments) for call in ask(stop=["</call>"]).tool_calls] == [("look_up", "{}")]
     for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
         forced = ask(tool_choice=choice)  # the script goes on behind the forced beginning
         begun = tokenizer.decode(forced.prompt_ids).removeprefix(asked)

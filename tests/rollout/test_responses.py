@@ -1,12 +1,15 @@
 """Formats of model families: what an answer says, and how a conversation goes on from its sampled ids."""
 
+import functools
 import importlib.util
+import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -196,13 +199,63 @@ def test_several_calls_are_parsed(family, template, separator):
 )
 def test_a_malformed_call_is_text(family, template, spoil):
     text = spoil(CALLS[family][0])
-    if family == "ministral" and "[ARGS]" in text and "weather[ARGS]" not in text:
-        assert parse(template, text) == ParsedAnswer(text)  # without a name, it begins no call
-        return
     assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
     good = CALLS[family][1]
-    if family in ("jaxft", "qwen3", "hermes"):
+    if family != "llama3" and good[:5] in text:  # Llama's one call is the whole answer
         assert parse(template, good + text) == ParsedAnswer(good + text, is_malformed=True)
+
+
+SPACES = {
+    "jaxft": '<call:weather> {\n "city" : "Oslo" }\n</call>',
+    "qwen3": '<tool_call>{"id": "1", "arguments":\t{"city":"Oslo"} , "name": "weather"}\n\n</tool_call>',
+    "llama3": '\n<|python_tag|> {"type" :"function","parameters":{"city":"Oslo"},"name":"weather"} \n',
+    "mistral": '[TOOL_CALLS]\n[ {"parameters": "{\\"city\\": \\"Oslo\\"}", "name": "weather"} ]\n',
+    "ministral": '[TOOL_CALLS] weather[CALL_ID]a1[ARGS] {"city" : "Oslo"} ',
+}
+SPACES["hermes"] = SPACES["smollm3"] = SPACES["qwen3"]
+
+
+def test_what_carries_no_meaning_makes_no_call_malformed(family, template):
+    assert parse(template, SPACES[family]) == ParsedAnswer("", None, (OSLO,))
+
+
+def test_a_second_list_of_mistrals_older_models_is_read(tokenizer):
+    template = make_template("mistral", tokenizer)
+    first, second = CALLS["mistral"]
+    assert parse(template, first + second).tool_calls == (OSLO, BERN)
+    for spoilt in (first + second[:-1], first + " and " + second, "[TOOL_CALLS] []", "[TOOL_CALLS] [1]"):
+        assert parse(template, spoilt) == ParsedAnswer(spoilt, is_malformed=True)
+
+
+@pytest.mark.parametrize("first", ["name", "parameters", "type"])
+def test_llamas_keys_may_have_any_order(tokenizer, first):
+    template = make_template("llama3", tokenizer)
+    call = {"type": "function", "name": "weather", "parameters": {"city": "Oslo"}}
+    for last in set(call) - {first}:
+        keys = [first, *(set(call) - {first, last}), last]
+        assert parse(template, json.dumps({key: call[key] for key in keys})).tool_calls == (OSLO,)
+        cut = json.dumps({key: call[key] for key in keys})[:-2]
+        assert parse(template, cut) == ParsedAnswer(cut, is_malformed=True)
+    for answer in ('{"type": "circle", "name": "c", "parameters": {}}', '{"city": "Oslo"}'):
+        assert parse(template, answer) == ParsedAnswer(answer)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda call: call.replace('{"city": "Oslo"}', '{"city": "Rome", "city": "Oslo"}'),
+        lambda call: call.replace('"Oslo"', "1e999"),
+        lambda call: call.replace('{"city": "Oslo"}', '{}, "city": "Oslo"'),
+        lambda call: call.replace('{"city": "Oslo"}', '{"city": "Oslo"}, "arguments": {}, "parameters": {}'),
+        lambda call: call.replace('{"city": "Oslo"}', '{"city": "Oslo"} {}'),
+        lambda call: call.replace("</call>", "").replace("\n</tool_call>", "").replace("}]", "}").replace("}}", "}"),
+        lambda call: call + "</call></tool_call>",
+    ],
+)
+def test_no_part_of_a_call_is_left_out(family, template, spoil):
+    text = spoil(CALLS[family][0])
+    if text != CALLS[family][0]:
+        assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
 
 
 def test_without_tools_a_call_is_text(family, template):
@@ -261,6 +314,128 @@ def test_arguments_in_tags_have_the_types_of_the_tool(tokenizer):
     ((name, arguments),) = parse_tags(template, text, tools, enable_thinking=False).tool_calls
     assert json.loads(arguments) == {"days": 3, "city": "7", "units": ["C"], "now": True, "more": "8"}
     assert name == "weather"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\n</parameter>", ""),
+        ("\n</function>", ""),
+        ("\n</tool_call>", ""),
+        ("<tool_call>\n", ""),
+        ("<function=weather>\n", ""),
+        ("<parameter=city>\n", ""),
+        ("Oslo", "Oslo\n</parameter>\n<parameter=city>\nBern"),
+        ("Oslo", "Oslo\n<parameter=time>\n3"),
+        ("Oslo", "a\n</parameter>\n</function>\n</tool_call>\nb"),
+        ("<parameter", "so\n<parameter"),
+        ("</function>", "so\n</function>"),
+    ],
+)
+def test_tags_that_are_missing_or_too_many_make_a_call_malformed(tokenizer, old, new):
+    template, spoilt = make_template("qwen3_5", tokenizer), TAGS.replace(old, new)
+    for text in (spoilt, f"{TAGS}\n{spoilt}", f"{spoilt}\n{TAGS}"):
+        answer = parse_tags(template, text, enable_thinking=False)
+        assert answer == ParsedAnswer(text, is_malformed=True)
+
+
+def test_spaces_between_tags_carry_no_meaning_and_those_of_a_value_do(tokenizer):
+    template = make_template("qwen3_5", tokenizer)
+    text = "<tool_call><function=weather><parameter=city> Oslo\n\n</parameter>\n\n</function> </tool_call>"
+    ((_, arguments),) = parse_tags(template, text, enable_thinking=False).tool_calls
+    assert json.loads(arguments) == {"city": " Oslo\n"}
+
+
+MARKS = [
+    *("</parameter>", "<parameter=b>", "</function>", "<function=f>", "<tool_call>", "</tool_call>", "</call>"),
+    *("<call:f>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>", "{", "}", "]", '"', "\\"),
+    *("\n", " ", "a", "é", "\t", "1", "true"),
+]
+TEXTS = st.lists(st.sampled_from(MARKS), max_size=6).map("".join)
+VALUES = st.one_of(TEXTS, st.integers(0, 99), st.booleans(), st.none(), st.lists(TEXTS, max_size=2))
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b", "ab", "a b"]), VALUES, max_size=3)
+TYPES = {str: "string", int: "integer", bool: "boolean", type(None): "null", list: "array"}
+AMBIGUOUS = re.compile(r"<parameter=|</parameter>\s*</function>\s*</tool_call>")
+ALL_TEMPLATES = ["jaxft", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
+made_before = functools.cache(make_template)
+
+
+def rendered(template, calls, content, reasoning):
+    """A prompt, and what the chat template writes for an answer to it, without its end token."""
+    called = [
+        {"id": f"{number:09}", "type": "function", "function": {"name": name, "arguments": given}}
+        for number, (name, given) in enumerate(calls)
+    ]
+    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning or "", "tool_calls": called}
+    render = functools.partial(template.tokenizer.apply_chat_template, tokenize=False, tools=TOOLS)
+    prompt = render([user("?")], add_generation_prompt=True)
+    return prompt, render([user("?"), answer]).removeprefix(prompt).rpartition(template.tokenizer.eos_token)[0]
+
+
+def without_meaning(text):
+    """A text without spaces, and without the ids that Mistral's templates write."""
+    return re.sub(r',"id":"\d*"', "", "".join(text.split()))
+
+
+def streamed(template, text, prompt_text, answer, sizes):
+    """Content and reasoning of the deltas of a text that is sampled in pieces of these sizes."""
+    deltas, sent, has_tools = [], 0, template.responses.template(has_tools=True)
+    streamer = Streamer(
+        *(0, deltas.append, lambda ids: "".join(map(chr, ids))),
+        **{"stops": (), "template": has_tools, "prompt_text": prompt_text, "prefill": ""},
+    )
+    for size in itertools.cycle(sizes):
+        streamer.feed([ord(character) for character in text[sent : sent + size]], [])
+        sent += size
+        if sent >= len(text):
+            break
+    streamer.finish(answer)
+    return "".join(each.content for each in deltas), "".join(each.reasoning_content for each in deltas)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted({*ALL_TEMPLATES} & {*FAMILIES, "qwen3_5"})),
+    given_arguments=st.lists(ARGUMENTS, min_size=1, max_size=3),
+    content=st.sampled_from(["", "I look.", "Why < 3?\n\nSo."]),
+    reasoning=st.sampled_from([None, "hm", "a\n<tool_call>\n</parameter>"]),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    cut=st.one_of(st.none(), st.tuples(st.floats(0, 1), st.integers(1, 30))),
+)
+def test_calls_are_read_as_the_template_writes_them(tokenizer, name, given_arguments, content, reasoning, sizes, cut):
+    """Calls that are written and read again are equal; what a cut leaves is read as it stands there, or is text."""
+    template = made_before(name, tokenizer)
+    calls = [(f"f{number}", given) for number, given in enumerate(given_arguments)][: 1 if name == "llama3" else 3]
+    content = "" if name in ("llama3", "mistral") else content
+    reasoning = reasoning if name in ("qwen3", "qwen3_5") else None
+    tools = []
+    for function, values in calls:
+        properties = {key: {"type": TYPES[type(value)]} for key, value in values.items()}
+        tools.append({"type": "function", "function": {"name": function, "parameters": {"properties": properties}}})
+    prompt, text = rendered(template, calls, content, reasoning)
+    if cut is not None:
+        first = text.index("</think>") + len("</think>") if reasoning or name == "qwen3_5" else 0
+        start = first + int(cut[0] * (len(text) - first))
+        text = text[:start] + text[start + cut[1] :]
+        assume("\\/" not in text)  # in JSON a slash by another name
+    answer = template.responses.parse(text, prompt, has_tools=True, tools=tools)
+    assert streamed(template, text, prompt, answer, sizes) == (answer.content, answer.reasoning_content or "")
+    read = [(function, json.loads(arguments)) for function, arguments in answer.tool_calls]
+    if cut is None and not (name == "qwen3_5" and AMBIGUOUS.search(str(given_arguments).replace("\\n", "\n"))):
+        assert (answer.content, answer.reasoning_content, read) == (content, reasoning, calls)
+        assert [list(map(type, each.values())) for _, each in read] == [list(map(type, g.values())) for _, g in calls]
+    elif answer.tool_calls:
+        again = rendered(template, read, answer.content, answer.reasoning_content)[1]
+        # No character is lost or new; templates write the content before the calls, behind which it may stand, too.
+        assert sorted(without_meaning(again)) == sorted(without_meaning(text))
+
+
+def test_every_template_has_a_format_of_calls_or_refuses_tools(tokenizer):
+    for name in ALL_TEMPLATES:
+        if name not in CALLS and name != "qwen3_5":
+            text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+            with pytest.raises(RequestError, match="response_template"):
+                make_template("hermes", tokenizer, text).responses.template(has_tools=True)
 
 
 @pytest.mark.parametrize("thought", ["hm\n</think>\n\n", "\n</think>\n\n"])
