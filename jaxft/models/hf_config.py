@@ -5,7 +5,7 @@ A key that is in no table is refused unless it is null, false or empty, as it ma
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -18,8 +18,8 @@ from jaxft.models.hf_files import load_json
 from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-WRAPPER = "wrapper"
-"""Name, in `source_json`, of the model around a text model."""
+WRAPPER, IGNORED = "wrapper", "ignored_keys"
+"""Names, in `source_json`, of the model around a text model, and of keys that were accepted unknown."""
 
 NOT_EXPORTED = ("_name_or_path", "auto_map")
 """Keys of a `config.json` that an export drops: the path of the source, and its code files."""
@@ -29,32 +29,45 @@ WRITTEN = ("architectures", "model_type", "dtype", "torch_dtype", "rope_paramete
 
 NEUTRAL = frozenset(
     """
-    attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label image_token_id
-    initializer_factor initializer_range keys_to_ignore_at_inference label2id length_penalty max_length
-    max_new_tokens min_length name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty resid_pdrop return_dict sep_token_id suppress_tokens
-    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p transformers_version typical_p
-    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dropout early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout hidden_dropout_prob id2label image_token_id initializer_factor
+    initializer_range internal_version is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length
+    max_new_tokens max_sequence_length min_length model_max_length name_or_path neftune_noise_alpha
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id seq_length
+    suppress_tokens task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
+    use_cache
     """.split()  # noqa: SIM905 a line for each otherwise
 )
-"""Keys that change no logits: token ids, dropout, defaults of sampling, and what transformers notes for itself."""
+"""Keys that change no logits: token ids, dropout, defaults of sampling, and notes of transformers and other tools."""
+
+FIXED = {"is_causal": True}
+"""Keys of all families with the only value that is supported, beside `Family.fixed`."""
 
 
-def load_config(file: Path) -> DecoderConfig:
+def load_config(file: Path, ignored_keys: Sequence[str] = ()) -> DecoderConfig:
     """Read a model folder's config; other fields of `config.json`, and `generation_config.json`, are `source_json`.
+
+    Args:
+        file: the `config.json`.
+        ignored_keys: keys that change no arithmetic, though they are not known; an export has none of them.
 
     Raises:
         ModelFileError: a file is not a JSON object, or `config.json` is absent or describes an unsupported model.
     """
     whole = load_json(file)
     values = text_values(whole, file)
-    config = decoder_config(values, file)
+    config = decoder_config(values, file, ignored_keys)
     known = {*FAMILIES[config.family].all_defaults, *config_json(config, "float32"), *NOT_EXPORTED, *WRITTEN}
-    source = {CONFIG: {name: value for name, value in values.items() if name not in known}}
+    source: dict[str, Any] = {
+        CONFIG: {name: value for name, value in values.items() if name not in {*known, *ignored_keys}},
+        IGNORED: sorted({*ignored_keys} & {*values}),
+    }
     generation = file.with_name(GENERATION)
     if generation.is_file():
         source[GENERATION] = load_json(generation)
@@ -66,7 +79,16 @@ def load_config(file: Path) -> DecoderConfig:
 
 def has_other_modalities(config: DecoderConfig) -> bool:
     """True if a model was loaded from files of several modalities, where text has modules of its own."""
-    return bool(config.source_json) and WRAPPER in json.loads(config.source_json)
+    return WRAPPER in _source(config)
+
+
+def accepted_keys(config: DecoderConfig) -> tuple[str, ...]:
+    """Return those of `ignored_keys` that the model's `config.json` held."""
+    return tuple(_source(config).get(IGNORED, ()))
+
+
+def _source(config: DecoderConfig) -> dict[str, Any]:
+    return json.loads(config.source_json) if config.source_json else {}
 
 
 def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
@@ -76,8 +98,7 @@ def source_files(config: DecoderConfig) -> dict[str, dict[str, Any]]:
     >>> source_files(config)
     {'config.json': {'use_cache': True}, 'generation_config.json': {}}
     """
-    held = json.loads(config.source_json) if config.source_json else {}
-    return {name: held.get(name, {}) for name in (CONFIG, GENERATION)}
+    return {name: _source(config).get(name, {}) for name in (CONFIG, GENERATION)}
 
 
 def text_values(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -93,7 +114,9 @@ def text_values(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return {"model_type": WRAPPERS[wrapper], **tokens, **text, **shared}
 
 
-def decoder_config(values: Mapping[str, Any], file: Path = Path(CONFIG)) -> DecoderConfig:
+def decoder_config(
+    values: Mapping[str, Any], file: Path = Path(CONFIG), ignored_keys: Sequence[str] = ()
+) -> DecoderConfig:
     """Convert the contents of a `config.json` to a `DecoderConfig`; `file` is named in errors.
 
     Raises:
@@ -111,7 +134,7 @@ def decoder_config(values: Mapping[str, Any], file: Path = Path(CONFIG)) -> Deco
             "which transformers writes after dequantize()"
         )
     keys = Keys(file, {**family.all_defaults, **values})
-    _check_keys(family, keys)
+    _check_keys(family, keys, ignored_keys)
     given = {name: value for key in family.all_keys.values() for name, value in _read_key(key, keys).items()}
     try:
         config = DecoderConfig(family=name, pattern=_read_pattern(family, keys), **{**given, **family.arithmetic})
@@ -122,20 +145,29 @@ def decoder_config(values: Mapping[str, Any], file: Path = Path(CONFIG)) -> Deco
         raise ModelFileError(f"{file}: {error}") from error
 
 
-def _check_keys(family: Family, keys: Keys) -> None:
-    """Raise a `ModelFileError` for a key that is in no table, or whose value is not supported."""
-    for name, wanted in family.fixed.items():
+def _check_keys(family: Family, keys: Keys, ignored_keys: Sequence[str]) -> None:
+    """Raise a `ModelFileError` for all keys that are in no table, or a key whose value is not supported."""
+    fixed = {**FIXED, **family.fixed}
+    for name, wanted in fixed.items():
         if keys.values.get(name) not in (wanted, None):
             raise keys.fault(name, f"{json.dumps(wanted)}, the only value supported")
-    known = {*family.all_defaults, *family.all_keys, *family.fixed, *family.ignored, *NEUTRAL, *WRITTEN}
+    known = {*family.all_defaults, *family.all_keys, *fixed, *family.ignored, *NEUTRAL, *WRITTEN, *NOT_EXPORTED}
     known |= {"layer_types", "partial_rotary_factor", family.local_rope_key}
-    for name, value in keys.values.items():
-        is_off = value is None or value is False or value in ([], {}, "")
-        if name not in known and not name.startswith("_") and name not in NOT_EXPORTED and not is_off:
-            raise ModelFileError(
-                f"{keys.file}: the meaning of {name} = {json.dumps(value):.60} is not known for a {family.name}; if it "
-                "changes no arithmetic, remove it from the file"
-            )
+    if read := known & {*ignored_keys}:
+        raise ModelFileError(f"ignored_keys has {', '.join(sorted(read))}, whose meaning for a {family.name} is known")
+    unknown = {
+        name: value
+        for name, value in keys.values.items()
+        if name not in {*known, *ignored_keys}
+        and not name.startswith("_")
+        and not (value is None or value is False or value in ([], {}, ""))
+    }
+    if unknown:
+        said = ", ".join(f"{name} = {json.dumps(value):.60}" for name, value in unknown.items())
+        raise ModelFileError(
+            f"{keys.file}: the meaning of {said} is not known for a {family.name}; if it changes no arithmetic, set "
+            f"ignored_keys: {json.dumps([*unknown])} beside the model's path"
+        )
 
 
 def _read_key(key: Key, keys: Keys) -> dict[str, Any]:
@@ -229,7 +261,7 @@ def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default
     scaling = None if kind == "default" else _read_scaling(SCALINGS[kind], keys, rope)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", family.query_growth_key}
     known |= {"max_position_embeddings", "original_max_position_embeddings"}
-    known |= {field.name for each in SCALINGS.values() for field in fields(each)} - {"is_long"}
+    known |= {field.name for each in SCALINGS.values() for field in fields(each)} - {"is_long"} | {"finetuned"}
     unknown = sorted({key for table in tables for key, value in table.items() if value is not None} - known)
     if unknown:
         raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")

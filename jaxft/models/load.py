@@ -1,6 +1,7 @@
 """Making of models, with random weights or from the files of Hugging Face and PEFT, to train and to sample from."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder
 from jaxft.models.lora import merge_and_drop
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.models.peft import load_adapter, load_lora_config
+from jaxft.models.peft import load_adapter, load_lora_config, saved_ignored_keys
 
 ADAPTER_STREAM = 4
 """Number folded into the key for fresh adapters, so that the base is the same with and without adapters."""
@@ -82,6 +83,7 @@ def load_model(
     mesh: Mesh | None = None,
     strict: bool = False,
     context_tokens: int = 0,
+    ignored_keys: Sequence[str] = (),
 ) -> tuple[Model, Params]:
     """Load a model of `jaxft.models.families` from a folder, or from the hub when there is no such folder.
 
@@ -93,6 +95,8 @@ def load_model(
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
         dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
         context_tokens: tokens of the longest context; only models with LongRoPE, such as Phi-4-mini, depend on it.
+        ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. Those with which a
+            folder of adapters was trained are in that folder.
 
     Raises:
         ModelFileError: the download failed, a file is absent, is corrupt or does not match `config.json`, or the
@@ -102,7 +106,9 @@ def load_model(
     dtype = _checked_dtype("dtype", dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
-    config = load_config(folder / "config.json").for_context(context_tokens)
+    if lora is not None and not isinstance(lora, LoraSpec):
+        ignored_keys = (*ignored_keys, *saved_ignored_keys(lora))
+    config = load_config(folder / "config.json", ignored_keys).for_context(context_tokens)
     model = _make_model(config, compute_dtype, remat, lora, mesh, strict)
     return model, _add_adapters(model, read_weights(folder, config, dtype, model.sharding), lora, key)
 

@@ -32,7 +32,7 @@ from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
 from jaxft.models.families.family import Keys
 from jaxft.models.hf import save_model, tensors_of
-from jaxft.models.hf_config import has_other_modalities
+from jaxft.models.hf_config import IGNORED, accepted_keys, has_other_modalities
 from jaxft.models.hf_files import (
     DTYPES,
     StoredTensor,
@@ -126,6 +126,8 @@ def save_adapter(
                 name = f"base_model.model.{layers}.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
                 tensors[name] = np.ascontiguousarray(matrix)
     about: dict[str, Any] = {FINGERPRINT: base_fingerprint(params[BASE])}
+    if accepted := accepted_keys(config):
+        about[IGNORED] = list(accepted)
     if any(len(parts) > 1 for parts in modules.values()):
         about[TARGETS] = [part for parts in modules.values() for part in parts if lora.is_target(part)]
     values = {
@@ -248,6 +250,11 @@ def load_adapter(
                 flat[f"layers/{part}/lora_b"] = jnp.asarray(b[:, end - size : end, own].swapaxes(1, 2))
     adapter = unflatten_dict(flat, sep="/")
     return adapter if sharding is None else sharding.place(adapter)
+
+
+def saved_ignored_keys(folder: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the keys of the base's `config.json` that were accepted unknown when a folder's adapters were trained."""
+    return tuple(_about_base(Path(folder).expanduser()).get(IGNORED, ()))
 
 
 def base_fingerprint(base: Params) -> str:

@@ -25,6 +25,7 @@ from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
+from jaxft.models.peft import saved_ignored_keys
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import first_line, is_out_of_memory
@@ -93,7 +94,7 @@ def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -
             dtype = compute_dtype or dtype  # nothing is trained, so nothing needs more digits than products have
         base = local_folder(base_place(folder)) if is_adapter else folder
         lora = folder if is_adapter else None
-        tokenizer, shape = load_tokenizer(folder), load_config(base / "config.json")
+        tokenizer, shape = load_tokenizer(folder), load_config(base / "config.json", saved_ignored_keys(folder))
         check_vocabulary(tokenizer, shape)
         if context_tokens is None:
             most = min(CONTEXT_TOKENS, shape.max_position_embeddings)

@@ -92,6 +92,10 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     tokenizer: PathOrName | None = Field(
         default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
     )
+    ignored_keys: tuple[str, ...] = Field(
+        default=(),
+        description="Keys of the checkpoint's config.json that change no arithmetic, though jaxft does not know them.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and "

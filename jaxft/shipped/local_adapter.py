@@ -28,6 +28,7 @@ from jaxft.harness.data_models import (
 from jaxft.hosts.start import current_accord, current_ring
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import AUTO_REMATS
+from jaxft.models.hf_config import accepted_keys
 from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
@@ -578,11 +579,13 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
             "policy; leave out update_every or path"
         )
     mesh: Any = None if sharding is None else sharding.mesh
-    tokens = policy.engine.max_context_tokens
-    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh, context_tokens=tokens)
-    own, other = policy.model.config, reference.config
+    tokens, own = policy.engine.max_context_tokens, policy.model.config
+    assert isinstance(own, DecoderConfig)
+    options: dict[str, Any] = {"context_tokens": tokens, "ignored_keys": accepted_keys(own)}
+    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh, **options)
+    other = reference.config
     assert isinstance(other, DecoderConfig)
-    if not isinstance(own, DecoderConfig) or own.architecture != other.architecture:
+    if own.architecture != other.architecture:
         raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
     return params
 

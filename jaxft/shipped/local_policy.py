@@ -86,7 +86,8 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     if mesh is not None:
         options |= {"mesh": mesh, "strict": config.mesh is not None and config.mesh.strict}
     if folder is not None:
-        model, params = load_model(folder, key=key, context_tokens=config.max_context_tokens, **options)
+        options |= {"context_tokens": config.max_context_tokens, "ignored_keys": config.ignored_keys}
+        model, params = load_model(folder, key=key, **options)
     else:
         model, params = init_model(shape, key, **options)
         if mesh is None:  # bound to their device, as a checkpoint's are: what is computed with both compiles once
@@ -286,7 +287,7 @@ def num_devices(config: MeshConfig) -> int | None:
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
     """Return the config of the model, without reading weights."""
     if config.path is not None:
-        found = load_config(local_folder(config.path) / "config.json")
+        found = load_config(local_folder(config.path) / "config.json", config.ignored_keys)
         return found.for_context(config.max_context_tokens)
     assert config.preset is not None
     return model_preset(config.preset, vocab_size=num_token_ids(load_tokenizer(config.tokenizer)))

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from jaxft.errors import ModelFileError
 from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.families import FAMILIES
-from jaxft.models.hf_config import config_json, decoder_config, load_config
+from jaxft.models.hf_config import accepted_keys, config_json, decoder_config, load_config, source_files
 from jaxft.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
@@ -190,6 +190,12 @@ def without(key):
             {"sliding_window": 8},
             "the meaning of sliding_window = 8 is not known for a llama; if it changes no",
         ),
+        (
+            "llama",
+            {"rope_interleaved": True, "a": 1, "b": None},
+            r'rope_interleaved = true, a = 1 is.*_interleaved", "a"',
+        ),
+        ("llama", {"is_causal": False}, "is_causal is False; wanted true, the only value supported"),
         ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0 is not known for a llama"),
         ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, r"parameters hold \['llama_4_scaling_beta'\]"),
         ("qwen2", {"use_mrope": True}, "use_mrope is True; wanted false, the only value supported"),
@@ -244,75 +250,63 @@ def test_unreadable_files_are_named(tmp_path):
         load_config(file)
 
 
-PUBLISHED = {
-    "gemma-3-1b": {
-        "model_type": "gemma3_text",
-        "attn_logit_softcapping": None,
-        "cache_implementation": "hybrid",
-        "eos_token_id": [1, 106],
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262144,
-    },
-    "gemma-3-4b": {
-        "model_type": "gemma3",
-        "boi_token_index": 255999,
-        "eos_token_id": [1, 106],
-        "mm_tokens_per_image": 256,
-        "text_config": {
-            "model_type": "gemma3_text",
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-        },
-        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
-    },
-    "phi-4-mini": {
-        "model_type": "phi3",
-        "attention_bias": False,
-        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
-        "full_attn_mod": 1,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "interpolate_factor": 1,
-        "lm_head_bias": False,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "num_attention_heads": 24,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "original_max_position_embeddings": 4096,
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
-        "sliding_window": 262144,
-        "tie_word_embeddings": True,
-        "vocab_size": 200064,
-    },
+PUBLISHED = [json.loads(line) for line in (DATA.parent / "published_configs.jsonl").read_text().splitlines()]
+"""Keys and values of `config.json` files of public models, as far as they tell their kind: without parts for images,
+and with made-up factors of LongRoPE."""
+
+REFUSED = {
+    "Alibaba-NLP/gte-Qwen2-7B-instruct": "is_causal",
+    "google/embeddinggemma-300m": "use_bidirectional_attention",
+    "Qwen/Qwen2.5-7B-Instruct-1M": "dual_chunk_attention_config",
+    "Qwen/Qwen3-8B-FP8": "quantization_config",
+    "Qwen/Qwen3-32B-FP8": "quantization_config",
+    "meta-llama/Llama-3.1-405B-Instruct-FP8": "quantization_config",
+    "mistralai/Devstral-2-123B-Instruct": "quantization_config",
+    "mistralai/Devstral-Small-2-24B-Instruct": "quantization_config",
 }
-"""What is written in the files of published models, as far as it tells their kind."""
+"""The key for which a published config is refused; all others are read."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_keys_of_published_files_are_known(name):
-    config = decoder_config(PUBLISHED[name])
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published["name"])
+def test_published_files_are_read_or_refused_by_name(published):
+    values = {key: value for key, value in published.items() if key != "name"}
+    if (key := REFUSED.get(published["name"])) is not None:
+        with pytest.raises(ModelFileError, match=key):
+            decoder_config(values)
+        return
+    config, text = decoder_config(values), values.get("text_config", values)
+    assert config.hidden_size == text["hidden_size"] and config.num_layers == text["num_hidden_layers"]
+    assert config.pattern[0].rope.theta == text.get("rope_local_base_freq", text.get("rope_theta", 1e4))
     assert decoder_config(config_json(config, "bfloat16")) == config
-    if name == "gemma-3-4b":  # all else is left to the defaults
-        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
-        assert windows(config)[:6] == [1024] * 5 + [None]
-        assert config.pattern[5].rope == Rope(1e6, LinearScaling(8.0))
-    if name == "phi-4-mini":
-        assert config.head_dim == 128 and len(config.pattern[0].rope.scaling.short_factor) == 48
-        assert config != config.for_context(8192)
+
+
+def test_published_files_leave_much_to_defaults():
+    read = {each["name"]: decoder_config({**each, "name": None}) for each in PUBLISHED if each["name"] not in REFUSED}
+    gemma, phi = read["google/gemma-3-4b-it"], read["microsoft/Phi-4-mini-instruct"]
+    assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim, gemma.vocab_size) == (8, 4, 256, 262208)
+    assert windows(gemma)[:6] == [1024] * 5 + [None]
+    assert gemma.pattern[5].rope == Rope(1e6, LinearScaling(8.0))
+    assert phi.head_dim == 128 and len(phi.pattern[0].rope.scaling.short_factor) == 48
+    assert phi != phi.for_context(8192)
+
+
+def test_there_are_published_files_of_every_family():
+    assert len(PUBLISHED) >= 60
+    read = {each["model_type"] for each in PUBLISHED if each["name"] not in REFUSED}
+    assert read == FAMILIES.keys() - {"ministral", "ministral3"} | {"gemma3"}  # public ones of these two are quantised
+
+
+def test_keys_that_are_not_known_can_be_accepted_by_name(tmp_path):
+    """An export has none of them, as it would be refused in turn."""
+    file, keys = tmp_path / "config.json", {"trained_by": "us", "revision_of_ours": 3}
+    file.write_text(json.dumps({"model_type": "llama", **SIZES, **keys, "eos_token_id": 7}))
+    with pytest.raises(ModelFileError, match='trained_by = "us", revision_of_ours = 3 is not known'):
+        load_config(file)
+    with pytest.raises(ModelFileError, match="revision_of_ours = 3 is not known"):
+        load_config(file, ["trained_by"])
+    with pytest.raises(ModelFileError, match="eos_token_id, hidden_size"):
+        load_config(file, ["hidden_size", "eos_token_id", *keys])
+    config = load_config(file, [*keys, "not_there"])
+    assert config.architecture == tiny["llama"].architecture
+    assert accepted_keys(config) == ("revision_of_ours", "trained_by") and accepted_keys(tiny["llama"]) == ()
+    assert source_files(config)["config.json"] == {"eos_token_id": 7}

@@ -135,6 +135,21 @@ def test_adapters_of_a_base_with_other_modalities(tmp_path):
     assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
 
 
+def test_adapters_know_the_keys_that_their_base_was_read_without(tmp_path):
+    base = Path(shutil.copytree(DATA / "hf" / "llama", tmp_path / "base"))
+    (base / MANIFEST).unlink(missing_ok=True)
+    values = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(values | {"made_with": 2}))
+    spec = LoraSpec(2, 4.0, ("q_proj",))
+    model, params = jaxft.load_model(base, lora=spec, ignored_keys=["made_with"])
+    save_adapter(tmp_path / "adapter", model, params, base=str(base))
+    jaxft.save_model(tmp_path / "whole", jaxft.base_model(model), params["base"])
+    with pytest.raises(ModelFileError, match="made_with = 2 is not known"):
+        jaxft.load_model(base)
+    assert jaxft.load_merged(tmp_path / "adapter")[0].config == model.config
+    assert "made_with" not in json.loads((tmp_path / "whole" / "config.json").read_text())
+
+
 def test_a_merged_base_is_another_base(loaded):
     """Merging changes only kernels."""
     _, model, params = loaded("by_jaxft")

@@ -16,10 +16,11 @@ import pytest
 import jaxft
 from jaxft.cli import main
 from jaxft.core.partition import combine
-from jaxft.errors import ComponentError, ConfigError, RestoreError
+from jaxft.errors import ComponentError, ConfigError, ModelFileError, RestoreError
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.data_models import TrainingStatusEnum
+from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
 from jaxft.models.model_card import ModelCard, Weights, card_text
@@ -28,7 +29,7 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import choices, lora_of, sharding_table
+from jaxft.shipped.local_policy import choices, lora_of, shape_of, sharding_table
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
@@ -296,6 +297,15 @@ def test_numbers_that_cannot_be(lora, said):
 
 
 # --- Snapshots.
+
+
+def test_keys_of_a_checkpoint_are_accepted_by_name(tmp_path):
+    config = jaxft.model_preset("qwen3-50k")
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32") | {"made_with": 2}))
+    with pytest.raises(ModelFileError, match=r'ignored_keys: \["made_with"\]'):
+        shape_of(LocalPolicyConfig(path=str(tmp_path)))
+    shape = shape_of(LocalPolicyConfig(path=str(tmp_path), ignored_keys=["made_with"]))
+    assert shape.architecture == config.architecture
 
 
 def sections(**llms):

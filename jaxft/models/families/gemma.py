@@ -55,7 +55,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
     },
     fixed={"use_bidirectional_attention": False},
-    ignored=frozenset({"hidden_act"}),
+    ignored=frozenset({"hidden_act", "sliding_window_size"}),
     derived=scaled_embedding,
     layer_types=full_every(2),
     lists_types=True,
