@@ -43,17 +43,17 @@ PURPOSES = {
     "openai": "agents that use openai's client, models on a server",
     "serve": "`jaxft serve`, agents at an address",
     "langchain": "agents of LangChain",
-    "pydantic_ai": "agents of pydantic-ai",
-    "openai_agents": "agents of openai-agents",
+    "pydantic-ai": "agents of pydantic-ai",
+    "openai-agents": "agents of openai-agents",
     "nat": "`nat finetune` of NeMo Agent Toolkit",
-    "llama_index": "agents of LlamaIndex",
+    "llama-index": "agents of LlamaIndex",
     "test": "the tests of a checkout",
     "docs": "the documentation as a site",
     "dev": "work on jaxft: tests, linters, type checker",
 }
 """Use of each extra, in the order of the table."""
 
-APART = ({"pydantic_ai", "openai_agents"}, {"envs", "llama_index"})
+APART = ({"pydantic-ai", "openai-agents"}, {"envs", "llama-index"})
 """Extras of the one set do not go with those of the other: these need openai 2, those openai 3."""
 
 

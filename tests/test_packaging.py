@@ -12,13 +12,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.serving.frameworks import WRAPPERS
 from scripts.check_extras import APART, PURPOSES, declared_extras, named_packages, table_faults
 from scripts.check_package import repository_files, sdist_faults, wheel_faults
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = ["AGENTS.md", "CHANGELOG.md", "SECURITY.md", "RELEASING.md"]
+NAMING = ("docs", "jaxft", "examples", "experiments")
+"""Folders whose files name extras, beside the README."""
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -129,13 +133,24 @@ def test_workflows_run_every_part_and_may_little():
 
 def test_every_extra_has_a_row_on_the_page_of_the_installation():
     text = (ROOT / "docs" / "installation.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| \d+ \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \| \d+ \|", text, re.MULTILINE)
     written = {name: (purpose, packages) for name, purpose, packages in rows}
     declared = {name: ", ".join(map(str, needs)) for name, needs in declared_extras().items()}
     assert written == {name: (purpose, declared.get(name)) for name, purpose in PURPOSES.items()}
     assert declared.keys() == PURPOSES.keys()
     together = text.split("**Which go together.**")[1].split("\n\n")[0]
     assert all(f"`{extra}`" in together for apart in APART for extra in apart)
+
+
+def test_extras_are_named_as_every_pip_knows_them():
+    """pip 23.2 installs nothing for an extra with an underscore, and exits with 0: metadata has a hyphen there."""
+    known = declared_extras().keys()
+    assert {name for name in known if name != canonicalize_name(name)} == set()
+    assert {extra for _, extra in WRAPPERS.values()} <= known
+    files = [ROOT / "README.md", *(each for name in NAMING for each in (ROOT / name).rglob("*"))]
+    texts = [each.read_text() for each in files if each.suffix in (".md", ".py", ".yml", ".ipynb", ".toml")]
+    found = {name for text in texts for names in re.findall(r"jaxft\[([\w,-]+)\]", text) for name in names.split(",")}
+    assert len(found) > 8 and found - {"NAME"} <= known
 
 
 def test_stale_rows_of_the_table_are_found():

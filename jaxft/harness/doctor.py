@@ -70,12 +70,11 @@ def _show_extras(show: Callable[[str], None]) -> None:
     for extra in sorted(set(extras) - DEVELOPMENT):
         needs = _requirements("jaxft", extra)
         unfit = [inner for need in needs for inner in _unfit(need)]
-        name = extra.replace("-", "_")  # as pyproject.toml and the pages have it
         if unfit:
             wrong = [f"{need.name} is {found}, not {_plain(need)}" for need in unfit if (found := version(need.name))]
-            missing.append(f"{name} ({', '.join(wrong)})" if wrong else name)
+            missing.append(f"{extra} ({', '.join(wrong)})" if wrong else extra)
         else:
-            show(f"{'extra ' + name:<14} {', '.join(f'{each} {version(each)}' for each in _packages(extra))}")
+            show(f"{'extra ' + extra:<14} {', '.join(f'{each} {version(each)}' for each in _packages(extra))}")
     if missing:
         show(f'{"not installed":<14} {", ".join(missing)}: each by pip install "jaxft[NAME]"')
 

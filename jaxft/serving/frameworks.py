@@ -169,8 +169,8 @@ WRAPPERS: dict[str, tuple[Callable[[Connection], Any], str]] = {
     "openai": (_openai, "openai"),
     "openai_sync": (_openai_sync, "openai"),
     "langchain": (_langchain, "langchain"),
-    "pydantic_ai": (_pydantic_ai, "pydantic_ai"),
-    "openai_agents": (_openai_agents, "openai_agents"),
-    "llama_index": (_llama_index, "llama_index"),
+    "pydantic_ai": (_pydantic_ai, "pydantic-ai"),
+    "openai_agents": (_openai_agents, "openai-agents"),
+    "llama_index": (_llama_index, "llama-index"),
 }
 """Functions that make clients, and the extras that they need, by `wrapper_type`."""

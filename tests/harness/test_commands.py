@@ -279,7 +279,7 @@ def test_doctor_names_every_extra_and_what_does_not_fit(tmp_path, monkeypatch, c
     shown = capsys.readouterr().out
     missing = shown.partition("not installed ")[2].partition("\n")[0]
     assert f"extra parquet  pyarrow {metadata.version('pyarrow')}\n" in shown and "extra test" not in shown
-    for extra in ("cuda", "envs", "openai_agents", "llama_index", "serve"):
+    for extra in ("cuda", "envs", "openai-agents", "llama-index", "serve"):
         assert (f"extra {extra} " in shown) != (extra in missing)
 
     def install(name, version):
