@@ -6,9 +6,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 
 from jaxft.errors import ConfigError, HostsError
+from jaxft.files import home_path
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config, load_models
 from jaxft.harness.config_merge import read_layers
@@ -180,10 +180,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     beginning = verbs.add_parser("init", help="write a folder with an agent to start from")
     beginning.description, beginning.formatter_class = INIT, argparse.RawDescriptionHelpFormatter
-    beginning.add_argument("folder", type=Path, help="the folder to make; its name becomes that of the agent")
+    beginning.add_argument("folder", type=home_path, help="the folder to make; its name becomes that of the agent")
 
     continuing = verbs.add_parser("resume", help="continue a run", description=RESUME)
-    continuing.add_argument("folder", type=Path, help="the run directory")
+    continuing.add_argument("folder", type=home_path, help="the run directory")
     override_arguments(continuing)
     log_arguments(continuing)
     processes_arguments(continuing)
@@ -208,8 +208,8 @@ def make_parser() -> argparse.ArgumentParser:
     serving = verbs.add_parser("serve", help="serve language models at an address")
     serving.description, serving.formatter_class = SERVE, argparse.RawDescriptionHelpFormatter
     served = serving.add_mutually_exclusive_group(required=True)
-    served.add_argument("source", nargs="?", type=Path, help="a run directory, or the folder of a model")
-    served.add_argument("--config_file", type=Path, help="the YAML file of a run, of which only llms are read")
+    served.add_argument("source", nargs="?", type=home_path, help="a run directory, or the folder of a model")
+    served.add_argument("--config_file", type=home_path, help="the YAML file of a run, of which only llms are read")
     serving.add_argument("--port", type=_port, help="port to listen on; 0: a free one, which is shown")
     override_arguments(serving)
     log_arguments(serving)
@@ -222,8 +222,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
-    writing.add_argument("source", type=Path, help="a run directory, or the folder of a model")
-    writing.add_argument("folder", type=Path, help="the folder to write; empty or not there yet")
+    writing.add_argument("source", type=home_path, help="a run directory, or the folder of a model")
+    writing.add_argument("folder", type=home_path, help="the folder to write; empty or not there yet")
     writing.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
     )
@@ -235,13 +235,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
     planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
-    planning.add_argument("--config_file", type=Path, required=True, help="the YAML file of the run")
+    planning.add_argument("--config_file", type=home_path, required=True, help="the YAML file of the run")
     planning.add_argument(
         "--target", required=True, help="accelerators: h200x1, h100x8, v5e-8, v6e-8, v5p-16 and others"
     )
     planning.add_argument(
         "--compiler",
-        type=Path,
+        type=home_path,
         metavar="PATH",
         help="Python of the environment with the compilers (default: that of scripts/make_compilers.sh)",
     )
@@ -250,7 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
     report_arguments(verbs.add_parser("report", help="write a page about a run"), REPORT)
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
-    checking.add_argument("--config_file", type=Path, help="a configuration to check as well")
+    checking.add_argument("--config_file", type=home_path, help="a configuration to check as well")
     checking.add_argument(
         "--sharding", action="store_true", help="show how the parameters are split over the devices of a mesh"
     )
@@ -261,8 +261,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the files (default: as above)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a file that gets the JSON as well")
+    parser.add_argument("--output", type=home_path, metavar="DIR", help="folder of the files (default: as above)")
+    parser.add_argument("--json", type=home_path, metavar="FILE", help="a file that gets the JSON as well")
     parser.add_argument(
         "--x", choices=("epochs", "episodes", "seconds", "tokens"), default="epochs",
         help="what curves are drawn over (default %(default)s)",
@@ -280,7 +280,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = CHAT, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("source", type=Path, help="a run directory, or the folder of a model")
+    parser.add_argument("source", type=home_path, help="a run directory, or the folder of a model")
     parser.add_argument(
         "--temperature",
         type=_number,
@@ -292,7 +292,10 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--seed", type=_seed, help="of all random numbers (default: another one each time)")
     parser.add_argument(
-        "--tools", type=Path, metavar="FILE", help="Python functions (.py), or schemas whose results you type (.json)"
+        "--tools",
+        type=home_path,
+        metavar="FILE",
+        help="Python functions (.py), or schemas whose results you type (.json)",
     )
     parser.add_argument(
         "--template_kwargs",

@@ -22,6 +22,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk: no space left, quota used up, file larger than allowed."""
 
 
+def home_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a person gave; `~` at its start is the home folder.
+
+    >>> home_path("runs/~a")
+    PosixPath('runs/~a')
+    """
+    return Path(os.path.expanduser(path))
+
+
 class disk_errors(contextlib.AbstractContextManager[None]):
     """Report any out-of-space error in the block as one `DiskFull` with path and free bytes; other errors pass.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import ConfigError
+from jaxft.files import home_path
 from jaxft.harness.config_types import ConfigText, kind_of
 from jaxft.harness.strict_yaml import parse_yaml
 
@@ -61,7 +62,7 @@ def read_layers(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a file is missing or is not strict YAML, or files inherit each other in a circle.
     """
-    return _read(path, ())
+    return _read(home_path(path), ())
 
 
 def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[
     base = _with_variables(base, "base", faults)
     if faults:
         raise ConfigError(faults.lines(), source)
-    return merged(_read(folder / base, chain), mapping)
+    return merged(_read(folder / home_path(base), chain), mapping)
 
 
 def located(value: Any, folder: Path) -> Any:
@@ -211,7 +212,7 @@ def _is_escaped_file(text: str) -> bool:
 
 def _text_of_file(folder: Path, name: str, path: str, faults: ConfigErrors) -> str:
     """Return the content of a file as plain text, which has no folder and is not expanded again."""
-    file = folder / os.path.expanduser(name)
+    file = folder / home_path(name)
     try:
         text = file.read_bytes().decode("utf-8-sig")
         if "\0" in text:

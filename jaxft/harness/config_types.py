@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxft.errors import did_you_mean
+from jaxft.files import home_path
 from jaxft.rollout.recorder import is_episode_token
 from jaxft.serving.addresses import Limits, is_loopback
 
@@ -73,11 +74,11 @@ def _input_path(value: Any, info: Any) -> Any:
     # In a configuration every text has a folder, except one that `file://` read from a file.
     if info.context is not None and type(value) is str:
         raise config_error("must be a path, holds the text of a file: write the path without 'file://'")
-    return value.folder / Path(value).expanduser() if isinstance(value, ConfigText) else value
+    return value.folder / home_path(value) if isinstance(value, ConfigText) else _output_path(value)
 
 
 def _output_path(value: Any) -> Any:
-    return Path(value) if isinstance(value, str) else value
+    return home_path(value) if isinstance(value, str | Path) else value
 
 
 def _possible_path(path: Path) -> Path:
@@ -91,8 +92,8 @@ def _possible_path(path: Path) -> Path:
 
 
 def _path_or_name(value: Any) -> Any:
-    if isinstance(value, ConfigText) and (value.folder / Path(value).expanduser()).exists():
-        return str(value.folder / Path(value).expanduser())
+    if isinstance(value, ConfigText) and (value.folder / home_path(value)).exists():
+        return str(value.folder / home_path(value))
     return value
 
 

@@ -155,7 +155,8 @@ def decoded_lines(path: Path) -> Iterator[str]:
 
 def load_jsonl(path: Path) -> list[EvalInputItem]:
     """Load the examples of a JSONL file whose rows have `id`, `question` and `answer`, like the dataset `jsonl`."""
-    return file_items(JsonlDatasetConfig(file_path=path), read_jsonl(path))
+    config = JsonlDatasetConfig(file_path=path)
+    return file_items(config, read_jsonl(config.file_path))
 
 
 def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from jaxft.errors import ConfigError, HostsError, JaxftError, Stopped
+from jaxft.files import home_path
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
@@ -72,7 +73,7 @@ def run_arguments(
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--config_file",
-        type=Path,
+        type=home_path,
         required=config_file is None,
         default=config_file,
         help="the YAML file of the run" + ("" if config_file is None else f" (default {config_file})"),
@@ -80,18 +81,18 @@ def run_arguments(
     override_arguments(parser)
     log_arguments(parser)
     parser.add_argument(
-        "--dataset", type=Path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
+        "--dataset", type=home_path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
     )
     parser.add_argument(
         "--result_json_path", metavar="PATH", help="JSON path of the result in the workflow's output, as in $.answer"
     )
     parser.add_argument(
-        "--validation_dataset", type=Path, metavar="FILE", help="file of held-out examples to validate on"
+        "--validation_dataset", type=home_path, metavar="FILE", help="file of held-out examples to validate on"
     )
     parser.add_argument("--validation_interval", type=int, metavar="N", help="epochs between two validations")
     parser.add_argument(
         "--validation_config_file",
-        type=Path,
+        type=home_path,
         metavar="FILE",
         help="configuration with the workflow and evaluators of validation",
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
+from jaxft.files import home_path
 from jaxft.harness.config_merge import ConfigErrors, expanded, literal, override, read_layers
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, has_fields, with_fields_expanded
@@ -58,10 +59,12 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=_seeds, metavar="N", help="this many seeds from finetuning.seed on; or a list, as in 0,5,7"
     )
     group.add_argument("--jobs", type=_jobs, metavar="N", help="runs at once, which divide the machine (default 1)")
-    group.add_argument("--list", type=Path, metavar="FILE", help="YAML: a list with a mapping of overrides per run")
+    group.add_argument(
+        "--list", type=home_path, metavar="FILE", help="YAML: a list with a mapping of overrides per run"
+    )
     group.add_argument(
         "--sweep_dir",
-        type=Path,
+        type=home_path,
         metavar="FOLDER",
         help="folder of the runs, their record and comparison (default: finetuning.output_dir with _sweep at its end)",
     )
@@ -149,7 +152,8 @@ def _base(parsed: argparse.Namespace) -> tuple[str, int]:
     output_dir = section.get("output_dir") or str(FinetuneConfig.model_fields["output_dir"].default)
     seed = section.get("seed", 0)
     is_number = isinstance(seed, int) or (isinstance(seed, str) and seed.isdecimal())
-    return str(output_dir), int(seed) if is_number else 0  # the check of the runs refuses any other seed
+    template = str(home_path(str(output_dir)))
+    return template, int(seed) if is_number else 0  # the check of the runs refuses any other seed
 
 
 def _folder(template: str, given: Path | None) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxft.errors import ManifestError, ModelFileError
-from jaxft.files import MANIFEST, sync_folder, verify_manifest, write_manifest
+from jaxft.files import MANIFEST, home_path, sync_folder, verify_manifest, write_manifest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARD = "README.md"
@@ -50,7 +50,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
     Raises:
         ModelFileError: there is no such folder, and the download failed.
     """
-    folder = Path(path_or_hub_id).expanduser()
+    folder = home_path(path_or_hub_id)
     if folder.is_dir():
         return folder
     name = os.fspath(path_or_hub_id)
@@ -94,7 +94,7 @@ def new_folder(folder: str | os.PathLike[str], card: str | None = None) -> Itera
     Raises:
         ModelFileError: the folder exists and is not empty.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = home_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelFileError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, commit_like, constrain
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
+from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
 from jaxft.models.decoder import Remat, decoder, init_params
 from jaxft.models.decoder_sharding import sharding_for
@@ -131,7 +132,7 @@ def base_place(folder: str | os.PathLike[str]) -> str | Path:
     Raises:
         ModelFileError: there is neither.
     """
-    folder = Path(folder).expanduser()
+    folder = home_path(folder)
     named = load_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     place = folder / BASE if (folder / BASE).is_dir() else named
     if not isinstance(place, str | Path):

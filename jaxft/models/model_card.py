@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from jaxft import __version__
+from jaxft.files import home_path
 from jaxft.models.config import LoraSpec
 from jaxft.models.hf_files import CARD
 
@@ -97,7 +98,7 @@ def hub_id(path_or_hub_id: str | Path) -> str | None:
     >>> hub_id("Qwen/Qwen3-0.6B"), hub_id("/c/models--Qwen--Qwen3-0.6B/snapshots/8b1f"), hub_id("/home/me/model")
     ('Qwen/Qwen3-0.6B', 'Qwen/Qwen3-0.6B', None)
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = home_path(path_or_hub_id)
     cached = HUB_CACHE.search(path.as_posix())
     if cached is not None:
         return f"{cached['owner']}/{cached['name']}"
@@ -115,7 +116,7 @@ def licence(path_or_hub_id: str | Path) -> list[str]:
 
     Only files on this machine are read: the metadata of a card, then the names of the files.
     """
-    base, folder = hub_id(path_or_hub_id), Path(path_or_hub_id).expanduser()
+    base, folder = hub_id(path_or_hub_id), home_path(path_or_hub_id)
     named = " ".join(_texts(_metadata(_read(folder / CARD)).get("license")))
     files = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     file = next((name for name in files if re.match(r"(?i)licen[cs]e(\.|$)", name)), None)

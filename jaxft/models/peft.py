@@ -28,6 +28,7 @@ from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
+from jaxft.files import home_path
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
 from jaxft.models.families.family import Keys
@@ -164,7 +165,7 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     Raises:
         ModelFileError: the folder holds no adapters, or unsupported ones.
     """
-    folder = Path(folder).expanduser()
+    folder = home_path(folder)
     check_manifest(folder)
     file = folder / CONFIG
     keys = Keys(file, load_json(file))
@@ -219,7 +220,7 @@ def load_adapter(
     Raises:
         ModelFileError: a file is absent or damaged, a layer has no adapter, or the adapters belong to another base.
     """
-    folder = Path(folder).expanduser()
+    folder = home_path(folder)
     lora, stored = load_lora_config(folder), _stored(folder)
     about = _about_base(folder)
     wanted = about.get(FINGERPRINT)

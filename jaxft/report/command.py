@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from jaxft.files import home_path
 from jaxft.report.report import MAX_EPISODES, WATCH_SECONDS, summary, watch, write_report
 
 MAX_PROCESSES = 4
@@ -14,9 +14,9 @@ MAX_PROCESSES = 4
 def report_arguments(parser: argparse.ArgumentParser, description: str) -> None:
     """Add the arguments of the verb to its parser."""
     parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", type=Path, help="the run directory")
+    parser.add_argument("folder", type=home_path, help="the run directory")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the file to write (default: report.html of the run)"
+        "--output", type=home_path, metavar="FILE", help="the file to write (default: report.html of the run)"
     )
     parser.add_argument(
         "--max_episodes",

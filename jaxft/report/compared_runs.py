@@ -6,6 +6,7 @@ A figure is one number of a run. Damaged runs and folders without a run are left
 import glob
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[ComparedRun], list[Left
             twice is read once.
     """
     runs, left_out, seen = [], [], set()
-    for given in map(str, paths):
+    for given in map(os.path.expanduser, paths):
         found = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
         is_glob = not Path(given).exists() and glob.has_magic(given)
         files = [path for path in found if not Path(path).is_dir()] if is_glob else []

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, platform_of, spans_processes
 from jaxft.errors import ComponentError, HostsError, one_line
+from jaxft.files import home_path
 from jaxft.harness.registry import LLMConfig
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_ring, is_unjoined
@@ -211,7 +211,7 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
 
 def base_name(path: str) -> str:
     """Return the name of a checkpoint for other programs: the absolute path of a folder, or the hub id."""
-    folder = Path(path).expanduser()
+    folder = home_path(path)
     return str(folder.absolute()) if folder.is_dir() else path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.core.types import Model, Params
+from jaxft.files import home_path
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
@@ -52,7 +53,7 @@ class TrainResult:
     output_dir: Path
 
     def __init__(self, output_dir: str | Path) -> None:
-        object.__setattr__(self, "output_dir", Path(output_dir))
+        object.__setattr__(self, "output_dir", home_path(output_dir))
 
     @cached_property
     def _records(self) -> RunRecords:

@@ -1,12 +1,17 @@
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, differences_to_defaults, help_text, load_config, resolved_yaml
 from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.datasets import load_jsonl
+from jaxft.harness.runtime import run_arguments
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.report.compared_runs import LeftOut, find_runs
+from jaxft.shipped.train_result import TrainResult
 
 SENTINEL = "sk-TEST-SENTINEL"
 
@@ -83,6 +88,25 @@ def test_the_documented_configuration_loads(tmp_path):
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "config.yml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "copy" / "config.yml") == config
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(toy_run, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    toy_run["finetuning"]["output_dir"] = "~/runs/{finetuning.seed}"
+    toy_run["eval"]["general"]["output_dir"] = "~no-such-user/runs"  # a name like others
+    (home / "run.yml").write_text(dump_yaml(toy_run))
+    (tmp_path / "child.yml").write_text("base: ~/run.yml\n")
+    (home / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    for file in ("~/run.yml", tmp_path / "child.yml"):
+        config = load_config(file)
+        assert str(config.finetuning.output_dir) == f"{home}/runs/0"
+        assert str(config.eval.general.output_dir) == "~no-such-user/runs"
+    assert FinetuneConfig(output_dir=Path("~/a")).output_dir == home / "a" == TrainResult("~/a").output_dir
+    assert load_jsonl(Path("~/rows.jsonl"))[0].input_obj == "1+1"
+    assert run_arguments("").parse_args(["--config_file=~/run.yml"]).config_file == home / "run.yml"
+    assert find_runs(["~/r*/"])[1] == [LeftOut(f"{home}/r*/", "matches nothing")]
 
 
 def test_all_faults_are_reported_at_once(toy_run, tmp_path):
