@@ -42,8 +42,8 @@ class CsvDatasetConfig(FileDatasetConfig, name="csv"):
 class ParquetDatasetConfig(FileDatasetConfig, name="parquet"):
     """Rows of a parquet file, with the types of JSON: texts, numbers, bools, nulls, lists and structs.
 
-    A map with text keys becomes an object. Timestamps, decimals, bytes and other types without a JSON form are errors.
-    Needs the extra `parquet`.
+    A map with text keys becomes an object, and nulls inside of tools and tool calls are left out. Timestamps, decimals,
+    bytes and other types without a JSON form are errors. Needs the extra `parquet`.
     """
 
 
@@ -169,11 +169,31 @@ Convert = Callable[[Any], Any]
 
 def _converted(convert: Convert, scalar: Any, name: str, place: str) -> Any:
     try:
-        return convert(scalar.as_py())
+        return without_added_nulls(convert(scalar.as_py()))
     except UnicodeDecodeError:
         raise DatasetError(f"{place}: column '{name}': not UTF-8") from None
     except ValueError as error:
         raise DatasetError(f"{place}: column '{name}': {error}") from None
+
+
+def without_added_nulls(value: Any, *, in_tool: bool = False) -> Any:
+    """Return a JSON value without the nulls in its tools and tool calls.
+
+    Arrow gives each value of a column the fields of all others, as null, and a null in an argument or a schema would
+    reach the prompt. All other nulls stay.
+
+    >>> calls = [{"function": {"name": "look_up", "arguments": {"city": "Oslo", "street": None}}, "note": None}]
+    >>> without_added_nulls({"tool_calls": calls, "name": None})
+    {'tool_calls': [{'function': {'name': 'look_up', 'arguments': {'city': 'Oslo'}}}], 'name': None}
+    """
+    if isinstance(value, list):
+        return [without_added_nulls(each, in_tool=in_tool) for each in value]
+    if not isinstance(value, dict):
+        return value
+    is_named = "name" in value and not value.keys().isdisjoint(("arguments", "parameters", "input_schema"))
+    in_tool = in_tool or is_named or isinstance(value.get("function"), dict)
+    items = ((name, without_added_nulls(each, in_tool=in_tool)) for name, each in value.items())
+    return {name: each for name, each in items if each is not None or not in_tool}
 
 
 def _converters(fields: list[tuple[str, Any]], types: Any, place: str) -> dict[str, Convert]:

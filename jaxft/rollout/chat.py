@@ -51,6 +51,8 @@ RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_
 PLACEHOLDER, THOUGHT = "\U000f0002answer\U000f0003", "\U000f0002thought\U000f0003"
 """Stand for an answer and its reasoning in a rendered conversation; they have characters of Unicode's private use."""
 
+QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}
+"""A conversation by which a template shows how it writes answers."""
 
 CLOCK = (
     "{%- macro strftime_now(form) -%}{%- set date = namespace(text=form) -%}"
@@ -89,7 +91,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     Raises:
         ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
     """
-    source = CHAR_TOKENIZER if path_or_hub_id is None else path_or_hub_id
+    source = CHAR_TOKENIZER if path_or_hub_id is None else os.path.expanduser(path_or_hub_id)
     try:
         # Without the argument, transformers asks in the terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -171,26 +173,47 @@ class ChatTemplate:
     @functools.cached_property
     def end_of_turn(self) -> str:
         """The control token that the template writes after an answer; the tokenizer's end token if it writes none."""
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
-        try:
-            text = self._render(asked, (), {}, add_generation_prompt=False)
-        except RequestError:  # a template of other conversations
-            text = ""
+        text = self._example([QUESTION, ANSWER], asks=False)
         found = self._controls.match(text.rpartition(PLACEHOLDER)[2])
         return str(self.tokenizer.eos_token) if found is None else found[0]
 
     @functools.cached_property
     def _writes_answers_as_they_are(self) -> bool:
         """True if the template writes an answer and its end token right behind the prompt that asked for it."""
-        asked = [{"role": "user", "content": "?"}]
+        prompt, text = self._example([QUESTION], asks=True), self._example([QUESTION, ANSWER], asks=False)
+        return bool(prompt) and text.startswith(prompt + PLACEHOLDER + self.end_of_turn)
+
+    def _example(self, messages: Sequence[Message], *, asks: bool) -> str:
+        """Return a rendered conversation; empty if the template is one of other conversations, and refuses it."""
         try:
-            prompt = self._render(asked, (), {}, add_generation_prompt=True)
-            text = self._render(
-                [*asked, {"role": "assistant", "content": PLACEHOLDER}], (), {}, add_generation_prompt=False
-            )
-        except RequestError:  # a template of other conversations
-            return False
-        return text.startswith(prompt + PLACEHOLDER + self.end_of_turn)
+            return self._render(messages, (), {}, add_generation_prompt=asks)
+        except RequestError:
+            return ""
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that the model continues as it stands.
+
+        The tokens that the tokenizer writes before every text, such as a BOS, come first, unless the text begins with
+        them, as a rendered chat does. Those that it writes behind every text, such as an end token, are left out.
+        """
+        ids = self._ids(text, add_special_tokens=False)
+        start = self._start_ids
+        return ids if ids[: len(start)] == start else start + ids
+
+    @functools.cached_property
+    def _start_ids(self) -> tuple[int, ...]:
+        """Ids that the tokenizer writes before every text."""
+        whole, own = self._ids("a", add_special_tokens=True), self._ids("a", add_special_tokens=False)
+        starts = range(len(whole) - len(own) + 1)
+        return next((whole[:start] for start in starts if whole[start : start + len(own)] == own), ())
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def has_chat_form(self, text: str) -> bool:
+        """Return True if a text asks for an answer in the way in which the template does."""
+        asked = self._example([{"role": "user", "content": PLACEHOLDER}], asks=True)
+        return asked.rpartition(PLACEHOLDER)[2].strip() in text
 
     def prompt(
         self,

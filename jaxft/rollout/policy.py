@@ -20,6 +20,7 @@ from jaxft.core.partition import BASE, combine, partition
 from jaxft.core.sharding import device_bytes, devices_of, platform_of, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
+from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.model_card import ModelCard, Weights, card_text
@@ -374,9 +375,9 @@ class Policy:
 
         if not await self.read(lambda params: bool(are_finite(params))):
             return False
-        prompt = self.template.prompt([{"role": "user", "content": "?"}])
         key_ids = (HEALTH, 0, 0, 0, 0, 0)  # as many as those of a call, so that nothing is compiled
-        request = Request(prompt_ids=prompt.ids, key_ids=key_ids, max_tokens=1, stop_ids=self.template.stop_ids)
+        # One token, as the smallest context has no room for a chat.
+        request = Request(prompt_ids=(0,), key_ids=key_ids, max_tokens=1, stop_ids=self.template.stop_ids)
         try:
             completion = await self.engine.submit(request)
         except NonFiniteError:
@@ -389,7 +390,7 @@ class Policy:
         Adapters are written with their base if it was changed or was not loaded from a folder or the hub. Of several
         processes, which all call this, the first one writes.
         """
-        path, lora = Path(folder), self.model.lora
+        path, lora = home_path(folder), self.model.lora
         writes = not self._spans_processes or jax.process_index() == 0
         assert lora is None or isinstance(lora, LoraSpec)
 

@@ -4,23 +4,41 @@ A prompt is a text, which the language model continues as it stands, or a chat, 
 the chat template; TRL treats prompts likewise.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from jaxft.errors import ComponentError, ConfigError, DatasetError, RequestError
+from jaxft.harness.config import Config
 from jaxft.harness.config_types import LLMRef
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.registry import DatasetConfig, WorkflowConfig
+from jaxft.harness.table_datasets import without_added_nulls
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.recorder import episode
+from jaxft.shipped.configs import LocalPolicyConfig
 
 PROMPT = "prompt"
 """Column of the prompts."""
 
 RESERVED = (PROMPT, "prompts", "completion", "completions", "completion_ids")
 """Names that reward functions know in another meaning than that of a column."""
+
+OPTIONS = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_completion_length"),
+    **dict.fromkeys(("epochs", "num_train_epochs", "max_steps"), "num_epochs"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "examples_per_update"),
+    **dict.fromkeys(("lr", "optimizer", "optim"), "trainer_adapters.local.optimizer.learning_rate"),
+    **dict.fromkeys(("loss", "loss_type"), "trainer_adapters.local.loss.name"),
+    **dict.fromkeys(("tokenizer", "processing_class"), "llms.policy.tokenizer"),
+    **dict.fromkeys(("lora", "peft_config"), "llms.policy.lora.rank"),
+    "beta": "trainer_adapters.local.loss.beta",
+    "temperature": "workflow.temperature",
+    "group_size": "num_generations",
+}
+"""Options of `jaxft.train` by the words that others have for them; one with dots is a field for `overrides`."""
 
 WANTED = "wanted is a list of texts, of chats (lists of messages) or of rows (dicts with a 'prompt'), or a dataset"
 
@@ -70,7 +88,7 @@ async def single_turn(
     from jaxft.rollout.chat_request import CompletionRequest
     from jaxft.rollout.client import ChatClient
 
-    llm = await builder.get_llm(config.llm)
+    llm, is_said = await builder.get_llm(config.llm), False
 
     async def answer(example: dict[str, Any]) -> str:
         prompt = episode().input_obj
@@ -87,7 +105,16 @@ async def single_turn(
                 f"workflow: llms.{config.llm} is no model of this process, and so continues no text: give prompts as "
                 "chats, or a local_policy without eval.general.isolation"
             )
-        ids = llm.policy.template.tokenizer(prompt)["input_ids"]
+        nonlocal is_said
+        template, model = llm.policy.template, builder.config.llms[config.llm]
+        is_loaded = isinstance(model, LocalPolicyConfig) and model.path is not None
+        if is_loaded and not is_said and not template.has_chat_form(prompt):
+            is_said = True
+            builder.console.message(
+                f"prompts are texts, which llms.{config.llm} continues as they stand: no chat template is applied; for "
+                f"answers to questions, give chats: [{{'role': 'user', 'content': {prompt[:30]!r}}}]"
+            )
+        ids = template.text_ids(prompt)
         request = CompletionRequest(prompt_ids=ids, max_tokens=config.max_tokens, temperature=config.temperature)
         return (await llm.answer(request)).content
 
@@ -118,7 +145,8 @@ def read_examples(prompts: Any, columns: Mapping[str, Any]) -> list[EvalInputIte
     if not rows:
         raise DatasetError(f"prompts is empty or begins with None: {WANTED}")
     added = {name: _column(name, values, count) for name, values in columns.items()}
-    tables = [_row(index, row) for index, row in enumerate(rows)]
+    is_table = not isinstance(prompts, list | tuple)
+    tables = [_row(index, _plain(row, is_table)) for index, row in enumerate(rows)]
     for index, row in enumerate(tables):
         _check_columns(index, row, tables[0], added)
     full = [row | {name: values[index] for name, values in added.items()} for index, row in enumerate(tables)]
@@ -127,8 +155,13 @@ def read_examples(prompts: Any, columns: Mapping[str, Any]) -> list[EvalInputIte
     ]
 
 
-def longest_prompt(examples: Sequence[EvalInputItem], path: str | None) -> int:
-    """Return the number of tokens of the longest prompt, in the tokenizer of a checkpoint; None: the embedded one.
+def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer_tokens: int) -> int:
+    """Return the tokens of the longest prompt as the run renders it, with its answer, in a multiple of 16.
+
+    Args:
+        config: the configuration of a run.
+        examples: its examples.
+        max_answer_tokens: most tokens of an answer if the workflow has no `max_tokens`.
 
     Raises:
         DatasetError: a prompt has no tokens, or the chat template refuses it.
@@ -136,30 +169,56 @@ def longest_prompt(examples: Sequence[EvalInputItem], path: str | None) -> int:
     """
     from jaxft.rollout.chat import ChatTemplate, load_tokenizer  # imports transformers, which a configuration needs not
 
+    policy, workflow = config.llms["policy"], config.workflow
+    assert isinstance(policy, LocalPolicyConfig) and isinstance(workflow, SingleTurnConfig)
     try:
-        tokenizer = load_tokenizer(path)
+        template = ChatTemplate(load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
         raise ConfigError([f"model: {error}"]) from error
-    template = ChatTemplate(tokenizer, ())
+    variables = workflow.chat_template_kwargs
     longest = 0
     for index, prompt in enumerate(item.input_obj for item in examples):
         try:
-            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else template.prompt(prompt).ids
+            is_text = isinstance(prompt, str)
+            ids = template.text_ids(prompt) if is_text else template.prompt(prompt, template_kwargs=variables).ids
         except RequestError as error:
             raise DatasetError(f"prompts[{index}]: {error}") from None
         if not ids:
             raise DatasetError(f"prompts[{index}] is {prompt!r}, which has no tokens to continue: write a text")
         longest = max(longest, len(ids))
-    return longest
+    return (
+        -(-(longest + (workflow.max_tokens or max_answer_tokens)) // 16) * 16
+    )  # equal shapes for nearly equal prompts
+
+
+def option_hint(name: str) -> str:
+    """Return the end of a message about a column: the option of `jaxft.train` for what others call so, if it is one.
+
+    >>> option_hint("max_new_tokens"), option_hint("answer")
+    ('; the option is max_completion_length', '')
+    """
+    field = OPTIONS.get(name, "")
+    if not field:
+        return ""
+    return "; the option is " + (f"overrides={{'{field}': ...}}" if "." in field else field)
 
 
 def _column(name: str, values: Any, count: int) -> list[Any]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise DatasetError(f"column '{name}' is {repr(values)[:50]}: wanted a list with a value per prompt, {count}")
-    listed = list(values)
+    listed = [_plain(value, False) for value in values]
     if len(listed) != count:
-        raise DatasetError(f"column '{name}' has {len(listed)} values for {count} prompts")
+        raise DatasetError(f"column '{name}' has {len(listed)} values for {count} prompts{option_hint(name)}")
     return listed
+
+
+def _plain(value: Any, is_arrow: bool) -> Any:
+    """Return a value with its arrays of objects as lists, which pandas makes of the lists in a parquet file."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _plain(value.tolist(), True)
+    if isinstance(value, list):
+        value = [_plain(each, is_arrow) for each in value]
+    elif isinstance(value, Mapping):
+        value = {name: _plain(each, is_arrow) for name, each in value.items()}
+    return without_added_nulls(value) if is_arrow else value
 
 
 def _row(index: int, row: Any) -> dict[str, Any]:

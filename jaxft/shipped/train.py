@@ -3,11 +3,12 @@
 import inspect
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxft.errors import ConfigError, did_you_mean
+from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
 from jaxft.harness.runtime import result_of
@@ -17,10 +18,11 @@ from jaxft.models.config import PRESETS
 from jaxft.redaction import map_texts
 from jaxft.runs.directory import CONFIG_FILE
 from jaxft.shipped.reward_functions import functions_of
-from jaxft.shipped.single_turn import InMemoryDatasetConfig, longest_prompt, read_examples
+from jaxft.shipped.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
 from jaxft.shipped.train_result import TrainResult, new_folder
 
 DEFAULTS = Path(__file__).with_suffix(".yml")
+CONTEXT = "llms.policy.max_context_tokens"
 MOST_SLOTS = 128
 """Completions that are decoded at the same time."""
 
@@ -78,10 +80,8 @@ def train(
     functions = functions_of(reward, examples)
     if learning_rate is None:
         learning_rate = 3e-3 if "preset" in policy else 1e-5
-    context = max_completion_length + longest_prompt(examples, policy.get("path"))
     fields = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
-        "llms.policy.max_context_tokens": -(-context // 16) * 16,  # equal shapes for nearly equal prompts
         "llms.policy.slots": min(num_generations * min(examples_per_update, len(examples)), MOST_SLOTS),
         "workflow.max_tokens": max_completion_length,
         "trajectory_builders.rollouts.num_generations": num_generations,
@@ -93,11 +93,12 @@ def train(
     mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
     mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(num_rows=len(examples), items=tuple(examples))
     mapping["eval"]["evaluators"]["reward"]["functions"] = functions
-    folder = new_folder() if output_dir is None else Path(output_dir)
+    folder = new_folder() if output_dir is None else home_path(output_dir)
     try:
         fields |= {"finetuning.output_dir": str(folder), **(overrides or {})}
-        texts = [(path, json.dumps(map_texts(value, literal), default=str)) for path, value in fields.items()]
-        config = config_from_mapping(mapping, base_dir=Path.cwd(), overrides=texts)
+        config = configured(mapping, fields)
+        if CONTEXT not in fields:
+            config = configured(mapping, {CONTEXT: context_tokens(config, examples, max_completion_length), **fields})
         return result_of(lambda: run(config, resume=resume))
     except BaseException:
         if output_dir is None and not (folder / CONFIG_FILE).exists():
@@ -106,6 +107,12 @@ def train(
 
 
 KEYWORDS = [name for name, each in inspect.signature(train).parameters.items() if each.kind is each.KEYWORD_ONLY]
+
+
+def configured(mapping: Mapping[str, Any], fields: Mapping[str, Any]) -> Config:
+    """Return the configuration of a run; `fields` replaces values of `mapping` by their dotted paths."""
+    texts = [(path, json.dumps(map_texts(value, literal), default=str)) for path, value in fields.items()]
+    return config_from_mapping(mapping, base_dir=Path.cwd(), overrides=texts)
 
 
 async def run(config: Config, *, resume: bool) -> TrainResult:
@@ -130,7 +137,7 @@ def model_of(model: str | Path) -> dict[str, str]:
     name = str(model)
     if name in PRESETS:
         return {"preset": name}
-    if isinstance(model, str | Path) and (Path(name).expanduser().is_dir() or name.count("/") == 1):
+    if isinstance(model, str | Path) and (home_path(name).is_dir() or name.count("/") == 1):
         return {"path": name}
     near = did_you_mean(name, PRESETS, what="presets")
     raise ConfigError([f"model: {model!r} is neither a folder here, nor a hub id (owner/name), nor a preset{near}"])
@@ -143,6 +150,7 @@ def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> Non
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError([f"{name}: is {value!r:.50}: wanted is a whole number, at least {least}"])
     for name, values in columns.items():
-        if isinstance(values, str | int | float | Mapping | None):
-            hint = did_you_mean(name, KEYWORDS, what="keywords")
+        is_record = isinstance(values, tuple) and type(values) is not tuple
+        if is_record or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            hint = option_hint(name) or did_you_mean(name, KEYWORDS, what="keywords")
             raise ConfigError([f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}"])

@@ -3,6 +3,7 @@ import csv
 import datetime
 import decimal
 import io
+import json
 import sys
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from jaxft.errors import ConfigError, DatasetError
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
-from jaxft.harness.datasets import DatasetStructureConfig, checked_items, dataset_for_file, file_items
+from jaxft.harness.datasets import DatasetStructureConfig, checked_items, dataset_for_file, file_items, load_jsonl
 from jaxft.harness.table_datasets import CsvDatasetConfig, ParquetDatasetConfig, read_csv, read_parquet
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -146,6 +147,28 @@ def test_parquet_rows_become_items_of_plain_values(tmp_path):
     }
     assert type(items[0].full_dataset_entry["half"]) is float
     assert (items[1].input_obj, items[1].expected_output_obj) == (None, {})
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "b", "parameters": {"properties": {"y": {"type": "integer"}}}}},
+]
+CALLS = [
+    {"role": "assistant", "calls": [{"function": {"name": "a", "arguments": {"x": "1"}}}]},
+    {"role": "user", "calls": [{"function": {"name": "b", "arguments": {"y": 2, "z": [1, None]}}}]},
+]
+
+
+def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_left_out(tmp_path):
+    table = pyarrow.table({"question": [TOOLS, TOOLS], "answer": CALLS, "about": [{"a": 1}, {"b": 2}]})
+    assert table["question"].to_pylist() != [TOOLS, TOOLS]  # each has the keys of both
+    items = parquet_items(tmp_path / "d", table)
+    assert [item.input_obj for item in items] == [TOOLS, TOOLS]
+    assert [item.expected_output_obj for item in items] == CALLS
+    assert items[0].full_dataset_entry["about"] == {"a": 1, "b": None}  # which is no tool
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": {"function": {"arguments": {"x": None}}}, "answer": ""}))
+    assert load_jsonl(rows)[0].input_obj == {"function": {"arguments": {"x": None}}}  # the row has it
 
 
 def test_parquet_fields_are_mapped(tmp_path):

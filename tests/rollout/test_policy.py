@@ -42,6 +42,12 @@ def test_temporaries_of_sampling_are_those_of_the_largest_program():
     assert Policy.sampling_temporary_bytes(policy, {}) == 7
 
 
+def test_a_policy_whose_context_has_no_room_for_a_chat_is_healthy(make_scripted_policy):
+    policy = make_scripted_policy([5, 6])
+    assert len(policy.template.prompt([{"role": "user", "content": "?"}]).ids) > policy.engine.max_context_tokens == 2
+    assert asyncio.run(policy.is_healthy())
+
+
 def test_an_update_replaces_the_parameters(make_policy):
     policy = make_policy()
 

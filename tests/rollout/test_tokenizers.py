@@ -232,6 +232,28 @@ def test_control_tokens_are_written_once(template, kind):
         assert ids.count(template.tokenizer.bos_token_id) == 1 and ids[0] == template.tokenizer.bos_token_id
 
 
+def test_a_text_is_continued_from_one_start_token_and_from_no_end(template):
+    bos = template.tokenizer.bos_token
+    start = [] if bos is None else [template.tokenizer.bos_token_id]
+    assert list(template.text_ids("yes stop")) == [*start, *encode(template, "yes stop")]
+    rendered = template.tokenizer.apply_chat_template([user("yes?")], tokenize=False, add_generation_prompt=True)
+    if bos is not None and rendered.startswith(bos):
+        assert list(template.text_ids(rendered)) == encode(template, rendered)
+    assert template.text_ids(f"{bos or ''}yes").count(template.tokenizer.bos_token_id) == len(start)
+    assert template.has_chat_form(rendered) and not template.has_chat_form("yes stop")
+
+
+@pytest.mark.parametrize("around", ["<s> $A </s>", "$A </s>", "<s> <s> $A </s> </s>"])
+def test_a_tokenizer_that_writes_an_end_behind_a_text_leaves_it_open(around):
+    tokenizer = byte_level("mistral", ("<s>", "</s>"), bos=None, eos_token="</s>")
+    pairs = [(each, tokenizer.convert_tokens_to_ids(each)) for each in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=pairs)
+    template, start = ChatTemplate(tokenizer, ()), [pairs[0][1]] * around.count("<s>")
+    assert tokenizer("yes")["input_ids"] == [*start, *encode(template, "yes"), *[pairs[1][1]] * around.count("</s>")]
+    assert list(template.text_ids("yes")) == [*start, *encode(template, "yes")]
+    assert list(template.text_ids("")) == start
+
+
 def test_the_end_of_a_turn_ends_an_answer(template, kind):
     end = ENDS.get(kind, template.tokenizer.eos_token)
     assert template.end_of_turn == end

@@ -1,7 +1,17 @@
+import asyncio
+import copy
+import io
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from jaxft.errors import ConfigError, DatasetError
-from jaxft.shipped.single_turn import longest_prompt, read_examples
+from jaxft.harness.config import config_from_mapping
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.recorder import Episode, recording
+from jaxft.runs.console import Console
+from jaxft.shipped.single_turn import context_tokens, read_examples, single_turn
 
 CHAT = [{"role": "user", "content": "say 7"}]
 
@@ -54,7 +64,8 @@ def test_texts_chats_rows_and_datasets_become_examples():
         ([{"question": "a"}], {}, "prompts[0] has no column 'prompt', but question"),
         ([{"prompt": "a", "b": 1}, {"prompt": "a"}], {}, "prompts[1] has no column 'b', which prompts[0] has"),
         (["a", "b"], {"answer": ["1"]}, "column 'answer' has 1 values for 2 prompts"),
-        (["a", "b"], {"answer": "12"}, "column 'answer' is '12'"),
+        (["a", "b", "c"], {"optimizer": (1, 2)}, "trainer_adapters.local.optimizer"),
+        (["a", "b"], {"max_tokens": [8]}, "max_completion_length"),
         (["a"], {"completions": ["1"]}, "column 'completions'"),
         ([{"prompt": "a", "completion_ids": 1}], {}, "column 'completion_ids'"),
         ([{"prompt": "a", "level": 1}], {"level": [1]}, "column 'level'"),
@@ -66,10 +77,84 @@ def test_what_is_no_prompt_or_column_is_named(prompts, columns, shown):
     assert shown in str(caught.value)
 
 
-def test_the_longest_prompt_is_counted_in_tokens():
-    assert longest_prompt(read_examples(["ab", "abcd"], {}), None) == 4
-    assert longest_prompt(read_examples([CHAT], {}), None) == 8  # user, five characters, end, assistant
+def configured(**values):
+    """The configuration of a run with these fields of the model or of `single_turn`."""
+    workflow = {name: values.pop(name) for name in ("max_tokens", "chat_template_kwargs") if name in values}
+    mapping = {
+        "llms": {"policy": {"_type": "local_policy", **(values or {"preset": "qwen3-50k"})}},
+        "workflow": {"_type": "single_turn", "llm": "policy", **workflow},
+        "eval": {"general": {"dataset": {"_type": "in_memory", "num_rows": 1}}},
+    }
+    return config_from_mapping(mapping, base_dir=".")
+
+
+def test_context_is_counted_by_what_is_rendered(tmp_path, tokenizer):
+    of_texts = read_examples(["ab", "abcd"], {})
+    assert [context_tokens(configured(), of_texts, answer) for answer in (12, 13)] == [16, 32]
+    assert context_tokens(configured(max_tokens=45), of_texts, 12) == 64  # as the workflow asks, 4 + 45
+    chat = read_examples([CHAT], {})
+    assert context_tokens(configured(), chat, 8) == 16  # user, five characters, end, assistant: 8
+    template = "{{ 'be brief' * times }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    longer = copy.deepcopy(tokenizer)
+    longer.chat_template = template
+    longer.save_pretrained(tmp_path)
+    variables = {"times": 10}
+    config = configured(preset="qwen3-50k", tokenizer=str(tmp_path), chat_template_kwargs=variables)
+    rendered = tokenizer.encode("be brief" * 10 + "say 7", add_special_tokens=False)
+    assert context_tokens(config, chat, 8) == -(-(len(rendered) + 8) // 16) * 16 == 96
     with pytest.raises(DatasetError, match=r"prompts\[1\] is ''"):
-        longest_prompt(read_examples(["a", ""], {}), None)
+        context_tokens(configured(), read_examples(["a", ""], {}), 8)
     with pytest.raises(ConfigError, match=r"model: .*no-such-folder"):
-        longest_prompt(read_examples(["a"], {}), "./no-such-folder")
+        context_tokens(configured(path="./no-such-folder"), of_texts, 8)
+
+
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "Oslo", "street": None}}}
+CALLED = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+def arrays(value):
+    """A value as pandas reads it from parquet: lists are arrays of objects."""
+    if isinstance(value, dict):
+        return {name: arrays(each) for name, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    array = np.empty(len(value), object)
+    array[:] = [arrays(each) for each in value]
+    return array
+
+
+def test_arrays_of_pandas_are_lists_and_hold_no_nulls_that_arrow_added():
+    rows = [{"prompt": CALLED, "tags": ["a", None], "vector": np.ones(2)}]
+    (listed,) = read_examples(rows, {})
+    (found,) = read_examples([arrays(row) for row in rows], {"more": arrays([["b"]])})
+    given = found.full_dataset_entry
+    assert given["tags"] == ["a", None] and given["more"] == ["b"] and given["vector"] is rows[0]["vector"]
+    (table,) = read_examples(Rows(rows), {})  # a dataset that is no list is a table of Arrow's
+    calls = [each.input_obj[1]["tool_calls"][0]["function"] for each in (listed, found, table)]
+    assert [each["arguments"] for each in calls] == [{"city": "Oslo", "street": None}, *[{"city": "Oslo"}] * 2]
+    assert read_examples(arrays([CALLED]), {})[0].input_obj == found.input_obj
+
+
+def test_a_text_for_a_model_of_chats_is_said_once(policy, tmp_path):
+    """Nothing is said of a rendered chat, and nothing where weights are random."""
+    shown, client = io.StringIO(), ChatClient(policy)
+
+    async def get_llm(name):
+        return client
+
+    async def answer(config, *prompts):
+        builder = SimpleNamespace(get_llm=get_llm, config=config, console=Console(shown))
+        async for workflow in single_turn(config.workflow, builder):
+            for prompt in prompts:
+                call = Episode(0, 0, 0, "a", 0, input_obj=prompt)
+                with recording(call):
+                    await workflow({})
+                assert call.calls[0].prompt_ids == policy.template.text_ids(prompt)
+
+    rendered = policy.template.prompt(CHAT).text
+    loaded = configured(path=str(tmp_path), max_tokens=1)
+    asyncio.run(answer(configured(max_tokens=1), "2+2="))
+    asyncio.run(answer(loaded, rendered))
+    assert shown.getvalue() == ""
+    asyncio.run(answer(loaded, rendered, "2+2=", "3+3="))
+    assert shown.getvalue().count("no chat template is applied") == shown.getvalue().count("2+2=") == 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -152,6 +153,9 @@ def test_a_reward_that_fails_ends_the_run_with_function_file_and_line(tmp_path):
     )
 
 
+RECORD = NamedTuple("Optimizer", [("init", int), ("update", int)])(1, 2)  # as optax has it
+
+
 def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, options, error, shown in [
@@ -162,6 +166,13 @@ def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, m
         (("qwen3-50k", right, PROMPTS), {}, ConfigError, "takes 'answer'"),
         (("qwen3-50k", digits, []), {}, DatasetError, "prompts"),
         (("qwen3-50k", digits, PROMPTS), {"num_epoch": 3}, ConfigError, "num_epoch: .* did you mean 'num_epochs'"),
+        (("qwen3-50k", digits, PROMPTS), {"max_tokens": 8}, ConfigError, "is max_completion_length"),
+        (
+            ("qwen3-50k", digits, ["a"] * 2),
+            {"optimizer": RECORD},
+            ConfigError,
+            "local.optimizer.learning_rate': ",
+        ),
         (("qwen3-50k", digits, PROMPTS), {"num_generations": 1}, ConfigError, "num_generations: is 1"),
         (("qwen3-50k", digits, PROMPTS), {"answer": ["1"]}, DatasetError, "'answer' has 1 values"),
         (("qwen3-50k", digits, PROMPTS), {"resume": True}, ConfigError, "output_dir"),
