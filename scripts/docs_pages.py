@@ -4,11 +4,13 @@ They are the reference of the configuration, from the config classes; the refere
 of docs/api.md; the notebooks, as Markdown with their stored outputs; and the pages of the repository's root.
 """
 
+import html
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import latex2mathml.converter
 import nbconvert
 from docs_doctests import fenced
 from mkdocs.config.defaults import MkDocsConfig
@@ -48,6 +50,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path, content in _notebook(notebook):
             files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Write the formulas of a page as MathML, which browsers draw without a script or a font of the site."""
+    return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _as_mathml, content, flags=re.DOTALL)
+
+
+def _as_mathml(formula: re.Match[str]) -> str:
+    display = "block" if formula[1] == "div" else "inline"
+    return latex2mathml.converter.convert(html.unescape(formula[2]).strip(), display=display)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

@@ -9,7 +9,9 @@ Blocks of YAML may leave out what they do not show, and must be right otherwise.
 other tests run. The notebooks are in tests/test_notebooks.py.
 """
 
+import ast
 import json
+import math
 import os
 import re
 import shutil
@@ -22,12 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import pytest
 
 import jaxft
 from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.models.config import PRESETS
 from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +145,7 @@ REPEATED = {
     "docs/agents.md, commands 2": "chat, as in commands 1",
     "docs/experiments.md, commands 3": "tests/shipped/test_distillation.py has a teacher",
     "docs/extending.md, commands 1": "tests/test_examples.py installs and runs the example",
-    "docs/index.md, Python 1": "examples/ten_lines.py with another reward",
+    "docs/index.md, Python 1": "examples/ten_lines.py",
     "docs/installation.md, commands 1": "the installation of the README",
     "docs/reliability.md, commands 1": "docs/agents.md, commands 1, resumes",
     "docs/performance/measuring.md, commands 1": "tests/benchmarks/test_run.py and test_report.py run the program",
@@ -298,6 +302,24 @@ def test_the_page_of_names_lists_every_public_name_and_no_other():
     assert listed == {"jaxft": set(jaxft.__all__) - spaces, **offered}
 
 
+def test_the_first_program_is_the_same_everywhere():
+    wanted = ast.dump(ast.parse((ROOT / "examples" / "ten_lines.py").read_text()))
+    for page in ("README.md", "docs/index.md", "docs/start.md"):
+        assert ast.dump(ast.parse(blocks(page, "python")[0])) == wanted, page
+
+
+def test_the_table_of_presets_has_their_sizes():
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| `(qwen3-[\w.]+)` \| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(PRESETS)
+    for name, *figures in rows:
+        config = PRESETS[name]
+        shapes = jax.eval_shape(lambda key, config=config: jaxft.init_model(config, key)[1], jax.random.key(0))
+        counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        own = [counted, config.num_layers, config.hidden_size, config.vocab_size]
+        assert [int(figure.replace(",", "")) for figure in figures] == own, name
+
+
 def test_the_pages_of_the_endpoint_list_every_field_and_its_treatment():
     row = r"^\| `([\w.]+)` \| (OpenAI|vLLM|Anthropic) \| (\w+) \| (.*?)\.?(?: Accepted: (.*)\.)? \|$"
     objects = [messages_api.OBJECTS, responses_fields.OBJECTS]
@@ -348,8 +370,6 @@ def test_each_agent_imports_jaxft_once():
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A tiny model of a shape that four devices can share."""
-    import jax
-
     folder = tmp_path_factory.mktemp("models") / "model"
     config = replace(jaxft.model_preset("qwen3-50k"), num_heads=4, num_kv_heads=4)
     model, params = jaxft.init_model(config, jax.random.key(0))

@@ -58,6 +58,12 @@ def test_nothing_is_loaded_from_other_hosts(pages):
     assert styles and not any(re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", each) for each in styles)
 
 
+def test_formulas_are_drawn_by_the_browser():
+    text = (SITE / "algorithms" / "index.html").read_text()
+    assert text.count("<math ") > 40 and text.count('display="block"') == 1
+    assert "arithmatex" not in text and "merror" not in text and not re.search(r"\\(frac|operatorname|text)\b", text)
+
+
 def test_links_and_anchors_lead_somewhere(pages):
     broken = []
     for page, parsed in pages.items():
