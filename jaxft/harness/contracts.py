@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from jaxft.errors import ConfigError, TrajectoryError
-from jaxft.harness.curriculum import checked_state, choose_groups, initial_state
+from jaxft.harness.curriculum import GroupReward, checked_state, choose_groups, group_reward, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EvalInputItem,
@@ -185,6 +185,13 @@ class TrainerAdapter(ABC):
     async def warm_up(self) -> None:
         """Compile all programs before the first epoch (`finetuning.strict_compile`); by default do nothing."""
         return None
+
+    def group_rewards(self, trajectories: TrajectoryCollection) -> list[GroupReward]:
+        """Return mean and difference of each group's rewards as a job would weigh them, by which a curriculum chooses.
+
+        By default they are the rewards of the trajectories.
+        """
+        return [group_reward(group) for group in trajectories.trajectories]
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
@@ -432,6 +439,7 @@ class Trainer(ABC):
         """
         if self.run_config is None or self.curriculum_config is None or self._curriculum_state is None:
             raise RuntimeError(f"{type(self).__name__} is not initialised: call initialize first")
+        assert self.trainer_adapter is not None  # as of any trainer that is initialised
         if not self.curriculum_config.enabled:
             return trajectory_collection
         groups, self._curriculum_state = choose_groups(
@@ -440,6 +448,7 @@ class Trainer(ABC):
             self._curriculum_state,
             epoch=epoch,
             seed=self.run_config.seed,
+            rewards=self.trainer_adapter.group_rewards(trajectory_collection),
         )
         return trajectory_collection.model_copy(update={"trajectories": groups})
 

@@ -1,7 +1,8 @@
 """Curriculum learning: selection of the groups that an epoch trains.
 
 Groups with nearly equal rewards are dropped. The others are sorted by mean reward, and a fraction of them, which grows
-with the epochs, is trained. The selection depends on rewards, epoch and seed only; the state is a record of it.
+with the epochs, is trained. Rewards are as the trainer adapter weighs them. The selection depends on rewards, epoch and
+seed only; the state is a record of it.
 """
 
 import math
@@ -19,6 +20,13 @@ The keys are `current_percentile`; `last_expansion_epoch`, -1 before the first; 
 and the example ids of `included_groups` (trained) and `dropped_groups` (rewards differ too little); and `examples`,
 which maps an id to the last `reward_mean` and `reward_diff`, and to `epochs_included`.
 """
+
+
+class GroupReward(NamedTuple):
+    """Mean of the rewards of a group, and the difference of the largest and the smallest; both 0 without a reward."""
+
+    mean: float
+    diff: float
 
 
 class _Group(NamedTuple):
@@ -66,7 +74,13 @@ def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
 
 
 def choose_groups(
-    groups: Sequence[Sequence[Trajectory]], config: CurriculumLearningConfig, state: State, *, epoch: int, seed: int
+    groups: Sequence[Sequence[Trajectory]],
+    config: CurriculumLearningConfig,
+    state: State,
+    *,
+    epoch: int,
+    seed: int,
+    rewards: Sequence[GroupReward] | None = None,
 ) -> tuple[list[list[Trajectory]], State]:
     """Return the groups that an epoch trains, in the order of the curriculum, and the state after the epoch.
 
@@ -76,15 +90,21 @@ def choose_groups(
     `ceil(n random_subsample)` of its n trajectories are drawn.
 
     Args:
-        groups: trajectories of one example each; mean and difference ignore unscorable ones.
+        groups: trajectories of one example each.
         config: the section `finetuning.curriculum_learning`.
         state: the state after the previous epoch; it is not modified.
         epoch: number of the epoch, from 0.
         seed: seed of the run.
+        rewards: mean and difference of each group; None: those of the trajectories that are scorable.
     """
     share = _percentile(config, epoch)
     draw = random.Random(f"curriculum {seed} {epoch}")
-    known = [_measured(group, place) for place, group in enumerate(groups) if group]
+    rewards = [group_reward(group) for group in groups] if rewards is None else rewards
+    known = [
+        _Group(str(place) if group[0].example_id is None else group[0].example_id, list(group), *rewards[place])
+        for place, group in enumerate(groups)
+        if group
+    ]
     if len(known) == 1:
         telling, chosen = known, [known[0]._replace(trajectories=_drawn_trajectories(known[0], config, draw))]
     else:
@@ -128,12 +148,10 @@ def _last_expansion(config: CurriculumLearningConfig, epoch: int) -> int:
     return next((start for start in reversed(starts) if percentile(config, start - 1) < percentile(config, start)), -1)
 
 
-def _measured(group: Sequence[Trajectory], place: int) -> _Group:
+def group_reward(group: Sequence[Trajectory]) -> GroupReward:
+    """Return mean and difference of the rewards of the scorable trajectories of a group."""
     rewards = [trajectory.reward for trajectory in group if trajectory.scorable] or [0.0]
-    name = group[0].example_id
-    return _Group(
-        str(place) if name is None else name, list(group), sum(rewards) / len(rewards), max(rewards) - min(rewards)
-    )
+    return GroupReward(sum(rewards) / len(rewards), max(rewards) - min(rewards))
 
 
 def _differ(diff: float, least: float) -> bool:

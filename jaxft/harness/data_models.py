@@ -229,7 +229,8 @@ class CurriculumLearningConfig(ConfigModel):
         default=0.1,
         ge=0.0,
         allow_inf_nan=False,
-        description="Minimum difference of the largest and smallest reward of a group; groups below it are dropped.",
+        description="Minimum difference of the largest and smallest reward of a group, as the loss weighs them; groups "
+        "below it are dropped.",
     )
     sort_ascending: bool = Field(default=False, description="Hard groups (low mean reward) first; false: easy first.")
     random_subsample: float | None = Field(

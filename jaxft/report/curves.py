@@ -61,7 +61,9 @@ IN_REWARD_CHART = (
     "group_reward_q75",
     "reward_mean_chosen",
 )
-ELSEWHERE = (*IN_REWARD_CHART, "epoch", "curriculum_percentile")
+TRAINED = "trained_reward_mean"
+"""Mean of the weighted rewards, penalties and step rewards included; absent where it is that of the evaluator."""
+ELSEWHERE = (*IN_REWARD_CHART, TRAINED, "epoch", "curriculum_percentile")
 """Metrics with a chart in a section of their own."""
 
 NARROW = (400, 260)
@@ -76,7 +78,10 @@ MAX_VALUES = 12
 
 
 def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
-    """Return the chart of rewards: mean, quartiles, extremes, validations, and the mean of the chosen groups."""
+    """Return the chart of rewards: mean, quartiles, extremes, validations, and the mean of the chosen groups.
+
+    They are the evaluator's; where the loss weighs others, their mean is a line of its own.
+    """
     epochs = [row["epoch"] for row in run.rewards]
     column = {name: [row.get(name) for row in run.rewards] for name in IN_REWARD_CHART}
     lines = [Line("mean", epochs, column["reward_mean"])]
@@ -85,12 +90,16 @@ def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
         lines.insert(0, Line("validation", at, [row.get("avg_reward") for row in run.validations], 1, "dots"))
     if any(is_finite(value) for value in column["reward_mean_chosen"]):
         lines.append(Line("mean of the chosen groups", epochs, column["reward_mean_chosen"], 2, "dashed"))
+    trained, note = [row.get(TRAINED) for row in run.metrics], None
+    if any(map(is_finite, trained)):
+        note = "The evaluator's rewards; “as trained” is after weights, step rewards and penalties."
+        lines.append(Line("mean as trained", [row["epoch"] for row in run.metrics], trained, 3))
     bands = [
         Band("middle half of the examples", epochs, column["group_reward_q25"], column["group_reward_q75"]),
         Band("lowest to highest", epochs, column["reward_min"], column["reward_max"], is_faint=True),
     ]
     bands = [band for band in bands if any(map(is_finite, band.lows))]
-    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=size)
+    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=size, note=note)
 
 
 def curves_section(run: RunRecords) -> Markup:
@@ -367,7 +376,7 @@ def _least_trained(run: RunRecords, places: Sequence[Place]) -> Iterator[Markup]
             for name, state in ordered
         ]
         more = f" of {len(examples):,}" if len(examples) > MAX_EXAMPLES else ""
-        headers = ("example", "question", "epochs trained", "mean reward", "reward difference")
+        headers = ("example", "question", "epochs trained", "mean reward, as trained", "difference")
         yield details(f"Examples trained least ({len(rows)}{more})", table(headers, rows, numbers=(2, 3, 4)))
 
 

@@ -80,7 +80,7 @@ def plot_rewards(
 
     axes.set_title(directory.path.name, parse_math=False)
     axes.set_xlabel("epoch, counted from 0")
-    axes.set_ylabel("reward")
+    axes.set_ylabel("the evaluator's reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(epochs) == 1:
         axes.set_xlim(epochs[0] - 1, epochs[0] + 1)

@@ -162,6 +162,8 @@ class Health:
         """Take the metrics of the next epoch, and return a line for each trouble that begins or ends with it."""
         finite = {name: value for name, value in metrics.items() if isinstance(value, int | float) and isfinite(value)}
         finite |= answer_tokens(finite)
+        # Where the loss weighs rewards, these are what is trained.
+        finite |= {name.removeprefix("trained_"): finite[name] for name in finite if name.startswith("trained_reward_")}
         if len(self._first) < FIRST_EPOCHS:
             self._first.append({name: finite[name] for name in finite if name in COMPARED or is_named_reward(name)})
         self._best_reward = max(self._best_reward, finite.get("reward_max", float("-inf")))

@@ -18,11 +18,13 @@ from jaxft.core.sharding import platform_of
 from jaxft.core.types import Model, Params
 from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
 from jaxft.harness.contracts import TrainerAdapter
+from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import (
     FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
+    Trajectory,
     TrajectoryCollection,
 )
 from jaxft.hosts.start import current_accord, current_ring
@@ -49,6 +51,7 @@ from jaxft.training.rows import (
     gather_examples,
     gather_pairs,
     gather_rows,
+    group_rewards,
     with_usable_rewards,
 )
 from jaxft.training.token_scores import KeptTokens
@@ -244,6 +247,17 @@ class LocalTrainerAdapter(TrainerAdapter):
         data, _ = self._lay_out(trajectories)
         return data.metrics | data.staleness(self.policy.version, self.max_staleness)
 
+    def group_rewards(self, trajectories: TrajectoryCollection) -> list[GroupReward]:
+        """Return mean and difference of the rewards that the loss compares in each group: weighted, or of steps.
+
+        Raises:
+            TrajectoryError: a reward that `reward_weights` names is missing.
+        """
+        loss = self.adapter_config.loss
+        if not loss.is_policy_loss:
+            return super().group_rewards(trajectories)
+        return group_rewards(self._with_usable_rewards(trajectories), loss, self.adapter_config.llm)
+
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Queue a job on these trajectories, and return at once.
 
@@ -270,13 +284,15 @@ class LocalTrainerAdapter(TrainerAdapter):
             return gather_pairs(trajectories, template, llm), None
         if loss.name == "sft":
             return gather_examples(trajectories, template, loss.min_reward, llm), None
-        reward = self.adapter_config.reward
-        unusable = "unscorable" if reward is None else reward.unusable
-        groups = with_usable_rewards(trajectories.trajectories, loss, unusable)
-        usable = trajectories.model_copy(update={"trajectories": groups})
+        usable = trajectories.model_copy(update={"trajectories": self._with_usable_rewards(trajectories)})
         data = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
         rewards = collect_rewards(data.groups, loss, llm)
         return data._replace(metrics=data.metrics | rewards.metrics), rewards
+
+    def _with_usable_rewards(self, trajectories: TrajectoryCollection) -> list[list[Trajectory]]:
+        reward = self.adapter_config.reward
+        unusable = "unscorable" if reward is None else reward.unusable
+        return with_usable_rewards(trajectories.trajectories, self.adapter_config.loss, unusable)
 
     def _warn_of_filters(self, log_kept_mass: np.ndarray) -> None:
         """Warn, once, if truncated sampling was used; the array has the log of the kept mass of each trained token."""

@@ -328,7 +328,7 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
 def compute_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """Add `advantages` to a job's batch, and return it with the metrics of the KL in the reward, and of the teacher.
+    """Add `advantages` to a job's batch; return it with metrics of groups without any, of KL in the reward and teacher.
 
     Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
     sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
@@ -360,6 +360,9 @@ def compute_advantages(
         metrics |= of_teacher
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
+    if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
+        telling = credit.group_ids[trajectories[mask & (computed["advantages"] != 0)]]
+        metrics["no_signal_groups"] = np.unique(credit.group_ids).size - np.unique(telling).size
     tables: dict[str, Any] = {}
     for name, values in computed.items():
         tables[name] = np.zeros(job.turns.shape, np.float32)

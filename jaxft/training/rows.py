@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.core.advantages import EQUAL_REWARDS, soft_overlong_punishment, weighted_sum
+from jaxft.core.advantages import soft_overlong_punishment, weighted_sum
 from jaxft.errors import NothingToTrain, TrajectoryError
+from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.calls import call_of
 from jaxft.rollout.chat import ChatTemplate
@@ -142,7 +143,6 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         )
     metrics = {
         "groups": len(groups),
-        "no_signal_groups": sum(not has_signal(group) for group in groups),
         "unscorable_trajectories": unscorable,
         "sequences_per_trajectory": len(sequences) / len(trajectories),
         "foreign_sequences": foreign,
@@ -348,7 +348,48 @@ def collect_rewards(
         rewards[has_steps] = np.nan
         if named is not None:
             named[has_steps] = np.nan
-    return CollectedRewards(rewards, group_ids, named, steps, metrics)
+    collected = CollectedRewards(rewards, group_ids, named, steps, metrics)
+    if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
+        trained = _rewards_to_go(collected, loss)[:, 0]
+        if (known := trained[~np.isnan(trained)]).size:
+            metrics |= {"trained_reward_mean": float(known.mean()), "trained_reward_max": float(known.max())}
+    return collected
+
+
+def group_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
+) -> list[GroupReward]:
+    """Return mean and difference of the rewards that the loss compares in each group; 0 without a usable reward.
+
+    These are weighted sums after the length penalty or, with step rewards, rewards to go. The difference is the largest
+    of any turn and, with `normalize_then_sum`, of any weighted reward.
+    """
+    groups = [[with_recorded_sequences(trajectory) for trajectory in group] for group in groups]
+    collected = collect_rewards(groups, loss, llm)
+    compared = to_go = _rewards_to_go(collected, loss)
+    if collected.named_rewards is not None and loss.reward_weights is not None:
+        compared = np.hstack([to_go, collected.named_rewards * list(loss.reward_weights.values())])
+    measured = []
+    for number in range(len(groups)):
+        members = collected.group_ids == number
+        columns = [column[~np.isnan(column)] for column in (to_go[members, 0], *compared[members].T)]
+        known = columns[0].tolist() or [0.0]
+        diff = max(float(np.ptp(column)) if column.size else 0.0 for column in columns)
+        measured.append(GroupReward(sum(known) / len(known), diff))
+    return measured
+
+
+def _rewards_to_go(collected: CollectedRewards, loss: LossConfig) -> np.ndarray:
+    """Return the rewards `[trajectory, turn]` from each turn on; an outcome stands at the first turn. NaN elsewhere."""
+    if collected.step_rewards is None:
+        return collected.rewards[:, None]
+    gamma = 1.0 if loss.estimator in ("gae", "reinforce_pp") else loss.gamma  # they discount by the token
+    turns = np.arange(collected.step_rewards.shape[1])
+    discounts = np.tril(gamma ** np.maximum(np.subtract.outer(turns, turns), 0))
+    has_turn = ~np.isnan(collected.step_rewards)
+    to_go = np.where(has_turn, np.nan_to_num(collected.step_rewards) @ discounts, np.nan)
+    to_go[:, 0] = np.where(has_turn[:, 0], to_go[:, 0], collected.rewards)
+    return to_go
 
 
 def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
@@ -467,13 +508,6 @@ def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSeq
         prompts.append(sequence.tokens[: sequence.completion_mask.index(True)])
     if prompts[0] != prompts[1]:
         raise TrajectoryError(f"{name_of(trajectory)}: the answers of the pair are to different prompts")
-
-
-def has_signal(group: list[Trajectory]) -> bool:
-    """True if the scorable rewards of a group differ by more than rounding, as `jaxft.core.advantages` defines it."""
-    rewards = [trajectory.reward for trajectory in group if trajectory.scorable]
-    scale = max([1.0, *(abs(reward) for reward in rewards)])
-    return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_REWARDS * scale
 
 
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jaxft.harness.curriculum import choose_groups, initial_state, percentile
+from jaxft.harness.curriculum import GroupReward, choose_groups, initial_state, percentile
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     FinetuneConfig,
@@ -161,6 +161,19 @@ def test_the_trainer_keeps_the_state(make_trainer):
     assert third.get_curriculum_state() == first.get_curriculum_state()
     first.get_curriculum_state()["examples"].clear()
     assert first.get_curriculum_state()["examples"]  # what is given is a copy
+
+
+def test_the_adapter_says_what_the_rewards_are(make_trainer, monkeypatch):
+    made = make_trainer()
+    # As the adapter weighs them, the rewards of d to g differ.
+    weighed = [GroupReward(mean, 0.2 if name in "defg" else 0.0) for name, mean in MEANS.items()]
+    monkeypatch.setattr(made.trainer_adapter, "group_rewards", lambda collection: weighed)
+    curriculum = {"enabled": True, "initial_percentile": 0.5}
+    asyncio.run(made.initialize(FinetuneConfig(curriculum_learning=curriculum)))
+    chosen = made.apply_curriculum_learning(TrajectoryCollection(trajectories=groups(), run_id="r"), 0)
+    assert names(chosen.trajectories) == "de"
+    state = made.get_curriculum_state()
+    assert sorted(state["dropped_groups"]) == list("abchij") and state["examples"]["d"]["reward_diff"] == 0.2
 
 
 def test_a_state_of_the_toolkit_is_refused(make_trainer):

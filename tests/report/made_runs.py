@@ -60,8 +60,12 @@ def make_run(
         quartiles = {"group_reward_q25": 0.1 + epoch / epochs / 2, "group_reward_q75": 0.4 + epoch / epochs / 2}
         means = {"reward_mean": sum(flat) / len(flat), **bounds, **quartiles, **shares}
         history.append({"epoch": epoch, **means})
-        named = {"reward/correct": means["reward_mean"], "reward/brief": 0.25 + epoch / 8}
-        metrics.append({"epoch": epoch, **means, **named, **_metrics(draw, epoch, epochs, len(flat))})
+        more = {
+            "reward/correct": means["reward_mean"],
+            "reward/brief": 0.25 + epoch / 8,
+            "trained_reward_mean": 2 * means["reward_mean"],
+        }
+        metrics.append({"epoch": epoch, **means, **more, **_metrics(draw, epoch, epochs, len(flat))})
         timings.append({"epoch": epoch, **_timings(draw, epoch)})
         rewards.append({"epoch": epoch, "rewards": of_epoch})
     write_lines(path / "training_metrics.jsonl", metrics)

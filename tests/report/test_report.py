@@ -107,6 +107,8 @@ def test_the_page_shows_the_figures_of_the_run(page, run):
     assert "win rate" in header and "0.75" in header  # of result.json
     assert "cpu (cpu 0)" in header and "jax 0.10.2" in header and "--set finetuning.seed=3" in header
     assert "Entropy" in page.sections["curves"] and "own/<metric>" in page.sections["curves"]
+    curves = page.sections["curves"]
+    assert "mean as trained" in curves and f"{2 * last:.4g}" in curves and "The evaluator's rewards" in curves
     assert "Share of the episodes by reward" in page.sections["rewards"] and "example-2" in page.sections["rewards"]
     assert "Curriculum" in page.sections["validation"] and "avg_reward" in page.sections["validation"]
     assert "rollout" in page.sections["timings"] and "host peak: 1 GiB" in page.sections["timings"]

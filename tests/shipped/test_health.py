@@ -68,6 +68,15 @@ def test_a_solved_task_is_no_trouble():
     assert followed(Health(), *[GOOD] * 3, *[GOOD | solved] * 5) == []
 
 
+def test_trouble_is_judged_by_the_rewards_that_are_trained():
+    weighed = GOOD | {"reward_mean": 5.0, "reward_max": 9.0, "trained_reward_mean": 0.2, "trained_reward_max": 1.0}
+    alike = {"no_signal_groups": 8, "entropy": 0.01}
+    solved, unsolved = weighed | alike | {"trained_reward_mean": 0.99}, weighed | alike | {"reward_mean": 8.9}
+    assert followed(Health(), *[weighed] * 3, *[solved] * 5) == []
+    lines = followed(Health(), *[weighed] * 3, *[unsolved] * 5)
+    assert [line.partition(":")[0] for line in lines] == ["entropy collapse", "no signal"]
+
+
 def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_trouble():
     nan = dict.fromkeys(GOOD, float("nan"))
     health = Health()

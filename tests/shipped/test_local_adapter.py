@@ -29,7 +29,6 @@ from jaxft.harness.data_models import (
 from jaxft.models.hf import save_model
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.training.rows import has_signal
 
 FOREIGN = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
 """Settings for collections that no policy sampled."""
@@ -272,12 +271,14 @@ def test_knobs_that_exclude_each_other_are_refused_at_once(policy):
         make_adapter(policy, loss={"name": "dr_grpo"})
 
 
-def test_signal_is_a_spread_of_usable_rewards():
-    def group(*rewards):
-        return [Trajectory(episode=[], reward=r or 0.0, scorable=r is not None) for r in rewards]
-
-    assert has_signal(group(1.0, 0.0)) and has_signal(group(1.0, 1.1, None))
-    assert not any(map(has_signal, [group(), group(1.0), group(1.0, None), group(1.0, 1.0), group(1e6, 1e6 + 0.5)]))
+def test_groups_are_weighed_as_the_loss_weighs_them(policy, make_collection):
+    collection = make_collection("weighed", rewards=(3.0, 3.0, 1.0, 0.0))
+    named = iter([{"right": 1.0, "short": 2.0}, {"right": 0.0, "short": 3.0}, {"right": None, "short": 1.0}, None])
+    groups = [[t.model_copy(update={"named_rewards": next(named)}) for t in g] for g in collection.trajectories]
+    collection = collection.model_copy(update={"trajectories": groups})
+    weighed = make_adapter(policy, loss={"reward_weights": {"right": 2.0}})
+    assert weighed.group_rewards(collection) == [(1.0, 2.0), (0.0, 0.0)]
+    assert make_adapter(policy, loss={"name": "sft"}).group_rewards(collection) == [(3.0, 0.0), (0.5, 1.0)]
 
 
 @pytest.fixture(scope="module")

@@ -218,6 +218,30 @@ def test_rows_share_the_advantage_of_their_trajectory(make_group):
     assert [set(each) for each in got] == [{np.float32(x)} for x in (first, first, second, third, fourth)]
 
 
+@pytest.mark.parametrize(
+    "knobs, count",
+    [
+        ({}, 4),
+        ({"reward_weights": {"right": 1.0}}, 5),
+        ({"reward_weights": {"right": 1.0, "short": 1.0}, "multi_objective_aggregation": "normalize_then_sum"}, 4),
+        ({"name": "reinforce", "advantages": "reinforce_pp"}, 1),  # whitened over the batch; one group has no row
+        ({"distillation": {"teacher": "teacher", "form": "reverse"}}, None),
+    ],
+)
+def test_signal_is_an_advantage_other_than_0(make_group, knobs, count):
+    named = [{"right": 1.0, "short": 0.0}, {"right": 1.0, "short": 2.0}]
+    groups = [
+        make_group(1.0, 3.0, named_rewards=named),  # differ by what has no weight in the second case
+        make_group(2.0, 2.0, named_rewards=named[:1] * 2),
+        make_group(0.0, 0.0, named_rewards=named[:1] * 2, shaped_rewards=[[1.0, 0.0], [0.0, 1.0]]),  # equal sums
+        make_group(0.0, 9.0, named_rewards=named, shaped_rewards=[[1.0, 1.0], [1.0, 1.0]]),
+        make_group(1.0, None, named_rewards=[named[0], None]),
+        make_group(None, None, named_rewards=[None, None]),
+    ]
+    metrics = found(groups, **knobs).metrics
+    assert metrics == ({} if count is None else {"no_signal_groups": count})
+
+
 def test_rows_know_the_tokens_of_their_trajectory(make_group):
     groups = [make_group(1.0, 0.0)]
     groups[0][1].sequences.append(groups[0][1].sequences[0])
@@ -242,7 +266,9 @@ def test_long_answers_lose_reward(make_group):
     group[0].sequences.append(group[0].sequences[0])  # 8 trained tokens against 4
     loss = LossConfig(max_completion_tokens=8, overlong_buffer_tokens=4)
     credit = collect_rewards([group], loss)
-    assert credit.rewards.tolist() == [0.0, 1.0] and credit.metrics == {"overlong_penalty_mean": -0.5}
+    assert credit.rewards.tolist() == [0.0, 1.0]
+    trained = {"trained_reward_mean": 0.5, "trained_reward_max": 1.0}
+    assert credit.metrics == {"overlong_penalty_mean": -0.5, **trained}
 
 
 def test_step_rewards_take_the_place_of_the_outcome_in_their_group(make_group, make_sequence):
@@ -298,7 +324,7 @@ def test_kl_in_the_reward_comes_before_the_baseline(make_group):
     got = found([group], K1, advantages="leave_one_out", **kl)
     assert [set(each) for each in got.advantages] == [{1.0}, {-1.0}]  # the same divergence for both
     apart = found([group], [K1, NO_K1], advantages="leave_one_out", **kl)
-    expected = {"kl": np.exp(-1) / 8, "kl_k1": 1 / 8}  # one of eight tokens, where k3 is 1 / e
+    expected = {"kl": np.exp(-1) / 8, "kl_k1": 1 / 8, "no_signal_groups": 0}  # one of eight tokens, where k3 is 1 / e
     assert apart.metrics == pytest.approx(expected)
     assert [set(each) for each in apart.advantages] == [{0.5}, {-0.5}]
 

@@ -13,7 +13,7 @@ from jaxft.rollout.calls import Call, call_of, logprobs_with_record
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import collect_rewards, gather_examples, gather_rows, with_usable_rewards
+from jaxft.training.rows import collect_rewards, gather_examples, gather_rows, group_rewards, with_usable_rewards
 
 
 def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
@@ -128,6 +128,28 @@ def test_a_price_that_the_builder_set_is_the_weighted_sum(make_group):
     apart = LossConfig(reward_weights={"right": 2.0}, **NORMALIZED)
     (usable,) = with_usable_rewards([group], apart)
     assert [trajectory.scorable for trajectory in usable] == [True, False, False]
+
+
+def test_groups_are_compared_by_the_rewards_that_are_trained(make_group):
+    named = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 4.0}, None]
+    alike = {"right": 0.5, "short": 2.0}
+    groups = [
+        make_group(1.0, 4.0, None, named_rewards=named),
+        make_group(9.0, 9.0, named_rewards=[alike] * 2, shaped_rewards=[[2.0, -1.0], None]),  # an outcome of 2
+        make_group(None),
+        make_group(0.0, 9.0, named_rewards=[alike] * 2),
+    ]
+    weights = {"right": 2.0, "short": 0.5}
+    summed = LossConfig(reward_weights=weights, gamma=0.5)
+    assert group_rewards(groups, summed) == [(2.0, 0.0), (1.25, 3.0), (0.0, 0.0), (2.0, 0.0)]
+    metrics = collect_rewards(groups, summed).metrics
+    assert metrics == {"trained_reward_mean": (2 + 2 + 1.5 + 1 + 2 + 2) / 6, "trained_reward_max": 2.0}
+    apart = group_rewards(groups, LossConfig(reward_weights=weights, **NORMALIZED))
+    assert apart == [(2.0, 2.0), (1.5, 3.0), (0.0, 0.0), (2.0, 0.0)]
+    assert group_rewards(groups[::3], LossConfig()) == [(2.5, 3.0), (4.5, 9.0)]
+    assert collect_rewards(groups[::3], LossConfig()).metrics == {}
+    long = LossConfig(max_completion_tokens=4, overlong_buffer_tokens=2)
+    assert group_rewards(groups[:1], long) == [(1.5, 3.0)]
 
 
 def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
