@@ -64,8 +64,7 @@ The file needs no network. The run may be going on: nothing is locked, and --wat
 COMPARE = """Compares runs, folded over their seeds: settings that differ, figures with 95 % intervals, and curves.
 
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
-in different folders. With --expected it holds each run against a reference history instead, and writes expected.html,
-expected.png and expected.json; exit code 1 then says that a run is not as expected."""
+in different folders."""
 INIT = """Writes a folder with an agent, its reward, data, configuration and test: a start for one's own.
 
 The agent has the name of the folder. Nothing that exists is overwritten."""
@@ -231,7 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _chat_arguments(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
-    _compare_arguments(verbs.add_parser("compare", help="compare runs, or hold one against what is expected"))
+    _compare_arguments(verbs.add_parser("compare", help="compare runs"))
 
     planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
     planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
@@ -272,9 +271,6 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         metavar="K",
         help="the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)",
-    )
-    parser.add_argument(
-        "--expected", metavar="NAME", help="the reference to hold the runs against, as in tic_tac_toe; or its .json"
     )
 
 

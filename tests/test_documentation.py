@@ -72,7 +72,7 @@ NOT_RUN = {
     "python scripts/fuzz_server.py": "needs schemathesis",
     "python benchmarks/aot.py": "needs the compilers; .ci/more aot runs it",
     "jaxft compare": "needs runs; tests/report/test_compare_command.py has some",
-    "python scripts/make_expected.py": "needs runs of several seeds, as the same test has",
+    "python experiments/expected.py": "needs runs of several seeds, as tests/test_expected.py has",
     "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
     "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/serving/test_serve_command.py types the commands of docs/agents.md",

@@ -18,9 +18,9 @@ from jaxft.errors import RunDirectoryError
 from jaxft.report.records import Row, RunRecords, flat, read_run
 from jaxft.runs.directory import CONFIG_FILE, LOG_FILE
 
-COMPARISON_FILE, VERDICT_FILE = "compare.json", "expected.json"
-COMPARISON_KIND, VERDICT_KIND = "jaxft comparison", "jaxft verdict"
-"""Values of `kind` in the JSON files of comparisons and verdicts, by which jaxft knows the files it may replace."""
+COMPARISON_FILE = "compare.json"
+COMPARISON_KIND = "jaxft comparison"
+"""Value of `kind` in the JSON files of comparisons, by which jaxft knows the files it may replace."""
 
 RESULT_PREFIX = "result."
 """Beginning of the names of figures that come from `result.json`."""
@@ -173,12 +173,12 @@ def last_epochs_of(epochs: int) -> int:
 
 
 def is_ours(file: Path) -> bool:
-    """Return True if a file is the JSON file of a comparison or of a verdict."""
+    """Return True if a file is the JSON file of a comparison."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and content.get("kind") in (COMPARISON_KIND, VERDICT_KIND)
+    return isinstance(content, dict) and content.get("kind") == COMPARISON_KIND
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
@@ -197,7 +197,7 @@ def _why_no_run(path: Path) -> str | None:
         return "is no folder"
     if (path / CONFIG_FILE).is_file():
         return None
-    if is_ours(path / COMPARISON_FILE) or is_ours(path / VERDICT_FILE):
+    if is_ours(path / COMPARISON_FILE):
         return "holds an earlier comparison"
     inner = sum((folder / CONFIG_FILE).is_file() for folder in path.iterdir() if folder.is_dir())
     if inner:

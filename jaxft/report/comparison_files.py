@@ -1,4 +1,4 @@
-"""Files of comparisons and verdicts: a picture, a page and JSON, in a folder of their own.
+"""Files of comparisons: a picture, a page and JSON, in a folder of their own.
 
 Files that jaxft did not write are never replaced: the JSON file of an earlier comparison marks the folder as its own.
 """
@@ -8,12 +8,10 @@ from pathlib import Path
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import json_bytes, replace_file
-from jaxft.report.compared_runs import COMPARISON_FILE, VERDICT_FILE, ComparedRun, is_ours
+from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, comparison_json
 from jaxft.report.comparison_page import comparison_page
 from jaxft.report.comparison_plots import comparison_png
-from jaxft.report.expected_page import verdict_json, verdict_page, verdict_png
-from jaxft.report.references import Verdict
 from jaxft.runs.directory import CONFIG_FILE
 
 FOLDER_NAME = "compare"
@@ -47,20 +45,6 @@ def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epo
     })  # fmt: skip
 
 
-def write_verdicts(verdicts: Sequence[Verdict], folder: Path) -> list[Path]:
-    """Write `expected.json`, `expected.png` and `expected.html`, and return their paths.
-
-    Raises:
-        RunDirectoryError, DiskFull: as by `write_comparison`.
-    """
-    check_folder(folder)
-    return _write(folder, {
-        VERDICT_FILE: json_bytes(verdict_json(verdicts), indent=2),
-        "expected.png": verdict_png(verdicts),
-        "expected.html": verdict_page(verdicts).encode("utf-8", "backslashreplace"),
-    })  # fmt: skip
-
-
 def write_json(content: bytes, file: Path) -> Path:
     """Write JSON to a file of the user's choice, and return its path; only an earlier one of jaxft is replaced.
 
@@ -81,14 +65,12 @@ def check_folder(folder: Path) -> None:
     """
     if (folder / CONFIG_FILE).exists():
         raise RunDirectoryError(f"'{folder}' holds a run: give another folder for the comparison, with --output")
-    for marker in (COMPARISON_FILE, VERDICT_FILE):
-        stem = marker.removesuffix(".json")
-        present = [f"{stem}{suffix}" for suffix in (".json", ".png", ".html") if (folder / f"{stem}{suffix}").exists()]
-        if present and not is_ours(folder / marker):
-            raise RunDirectoryError(
-                f"'{folder}' holds {', '.join(present)}, but no {marker} of jaxft: nothing was replaced; give another "
-                "folder, with --output"
-            )
+    present = [name for name in (COMPARISON_FILE, "compare.png", "compare.html") if (folder / name).exists()]
+    if present and not is_ours(folder / COMPARISON_FILE):
+        raise RunDirectoryError(
+            f"'{folder}' holds {', '.join(present)}, but no {COMPARISON_FILE} of jaxft: nothing was replaced; give "
+            "another folder, with --output"
+        )
 
 
 def _write(folder: Path, files: Mapping[str, bytes], option: str = "--output") -> list[Path]:

@@ -1,4 +1,4 @@
-"""Intervals of figures over seeds: the bootstrap in the manner of rliable, and Student's prediction interval.
+"""Intervals of figures over seeds: the bootstrap in the manner of rliable.
 
 A seed is one run from a random start, so the runs of a group are a sample, and their mean has an error. rliable
 (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264) draws the runs of each group again with replacement, each group
@@ -8,7 +8,6 @@ the draws. Curves are drawn as wholes: all epochs of a draw are of the same runs
 Draws are the same in every call, and do not depend on the order of the runs.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -105,54 +104,6 @@ def probability_interval(first: Sequence[float], second: Sequence[float]) -> Int
     )
     low, high = _ends(drawn / wins.size)
     return Interval(float(low), float(high))
-
-
-def prediction_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Return the interval in which one more observation lies with probability `level`; None for fewer than two values.
-
-    For n values with mean m and standard deviation s it is `m ± t(n - 1) s sqrt(1 + 1/n)`: Student's interval for a new
-    observation, which is exact if all are drawn from one normal distribution.
-
-    >>> low, high = prediction_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    >>> print(f"{low:.3f} {high:.3f}")
-    -1.809 7.809
-    """
-    if len(values) < 2:
-        return None
-    count = len(values)
-    mean = math.fsum(values) / count
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    half = student_quantile((1 + level) / 2, count - 1) * deviation * math.sqrt(1 + 1 / count)
-    return Interval(mean - half, mean + half)
-
-
-@lru_cache(maxsize=256)
-def student_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t distribution, for a probability from 0.5 on.
-
-    >>> print(f"{student_quantile(0.975, 4):.4f}")
-    2.7764
-    """
-    low, high = 0.0, 1.0
-    while _student_cdf(high, freedom) < probability:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < probability else (low, middle)
-    return high
-
-
-def _student_cdf(t: float, freedom: int) -> float:
-    """Return the distribution function at t >= 0, for whole degrees of freedom: Abramowitz and Stegun, 26.7.3-4."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    is_odd = freedom % 2 == 1
-    term, total = 1.0, 0.0
-    for step in range(2 if is_odd else 1, freedom, 2):
-        total += term
-        term *= cosine**2 * step / (step + 1)
-    inside = 2 / math.pi * (angle + sine * cosine * total) if is_odd else sine * total
-    return (1 + inside) / 2
 
 
 @lru_cache(maxsize=32)

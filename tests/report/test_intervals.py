@@ -13,10 +13,8 @@ from jaxft.report.intervals import (
     interquartile_mean_interval,
     mean_band,
     mean_interval,
-    prediction_interval,
     probability_interval,
     probability_of_improvement,
-    student_quantile,
 )
 
 # Made by rliable 1.2.0: get_interval_estimates with 50,000 draws, of 10,000 for the improvements, of a generator of its
@@ -97,19 +95,3 @@ def test_probabilities_by_hand():
     assert probability_of_improvement([1.0, 1.0], [1.0]) == 0.5
     assert probability_interval([2.0, 3.0], [1.0]) is None
     assert probability_interval([2.0, 3.0], [0.0, 1.0]) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 10, 29])
-@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
-def test_quantiles_of_student_are_those_of_scipy(freedom, probability):
-    assert student_quantile(probability, freedom) == pytest.approx(scipy.stats.t.ppf(probability, freedom), abs=1e-9)
-
-
-def test_the_prediction_interval_holds_one_more_value_as_often_as_it_says():
-    drawn = np.random.default_rng(0).normal(size=(4000, 6))
-    inside = 0
-    for row in drawn.tolist():
-        low, high = prediction_interval(row[:5])
-        inside += low <= row[5] <= high
-    assert inside / 4000 == pytest.approx(0.95, abs=3 * (0.95 * 0.05 / 4000) ** 0.5)
-    assert prediction_interval([1.0]) is None

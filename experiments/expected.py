@@ -1,25 +1,40 @@
-"""Reference histories of experiments, and whether a run is what they lead to expect.
+"""Whether a run of an experiment is what one should see: it is held against the rewards of five other seeds.
 
-The package keeps the rewards of five seeds of some experiments in `expected/<name>.json`. A run is held against them as
-one more seed. At each epoch the band is Student's prediction interval for a new observation, `m ± t(n - 1) s sqrt(1 +
-1/n)`: a range of five seeds would leave a sixth outside one time in three. So a run that differs by its seed alone lies
-outside in 5 of 100 epochs on average. Neighbouring epochs are outside together, so the count itself scatters: a run is
+    python experiments/expected.py tic_tac_toe runs/tic_tac_toe
+
+prints a sentence for each run, such as "runs/tic_tac_toe is as expected: 5 of 70 epochs lie outside the band, 3.5 by
+chance", in a second. The exit code is 0 if every run is as expected, 1 if one is not, 2 for bad input.
+
+    python experiments/expected.py my_agent.json 'runs/my_agent-*' --make
+
+makes such a reference from finished runs of several seeds, of equal settings and length, and never resumed.
+
+At each epoch the band is Student's prediction interval for a new observation, `m ± t(n - 1) s sqrt(1 + 1/n)`: the range
+of five seeds would leave a sixth outside one time in three. So a run that differs by its seed alone lies outside in
+five of 100 epochs on average. Neighbouring epochs are outside together, so the count itself scatters: a run is
 unexpected when more than `MAX_OUTSIDE` of its epochs are outside, or when a final figure is outside of an interval that
 is widened for the number of figures (Bonferroni).
 """
 
+import argparse
 import json
 import math
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import ConfigError, RunDirectoryError, did_you_mean
-from jaxft.report.compared_runs import ComparedRun, last_epochs_of
-from jaxft.report.intervals import LEVEL, Interval, prediction_interval
+import numpy as np
+from scipy import stats
+
+from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, did_you_mean
+from jaxft.files import json_bytes, replace_file
+from jaxft.report.compared_runs import ComparedRun, find_runs, last_epochs_of
+from jaxft.report.comparison import no_runs_message
+from jaxft.report.comparison_text import aligned, seeds
+from jaxft.report.intervals import LEVEL, Interval
 from jaxft.report.markup import number
 from jaxft.report.run_groups import (
     ABSENT,
@@ -33,6 +48,11 @@ from jaxft.report.run_groups import (
     texts_of,
 )
 
+REFERENCES = Path(__file__).parent / "references"
+"""Folder of the references, `<experiment>.json`."""
+MAX_DIFFERENCES = 20
+"""Number of differing settings that are listed."""
+FIGURE_HEADERS = ["", "this run", "seeds of the reference", "expected", ""]
 REFERENCE_KIND = "jaxft reference"
 MAX_OUTSIDE = 0.25
 """Largest fraction of epochs outside of the band in a run that is as expected."""
@@ -121,27 +141,17 @@ class Verdict:
     sentence: str
 
 
-def reference_names() -> list[str]:
-    """Return the names of the references that the package keeps."""
-    folder = resources.files("jaxft.report").joinpath("expected")
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json"))
-
-
 def load_reference(name: str) -> Reference:
-    """Read a reference of the package, or one of your own from a path that ends in `.json`.
+    """Read a reference of `REFERENCES`, or one of your own from a path that ends in `.json`.
 
     Raises:
         ConfigError: there is none of that name; the message lists the names.
         RunDirectoryError: the file is no reference.
     """
-    if name.endswith(".json"):
-        source: Any = Path(name)
-    elif name in reference_names():
-        source = resources.files("jaxft.report").joinpath("expected", f"{name}.json")
-    else:
-        hint = did_you_mean(name, reference_names(), what="references")
-        raise ConfigError([f"--expected: no reference '{name}'{hint}"])
+    source = Path(name) if name.endswith(".json") else REFERENCES / f"{name}.json"
+    if not name.endswith(".json") and not source.is_file():
+        known = sorted(file.stem for file in REFERENCES.glob("*.json"))
+        raise ConfigError([f"no reference '{name}'{did_you_mean(name, known, what='references')}"])
     try:
         values = json.loads(source.read_text("utf-8"))
         if values["kind"] != REFERENCE_KIND or values["format_version"] != 1 or not values["runs"]:
@@ -157,8 +167,7 @@ def load_reference(name: str) -> Reference:
         return Reference(values["experiment"], values["command"], values["machine"], values["settings"], tuple(runs))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
-            f"'{name}' cannot be read as a reference ({type(error).__name__}: {error}): make one with "
-            "scripts/make_expected.py"
+            f"'{name}' cannot be read as a reference ({type(error).__name__}: {error}): make one with --make"
         ) from error
 
 
@@ -192,13 +201,17 @@ def expected_band(histories: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
 
 
 def _interval(values: Sequence[float], level: float, least: float) -> Interval:
+    """Return the interval in which one more observation lies with probability `level`, at least `least` to each side.
+
+    It is exact if all are drawn from one normal distribution; of fewer than two finite values it is infinite.
+    """
     known = [value for value in values if math.isfinite(value)]
-    interval = prediction_interval(known, level)
-    if interval is None:
+    if len(known) < 2:
         return Interval(-math.inf, math.inf)
-    middle = (interval.low + interval.high) / 2
-    half = max(interval.high - middle, least)
-    return Interval(middle - half, middle + half)
+    mean, count = _mean(known), len(known)
+    spread = float(np.std(known, ddof=1)) * math.sqrt(1 + 1 / count)
+    half = max(float(stats.t.ppf((1 + level) / 2, count - 1)) * spread, least)
+    return Interval(mean - half, mean + half)
 
 
 def _place(value: float, interval: Interval) -> str:
@@ -351,3 +364,100 @@ def _command(arguments: Sequence[str], prefix: str) -> str:
         elif argument not in ("--overwrite", "--resume"):
             kept.append(argument)
     return shlex.join(kept) + f" --set {SEED}={{seed}}"
+
+
+def verdict_text(verdicts: Sequence[Verdict], width: int = 120) -> str:
+    """Return the verdicts as text for a terminal: a sentence for each run, then its figures and its differences."""
+    parts = [reference_text(verdicts[0].reference)]
+    for verdict in verdicts:
+        parts.append(f"{verdict.run.records.path} is {verdict.sentence}")
+        if verdict.figures:
+            parts.append(aligned([FIGURE_HEADERS, *figure_rows(verdict)], width))
+        lines = [f"- {words}" for words in qualifications(verdict)]
+        if lines:
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def reference_text(reference: Reference) -> str:
+    """Return what the reference is, in one line."""
+    return (
+        f"Reference {reference.experiment}: seeds {seeds(run.seed for run in reference.runs)}, "
+        f"{reference.num_epochs} epochs, made by: {reference.command}"
+    )
+
+
+def figure_rows(verdict: Verdict) -> list[list[str]]:
+    """Return a row for each final figure: name, value, values of the reference, interval, and the place in it."""
+    return [
+        [
+            each.name,
+            number(each.value),
+            f"{number(min(each.references))} to {number(max(each.references))}",
+            _range(each.interval),
+            each.place or "not judged",
+        ]
+        for each in verdict.figures
+    ]
+
+
+def qualifications(verdict: Verdict) -> list[str]:
+    """Return what qualifies a verdict: other settings, the length of the run, its seed, and the machine."""
+    reference, run = verdict.reference, verdict.run
+    found = [f"{path}: {ours} here, {theirs} in the reference" for path, theirs, ours in verdict.differences]
+    if len(found) > MAX_DIFFERENCES:
+        found = [*found[:MAX_DIFFERENCES], f"and {len(found) - MAX_DIFFERENCES} more settings"]
+    if len(run.rewards) != reference.num_epochs:
+        found.append(
+            f"{len(run.rewards)} epochs here, {reference.num_epochs} in the reference: the first {len(verdict.places)} "
+            "are compared, and figures of result.json are not judged"
+        )
+    if run.seed in {each.seed for each in reference.runs}:
+        found.append(f"seed {run.seed} is one of the reference's: on an equal machine the run repeats it")
+    about = run.records.environment
+    ours, theirs = about.get("versions"), reference.machine.get("versions")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        other = [f"{name} {ours.get(name)} ({theirs[name]})" for name in theirs if ours.get(name) != theirs[name]]
+        if other:
+            found.append(f"other versions than the reference's, which are in brackets: {', '.join(other)}")
+    if about.get("devices") != reference.machine.get("devices"):
+        found.append(f"devices {about.get('devices')} here, {reference.machine.get('devices')} in the reference")
+    elif about.get("cpu_count") != reference.machine.get("cpu_count"):
+        found.append(f"{about.get('cpu_count')} cores here, {reference.machine.get('cpu_count')} in the reference")
+    return found
+
+
+def _range(interval: Interval | None) -> str:
+    return "–" if interval is None else f"{number(interval.low)} to {number(interval.high)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hold runs against a reference, or make one of them, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", help="its name, as in tic_tac_toe, or its .json file")
+    parser.add_argument("runs", nargs="+", help="run directories, or globs")
+    parser.add_argument("--make", action="store_true", help="make the .json file of these runs")
+    parser.add_argument("--root", type=Path, default=Path(), help="with --make: the folder that paths are relative to")
+    given = parser.parse_args(arguments)
+    try:
+        runs, left_out = find_runs(given.runs)
+        if not runs or (given.make and left_out):
+            raise RunDirectoryError(no_runs_message(left_out))
+        if given.make:
+            file = Path(given.reference)
+            replace_file(file, json_bytes(make_reference(file.stem, runs, given.root)))
+            print(f"written to {file}: {seeds(run.seed for run in runs)}")
+            return 0
+        reference = load_reference(given.reference)
+    except JaxftError as error:
+        print(f"expected.py: error: {error}", file=sys.stderr)
+        return error.exit_code
+    verdicts = [judge(run, reference) for run in runs]
+    print(verdict_text(verdicts))
+    for each in left_out:
+        print(f"left out: '{each.path}' {each.reason}")
+    return 0 if all(verdict.is_expected for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,15 +5,16 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 
+from experiments.expected import REFERENCES, expected_band, judge, load_reference, main, make_reference
 from jaxft.errors import ConfigError, RunDirectoryError
 from jaxft.report.compared_runs import find_runs
-from jaxft.report.intervals import prediction_interval
-from jaxft.report.references import expected_band, judge, load_reference, make_reference, reference_names
 from tests.report.compared import write_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RATE = "trainer_adapters.local.optimizer.learning_rate"
 EPOCHS = 40
 
@@ -46,6 +47,20 @@ def reference(tmp_path):
 def verdict(reference, path, history, **fields):
     history_run(path, history, **fields)
     return judge(find_runs([path])[0][0], reference)
+
+
+def prediction_interval(values, level=0.95):
+    """By scipy: the t interval of the mean of n values, wider by the root of n + 1."""
+    mean, count = np.mean(values), len(values)
+    low, high = scipy.stats.t.interval(level, count - 1, loc=mean, scale=scipy.stats.sem(values))
+    return mean + (low - mean) * (count + 1) ** 0.5, mean + (high - mean) * (count + 1) ** 0.5
+
+
+def test_the_band_holds_one_more_value_as_often_as_it_says():
+    drawn = np.random.default_rng(0).normal(size=(6, 4000))
+    low, high = np.transpose(expected_band(drawn[:5].tolist()))
+    inside = (low <= drawn[5]) & (drawn[5] <= high)
+    assert inside.mean() == pytest.approx(0.95, abs=3 * (0.95 * 0.05 / 4000) ** 0.5)
 
 
 def test_the_band_is_the_interval_of_a_further_seed_at_each_epoch():
@@ -180,8 +195,8 @@ def test_unknown_names_and_other_files(tmp_path):
         load_reference(str(tmp_path / "gone.json"))
 
 
-@pytest.mark.parametrize("name", reference_names())
-def test_references_of_the_package_are_whole_and_name_experiments(name):
+@pytest.mark.parametrize("name", sorted(file.stem for file in REFERENCES.iterdir()))
+def test_references_of_the_experiments_are_whole_and_name_experiments(name):
     reference = load_reference(name)
     assert reference.experiment == name and len(reference.runs) >= 5
     assert {len(run.rewards) for run in reference.runs} == {reference.settings["finetuning.num_epochs"]}
@@ -189,3 +204,20 @@ def test_references_of_the_package_are_whole_and_name_experiments(name):
     band = expected_band([run.rewards for run in reference.runs])
     for run in reference.runs:
         assert all(low <= reward <= high for reward, (low, high) in zip(run.rewards, band, strict=True))
+
+
+def test_the_exit_code_says_whether_runs_are_as_expected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(5):
+        history_run(tmp_path / f"made-{seed}", rewards(seed), seed=seed)
+    assert main(["game.json", "made-*", "--make"]) == 0
+    history_run(tmp_path / "good", rewards(9), seed=9)
+    history_run(tmp_path / "low", rewards(9, -0.3), seed=9)
+    assert main(["game.json", "good", "made-1"]) == 0
+    said = capsys.readouterr().out
+    assert "good is as expected: " in said and "made-1 is as expected: 0 of 40 epochs" in said
+    assert main(["game.json", "good", "low", "nothing"]) == 1
+    said = capsys.readouterr().out
+    assert "low is below since epoch 0" in said and "left out: 'nothing'" in said and "final_reward" in said
+    assert main(["game.json", "nothing"]) == main(["tic_tac_to", "good"]) == main(["a.json", "made-0", "--make"]) == 2
+    assert "did you mean 'tic_tac_toe'" in capsys.readouterr().err
