@@ -23,9 +23,11 @@ class SamplingRequest:
         max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
         n: number of answers. All of them are recorded and trained.
         seed: picks other random numbers; outside of episodes, equal seeds and prompts give equal answers.
-        stop: strings that end the answer; they are not part of `content`.
+        stop: strings that end the answer; they are not part of `content`. They are looked for outside of reasoning,
+            but for those that hold one of its tags. A control token is one more of `stop_token_ids`.
         include_stop: True to include the stop string in `content`, for an agent that wants it in its history: a
-            history with another text than `content` is tokenised again and begins a new training row.
+            history with another text than `content` is tokenised again and begins a new training row. Control tokens
+            are never part of it.
         stop_token_ids: more token ids that end the answer.
         top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
         logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from jaxft.rollout.recorder import Episode, current_functions, find_episode, not
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.snapshot import Snapshot
-from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop, find_stop
+from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, cut_at_stop, find_stop, find_thoughts
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
@@ -195,7 +195,11 @@ class ChatClient(LanguageModel):
         parser = None
         if not isinstance(request, CompletionRequest):
             parser = template.responses.template(has_tools=request.may_call_tools)
-        custom_stops = set(request.stop_token_ids) - set(template.stop_ids)
+        # The text of an answer is without control tokens, so that one is found by its id.
+        control_ids = template.tokens.control_texts
+        control_stops = {control_ids[stop]: stop for stop in request.stops if stop in control_ids}
+        custom_stops = {*request.stop_token_ids, *control_stops}.difference(template.stop_ids)
+        thoughts = find_thoughts(parser, prompt.text)
 
         def text_of(token_ids: Sequence[int]) -> str:
             kept = token_ids[:-1] if token_ids and token_ids[-1] in custom_stops else token_ids
@@ -212,15 +216,18 @@ class ChatClient(LanguageModel):
                 prompt_text=prompt.text,
                 prefill=prefill,
                 is_byte=template.tokens.is_byte,
+                thoughts=thoughts,
             )
         completion = await engine.submit(
-            self._request(request, prompt, key_ids, text_of),
+            self._request(request, prompt, key_ids, custom_stops, text_of, thoughts),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
         sampled = text_of(completion.token_ids)
-        text = cut_at_stop(sampled, request.stops, include_stop=request.include_stop)
-        found, last_id = find_stop(sampled, request.stops), completion.token_ids[-1]
-        stop_reason = found[1] if found is not None else last_id if last_id in custom_stops else None
+        text = cut_at_stop(sampled, request.stops, include_stop=request.include_stop, thoughts=thoughts)
+        found, last_id = find_stop(sampled, request.stops, thoughts), completion.token_ids[-1]
+        stop_reason: str | int | None = None if found is None else found[1]
+        if found is None and last_id in custom_stops:
+            stop_reason = control_stops.get(last_id, last_id)
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
             parse = functools.partial(
@@ -231,7 +238,7 @@ class ChatClient(LanguageModel):
             )
             parsed = parse(prefill + text)
             if parsed.is_malformed and found is not None:  # the stop string may be the end of a call
-                whole = parse(prefill + cut_at_stop(sampled, request.stops, include_stop=True))
+                whole = parse(prefill + cut_at_stop(sampled, request.stops, include_stop=True, thoughts=thoughts))
                 parsed = whole if whole.tool_calls else parsed
             if not request.parallel_tool_calls:
                 parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
@@ -281,7 +288,9 @@ class ChatClient(LanguageModel):
         request: ChatRequest | CompletionRequest,
         prompt: Prompt,
         key_ids: tuple[int, ...],
+        stop_ids: Iterable[int],
         text_of: Callable[[Sequence[int]], str],
+        thoughts: Thoughts | None,
     ) -> Request:
         """Return the engine's request for one answer."""
         room = self.max_context_tokens - len(prompt.ids)
@@ -293,10 +302,12 @@ class ChatClient(LanguageModel):
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
-            stop_ids=tuple(dict.fromkeys((*self.policy.template.stop_ids, *request.stop_token_ids))),
+            stop_ids=(*self.policy.template.stop_ids, *sorted(stop_ids)),
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=(
-                StopFinder(text_of, request.stops, self.policy.template.tokens.is_byte) if request.stops else None
+                StopFinder(text_of, request.stops, self.policy.template.tokens.is_byte, thoughts)
+                if request.stops
+                else None
             ),
             top_logprobs=request.top_logprobs,
         )

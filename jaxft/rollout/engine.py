@@ -330,7 +330,7 @@ def _take_tokens(running: Running, slot: int, decoded: Decoded, version: int) ->
     completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
     completion.policy_versions += [version] * count
     try:
-        has_ended = _cut_at_end(running.request, completion, bool(decoded.active[slot]))
+        has_ended = _cut_at_end(running.request, completion, known, bool(decoded.active[slot]))
         _check_finite(running.request, completion, known)
         return has_ended
     except Exception as error:  # of this request or its `find_stop`; the other requests go on
@@ -350,9 +350,9 @@ def _check_finite(request: Request, completion: Completion, known: int) -> None:
             )
 
 
-def _cut_at_end(request: Request, completion: Completion, is_active: bool) -> bool:
+def _cut_at_end(request: Request, completion: Completion, known: int, is_active: bool) -> bool:
     """Cut a completion after a stop string and set the finish reason; return True if the completion has ended."""
-    cut = request.find_stop(completion.token_ids) if request.find_stop is not None else None
+    cut = request.find_stop(completion.token_ids, known) if request.find_stop is not None else None
     if cut is not None:
         # Tokens after the one that completed the stop string were decoded in vain.
         for values in completion.per_token:

@@ -31,7 +31,8 @@ class Request:
         temperature, top_k, top_p, min_p: see `SamplingParams`.
         stop_ids: token ids that end the completion, which includes the sampled one.
         logit_bias: pairs of a token id and the value added to its logit, after the temperature; -inf forbids it.
-        find_stop: returns how many of the sampled ids complete a stop string, or None.
+        find_stop: returns how many of the sampled ids complete a stop string, or None; it also gets the number of ids
+            that it was called with before, 0 where sampling began again.
         top_logprobs: number of most likely tokens to return for each sampled token.
     """
 
@@ -44,7 +45,7 @@ class Request:
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    find_stop: Callable[[list[int]], int | None] | None = None
+    find_stop: Callable[[list[int], int], int | None] | None = None
     top_logprobs: int = 0
 
 

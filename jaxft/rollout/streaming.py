@@ -1,6 +1,7 @@
 """An answer as it is sampled: where a stop string ends it, and its text in pieces that later tokens never change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
@@ -50,6 +51,49 @@ class TextDecoder:
         return certain
 
 
+class Thoughts(NamedTuple):
+    """Reasoning in the text of an answer, where no stop string is looked for but one that holds a tag of reasoning.
+
+    Attributes:
+        open, close: patterns of the tags around reasoning.
+        is_begun: True if the prompt ends within the answer's reasoning.
+    """
+
+    open: Any
+    close: Any
+    is_begun: bool
+
+    def content_spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each piece of content, without the spaces before it, which belong to the format."""
+        end, is_thinking = 0, self.is_begun
+        while True:
+            if is_thinking:
+                closed = self.close.search(text, end)
+                if closed is None:
+                    return
+                end = closed.end()
+            opened = self.open.search(text, end)
+            stop = len(text) if opened is None else opened.start()
+            yield stop - len(text[end:stop].lstrip()), stop
+            if opened is None:
+                return
+            end, is_thinking = opened.end(), True
+
+    def is_tagged(self, stop: str) -> bool:
+        """Return True if a stop string holds a tag of reasoning, such as the one that ends a thought."""
+        return bool(self.open.search(stop) or self.close.search(stop))
+
+
+def find_thoughts(template: ResponseTemplate | None, prompt_text: str) -> Thoughts | None:
+    """Return the reasoning of an answer that follows this prompt; None if the response template knows none."""
+    field = None if template is None else template.fields.get("reasoning_content")
+    if template is None or field is None or field.open_re is None or field.close_re is None:
+        return None
+    events = make_parser(template, prompt_text).initial_events
+    bounds = [each["type"] for each in events if each["field"] == field.name and each["type"] != "region_chunk"]
+    return Thoughts(field.open_re, field.close_re, bounds[-1:] == ["region_open"])
+
+
 class Streamer:
     """Turns the tokens of one answer into deltas, which joined give the content and reasoning of its `ParsedAnswer`.
 
@@ -67,6 +111,7 @@ class Streamer:
         prompt_text: str,
         prefill: str,
         is_byte: Callable[[int], bool] = lambda token_id: False,
+        thoughts: Thoughts | None = None,
     ) -> None:
         """Make a streamer.
 
@@ -79,27 +124,26 @@ class Streamer:
             prompt_text: the rendered conversation.
             prefill: text that the answer begins with.
             is_byte: `TokenTexts.is_byte` of the tokenizer.
+            thoughts: the answer's reasoning, if `template` knows any.
         """
-        self._index, self._on_delta, self._stops = index, on_delta, tuple(stops)
+        self._index, self._on_delta = index, on_delta
         self._decoder = TextDecoder(decode, is_byte)
-        self._held = ""
         self._parser = None if template is None else make_parser(template, prompt_text)
         has_reasoning = template is not None and "reasoning_content" in template.fields
-        self._content = _FieldText(keeps_end=self._parser is None, keeps_start=not has_reasoning)
-        self._reasoning = _FieldText(keeps_end=False, keeps_start=False)
-        self._is_open = True  # False after a tool call or a stop string begins: `finish` delivers the rest
+        tagged = () if thoughts is None else filter(thoughts.is_tagged, stops)
+        self._text = _FieldText(tagged, keeps_end=True, keeps_start=True)
+        self._content = _FieldText(stops, keeps_end=self._parser is None, keeps_start=not has_reasoning)
+        self._reasoning = _FieldText((), keeps_end=False, keeps_start=False)
+        self._is_open = True  # False after a tool call begins: `finish` delivers the rest
         if prefill and self._parser is not None:
             self._parse(prefill)
 
     def feed(self, token_ids: list[int], logprobs: list[float]) -> None:
         """Take newly sampled tokens."""
         if self._is_open:
-            text = self._held + self._decoder.feed(token_ids)
-            held = self._num_held(text)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
-            if any(stop in text for stop in self._stops):
-                self._is_open = False
-            elif self._parser is None:
+            self._text.add(self._decoder.feed(token_ids))
+            text = self._text.take()
+            if self._parser is None:
                 self._content.add(text)
             else:
                 self._parse(text)
@@ -113,16 +157,6 @@ class Streamer:
         reasoning = self._reasoning.rest(answer.reasoning_content or "")
         if content or reasoning:
             self._on_delta(Delta(self._index, content, reasoning))
-
-    def _num_held(self, text: str) -> int:
-        """Return the number of last characters that may begin a stop string."""
-        ends = (
-            length
-            for stop in self._stops
-            for length in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:length])
-        )
-        return max(ends, default=0)
 
     def _parse(self, text: str) -> None:
         assert self._parser is not None
@@ -146,37 +180,59 @@ class Streamer:
 
 
 class _FieldText:
-    """Text that grows, with or without the spaces at its start and its end; what is certain is taken piece by piece."""
+    """Text that grows up to a stop string, with or without the spaces at its start and its end.
 
-    def __init__(self, *, keeps_start: bool, keeps_end: bool) -> None:
-        self._keeps_start, self._keeps_end = keeps_start, keeps_end
-        self._text = ""
-        self._taken = 0
+    It is taken piece by piece, as far as it is certain.
+    """
+
+    def __init__(self, stops: Iterable[str], *, keeps_start: bool, keeps_end: bool) -> None:
+        self._stops, self._keeps_start, self._keeps_end = tuple(stops), keeps_start, keeps_end
+        self._taken: list[str] = []
+        self._pending = ""
+        self._is_over = False
 
     def add(self, text: str) -> None:
-        self._text += text if self._keeps_start or self._text else text.lstrip()
+        if not self._is_over:
+            self._pending += text if self._keeps_start or self._taken or self._pending else text.lstrip()
 
     def take(self) -> str:
-        """Return the text since the last call, without spaces that may turn out to be its end."""
-        certain = self._text if self._keeps_end else self._text.rstrip()
-        start, self._taken = self._taken, max(self._taken, len(certain))
-        return certain[start:]
+        """Return the text since the last call, without spaces that may be its end and what may begin a stop string."""
+        found = find_stop(self._pending, self._stops)
+        if found is not None:
+            self._pending, self._is_over = self._pending[: found[0]], True
+        certain = self._pending[: len(self._pending) - (0 if self._is_over else self._num_held())]
+        certain = certain if self._keeps_end else certain.rstrip()
+        self._pending = self._pending[len(certain) :]
+        if certain:
+            self._taken.append(certain)
+        return certain
 
     def rest(self, whole: str) -> str:
         """Return what is left of the whole text."""
-        taken = self._text[: self._taken]
+        taken = "".join(self._taken)
         return whole[len(taken) :] if whole.startswith(taken) else ""
 
+    def _num_held(self) -> int:
+        """Return the number of last characters that may begin a stop string."""
+        ends = (
+            length
+            for stop in self._stops
+            for length in range(1, min(len(stop), len(self._pending) + 1))
+            if self._pending.endswith(stop[:length])
+        )
+        return max(ends, default=0)
 
-SLACK = 8
+
+SLACK = 24
 """Characters searched back beyond the longest stop string: the first ones may be decoded differently without earlier
-tokens."""
+tokens, and a tag of reasoning may begin there."""
 
 
 class StopFinder:
     """Finds the token that completes a stop string; called repeatedly with all tokens sampled so far.
 
-    Each call searches only the new tokens, and the tokens before them in which a stop string may begin.
+    Each call searches only the new tokens, and the tokens before them in which a stop string may begin. While the
+    answer thinks, only a stop string that holds a tag of reasoning can end it.
     """
 
     def __init__(
@@ -184,6 +240,7 @@ class StopFinder:
         text_of: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         is_byte: Callable[[int], bool] = lambda token_id: False,
+        thoughts: Thoughts | None = None,
     ) -> None:
         """Make a finder.
 
@@ -191,21 +248,50 @@ class StopFinder:
             text_of: decodes tokens.
             stops: at least one string, and no empty one.
             is_byte: `TokenTexts.is_byte` of the tokenizer.
+            thoughts: the answer's reasoning, if it may have any.
         """
-        self._text_of, self._is_byte = text_of, is_byte
+        self._text_of, self._is_byte, self._thoughts = text_of, is_byte, thoughts
         self._stops = tuple(stops)
+        self._tagged = () if thoughts is None else tuple(filter(thoughts.is_tagged, stops))
         self._reach = max(map(len, stops)) + SLACK
-        self._checked = 0
+        self._is_thinking, self._is_blank = False, True
 
-    def __call__(self, token_ids: list[int]) -> int | None:
-        """Return the fewest tokens whose text contains a stop string; None if the text of all tokens contains none."""
-        checked, self._checked = self._checked, len(token_ids)
+    def __call__(self, token_ids: list[int], checked: int) -> int | None:
+        """Return the fewest tokens whose text has a stop string; None without one, as for the first `checked` tokens.
+
+        A request that loses its tokens begins again with none of them checked.
+        """
         begin, counts = self._begin(token_ids, checked), range(checked + 1, len(token_ids) + 1)
+        window = self._text_of(token_ids[begin:])
+        stops = self._possible(window, token_ids, checked)
         # Later bytes may make the text of earlier ones invalid, so that only a part of the tokens has the stop string.
-        if not any(map(self._is_byte, token_ids[checked:])) and not self._is_in(token_ids[begin:]):
+        if not any(map(self._is_byte, token_ids[checked:])) and not any(stop in window for stop in stops):
             return None
-        found = (count for count in counts if self._is_in(token_ids[begin:count]) and self._is_in(token_ids[:count]))
-        return next(found, None)
+        for count in counts:
+            window = self._text_of(token_ids[begin:count])
+            # A window may begin in the middle of a character or of a thought: all of the text decides.
+            if any(stop in window for stop in stops) and self._is_found(token_ids[:count]):
+                return count
+        return None
+
+    def _is_found(self, token_ids: list[int]) -> bool:
+        return find_stop(self._text_of(token_ids), self._stops, self._thoughts) is not None
+
+    def _possible(self, window: str, token_ids: list[int], checked: int) -> tuple[str, ...]:
+        """Return the stop strings that new tokens may complete; note if the answer then thinks, or has no content."""
+        if self._thoughts is None:
+            return self._stops
+        if not checked:
+            self._is_thinking, self._is_blank = self._thoughts.is_begun, True
+        was_thinking = self._is_thinking
+        opened = [(found.end(), True) for found in self._thoughts.open.finditer(window)]
+        closed = [(found.end(), False) for found in self._thoughts.close.finditer(window)]
+        end, self._is_thinking = max([(0, was_thinking), *opened, *closed])
+        # Without a whole tag in it, the window may begin with a part of one.
+        last = window[end:] if end else self._text_of(token_ids[checked:])
+        self._is_blank = (end > 0 or self._is_blank) and not last.strip()
+        has_content = closed if was_thinking else opened or not self._is_blank
+        return self._stops if has_content else self._tagged
 
     def _begin(self, token_ids: list[int], checked: int) -> int:
         """Return the index to search from; no stop string that ends in the unchecked tokens can begin before it."""
@@ -217,32 +303,38 @@ class StopFinder:
             begin -= 1
         return begin
 
-    def _is_in(self, token_ids: list[int]) -> bool:
-        text = self._text_of(token_ids)
-        return any(stop in text for stop in self._stops)
 
-
-def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first stop string of a text, behind its index; None if the text contains none.
+def find_stop(text: str, stops: Sequence[str], thoughts: Thoughts | None = None) -> tuple[int, str] | None:
+    """Return the first stop string of a text outside of reasoning, behind its index; None if there is none.
 
     >>> find_stop("yes. No.", ["No", "."]), find_stop("yes", ["."])
     ((3, '.'), None)
     """
-    # If two begin at one index, the shorter one ended the answer.
-    found = [(start, len(stop), stop) for start, stop in ((text.find(stop), stop) for stop in stops) if start >= 0]
+    whole = [(0, len(text))]
+    spans = whole if thoughts is None else list(thoughts.content_spans(text))
+    found = []
+    for stop in stops:
+        for first, last in whole if thoughts is not None and thoughts.is_tagged(stop) else spans:
+            start = text.find(stop, first, last)
+            if start >= 0:
+                # If two begin at one index, the shorter one ended the answer.
+                found.append((start, len(stop), stop))
+                break
     if not found:
         return None
     start, _, stop = min(found)
     return start, stop
 
 
-def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool = False) -> str:
+def cut_at_stop(
+    text: str, stops: Sequence[str], *, include_stop: bool = False, thoughts: Thoughts | None = None
+) -> str:
     """Return the text before its first stop string; with `include_stop`, up to the end of that string.
 
     >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
     ('yes', 'yes.')
     """
-    found = find_stop(text, stops)
+    found = find_stop(text, stops, thoughts)
     if found is None:
         return text
     start, stop = found

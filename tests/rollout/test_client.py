@@ -1,4 +1,5 @@
 import asyncio
+import copy
 import random
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 import jaxft
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.models.bridge import from_function
+from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import most_likely
@@ -358,6 +360,34 @@ def test_more_token_ids_may_end_the_answer(client, tokenizer):
     assert stopped.content == client.policy.template.answer_text(free.token_ids[: end - 1])
 
 
+THINKING = {
+    "start_anchor": "<|assistant|>",
+    "fields": {"content": {"content_args": {"strip": False}}, "reasoning_content": {"open": "<t>", "close": "</t>"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "stop", "content", "reasoning", "tokens"),
+    [
+        ("yes\n\nNext", "\n\n", "yes", None, 5),
+        ("yes### Next", "###", "yes", None, 6),
+        ("abc<|user|>def", "<|user|>", "abc", None, 4),
+        ("<t>a\n\nb</t>\n\nc\n\nd", "\n\n", "c", "a\n\nb", 16),
+        ("<t>a\n\nb</t>c<|tool|>d", "<|tool|>", "c", "a\n\nb", 13),
+    ],
+)
+def test_where_a_stop_string_ends_an_answer(make_scripted_policy, tokenizer, answer, stop, content, reasoning, tokens):
+    policy = make_scripted_policy(write_script(tokenizer, "<|user|>x?<|end|><|assistant|>", answer + "<|end|>"))
+    own = copy.copy(tokenizer)
+    own.response_template = THINKING
+    policy.template = ChatTemplate(own, policy.template.stop_ids)
+    *deltas, reply = stream(ChatClient(policy), ChatRequest(QUESTION, stop=stop), episode=make_episode())
+    assert (reply.content, reply.reasoning_content, reply.stop_reason) == (content, reasoning, stop)
+    assert reply.finish_reason == "stop" and len(reply.token_ids) == tokens
+    assert "".join(delta.content for delta in deltas) == content
+    assert "".join(delta.reasoning_content for delta in deltas) == (reasoning or "")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_most_likely_tokens_agree_with_scores_of_the_trainer(client, score, temperature):
     reply = chat(client, episode=make_episode(), max_tokens=5, top_logprobs=4, temperature=temperature)[0]
@@ -576,8 +606,8 @@ def first_of_all(template, ids, stops):
 def by_and_by(template, ids, stops, sizes):
     finder, seen = StopFinder(template.answer_text, stops), 0
     while seen < len(ids):
-        seen += next(sizes)
-        found = finder(ids[:seen])
+        checked, seen = seen, seen + next(sizes)
+        found = finder(ids[:seen], checked)
         if found is not None:
             return found
     return None
@@ -607,8 +637,8 @@ def test_the_work_of_the_stop_finder_grows_linearly(policy):
 
 def test_the_text_is_cut_before_the_stop_string(policy):
     ids = policy.tokenizer.encode("one. Two.")
-    assert StopFinder(policy.template.answer_text, [". T", "wo"])(ids) == 6
-    assert StopFinder(policy.template.answer_text, ["three"])(ids) is None
+    assert StopFinder(policy.template.answer_text, [". T", "wo"])(ids, 0) == 6
+    assert StopFinder(policy.template.answer_text, ["three"])(ids, 0) is None
     assert cut_at_stop("one. Two.", ["wo", "."]) == "one"
 
 

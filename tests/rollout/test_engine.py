@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import math
 import random
 import re
@@ -12,10 +13,13 @@ from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyL
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
-from jaxft.rollout.engine import Engine
+from jaxft.rollout.engine import Engine, _take_tokens
+from jaxft.rollout.model_runner import Decoded
 from jaxft.rollout.recorder import Episode, recording
-from jaxft.rollout.requests import Request
+from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.scheduler import Running
 from jaxft.rollout.sequences import token_sequences
+from jaxft.rollout.streaming import StopFinder
 
 TIMEOUT_SECONDS = 60
 MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32
@@ -128,7 +132,7 @@ def test_the_token_that_completes_a_stop_string_is_the_last(policy, serve, lengt
     (free,) = serve(policy, request(4))
     completes = tuple(free.token_ids[:length])
 
-    def find_stop(ids):
+    def find_stop(ids, checked):
         return length if tuple(ids[:length]) == completes else None
 
     neighbour, stopped = serve(policy, request(5, max_tokens=30), request(4, find_stop=find_stop))
@@ -139,6 +143,22 @@ def test_the_token_that_completes_a_stop_string_is_the_last(policy, serve, lengt
         "stop",
     )
     assert len(neighbour.token_ids) == 30
+
+
+def test_a_request_that_lost_its_tokens_may_stop_at_an_earlier_one(tokenizer):
+    """New weights may sample other tokens than those that a preempted request had, and searched for stop strings."""
+    stopping = request(0, find_stop=StopFinder(tokenizer.decode, ["."]))
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        running = Running(stopping, loop.create_future(), Completion())
+
+    def has_ended(text):
+        ids = np.array([tokenizer.encode(text)])
+        logprobs = np.zeros(ids.shape, np.float32)
+        return _take_tokens(running, 0, Decoded(ids, logprobs, logprobs, np.array([len(text)]), np.array([True])), 0)
+
+    assert not has_ended("abcd") and not has_ended("efgh")
+    running.completion = Completion()
+    assert has_ended("a.cd") and tokenizer.decode(running.completion.token_ids) == "a."
 
 
 def test_budget_and_context_end_an_answer_as_length(policy, serve):
@@ -257,7 +277,7 @@ def test_a_request_cancelled_while_it_waits_is_never_decoded(policy):
 def test_an_error_of_one_request_is_its_own(policy, serve):
     expected = [record_of(serve(policy, request(number))[0]) for number in range(20)]
 
-    def breaks(ids):
+    def breaks(ids, checked):
         raise ZeroDivisionError("on the device thread")
 
     async def main():

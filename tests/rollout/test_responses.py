@@ -19,7 +19,7 @@ from jaxft.rollout.calls import Call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.responses import ParsedAnswer, ResponseFormat, number_tool_calls
-from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop
+from jaxft.rollout.streaming import StopFinder, Streamer, cut_at_stop, find_stop, find_thoughts
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 
@@ -694,11 +694,16 @@ def test_conversations_with_calls_can_be_learned(family, template):
     assert tuple(ids[: len(asked)]) == asked and not any(mask[: len(asked)])
 
 
+STOPS = ["stop", "}", "\n\n", "aa", "aba", "a\n\na", "o", "```", "</think>", "a</think>", "k>\n", " <", "\n<tool_call>"]
 PIECES = [
     *(
         "a",
+        "aba",
+        "``",
+        "```",
         " ",
         "\n",
+        "\n\n",
         "é",
         "<",
         "<c",
@@ -717,36 +722,84 @@ PIECES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    family=st.sampled_from(FAMILIES),
-    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    has_tools=st.booleans(),
-    stops=st.sampled_from([(), ("stop",), ("}", "stop")]),
-    include_stop=st.booleans(),
-)
-def test_deltas_join_to_the_answer(tokenizer, family, pieces, sizes, has_tools, stops, include_stop):
-    """Deltas never change later, for any sampled text and any number of tokens at a time."""
-    template = make_template(family, tokenizer)
+def answered(template, text, stops=(), *, sizes=(1,), has_tools=False, include_stop=False):
+    """The answer, its deltas and its ids if this text is sampled, so many tokens at a time."""
     responses = template.responses
-    ids = template.tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
+    ids = template.tokenizer(text, add_special_tokens=False)["input_ids"]
     parser = responses.template(has_tools=has_tools)
     text_of = template.answer_text if parser is None else responses.text
-    deltas, finder, sent = [], StopFinder(text_of, stops) if stops else lambda ids: None, 0
-    prompt = template.prompt([user("?")], tools=TOOLS if has_tools else ())
-    streamer = Streamer(0, deltas.append, text_of, stops=stops, template=parser, prompt_text=prompt.text, prefill="")
-    while sent < len(ids):
+    prompt = template.prompt([user("?")], tools=TOOLS if has_tools else ()).text
+    thoughts = find_thoughts(parser, prompt)
+    finder = StopFinder(text_of, stops, thoughts=thoughts) if stops else lambda ids, checked: None
+    expected = (count for count in range(len(ids) + 1) if find_stop(text_of(ids[:count]), stops, thoughts) is not None)
+    end, deltas, sent, cut = next(expected, len(ids)), [], 0, None
+    streamer = Streamer(
+        *(0, deltas.append, text_of),
+        **{"stops": stops, "template": parser, "prompt_text": prompt, "prefill": "", "thoughts": thoughts},
+    )
+    while sent < len(ids) and cut is None:
         size = sizes[sent % len(sizes)]
-        cut = finder(ids[: sent + size])
+        cut = finder(ids[: sent + size], sent)
         new = ids[sent : min(sent + size, len(ids) if cut is None else cut)]
         streamer.feed(new, [-1.0] * len(new))
         sent += len(new)
-        if cut is not None:
-            break
-    text = cut_at_stop(text_of(ids[:sent]), stops, include_stop=include_stop)
-    answer = responses.parse(text, prompt.text, has_tools=has_tools)
+    assert sent == end
+    text = cut_at_stop(text_of(ids[:sent]), stops, include_stop=include_stop, thoughts=thoughts)
+    answer = responses.parse(text, prompt, has_tools=has_tools)
     streamer.finish(answer)
+    return answer, deltas, ids[:sent]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from([*FAMILIES, "qwen3_5"]),
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    has_tools=st.booleans(),
+    stops=st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
+    include_stop=st.booleans(),
+)
+def test_deltas_join_to_the_answer(tokenizer, family, pieces, sizes, has_tools, stops, include_stop):
+    """Deltas never change later, for any sampled text, stop strings and any number of tokens at a time."""
+    options = {"sizes": sizes, "has_tools": has_tools, "include_stop": include_stop}
+    answer, deltas, ids = answered(made_before(family, tokenizer), "".join(pieces), stops, **options)
     assert "".join(delta.content for delta in deltas) == answer.content
     assert "".join(delta.reasoning_content for delta in deltas) == (answer.reasoning_content or "")
-    assert [token for delta in deltas for token in delta.token_ids] == ids[:sent]
+    assert [token for delta in deltas for token in delta.token_ids] == ids
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "reasoning"),
+    [
+        ("\n\n", "Yes.", "a.\n\nb"),
+        (".", "Yes", "a.\n\nb"),
+        ("b", "Yes.\n\nNo", "a.\n\nb"),
+        ("</think>", "", "a.\n\nb"),
+        ("b\n</", "Yes.\n\nNo", "a.\n\nb"),
+        ("b\n</think>", "", "a."),
+        ("\n</think>\n\nY", "", "a.\n\nb"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_stop_string_ends_the_content_and_no_thought(tokenizer, family, stop, content, reasoning):
+    text = "<think>\n" * (family == "qwen3") + "a.\n\nb\n</think>\n\nYes.\n\nNo"
+    for sizes in ((1,), (7, 30)):
+        answer, deltas, _ = answered(make_template(family, tokenizer), text, (stop,), sizes=sizes)
+        assert answer == ParsedAnswer(content, reasoning)
+        assert "".join(delta.content for delta in deltas) == content
+        assert "".join(delta.reasoning_content for delta in deltas) == reasoning
+
+
+@pytest.mark.parametrize("text", ["so\n\n" * 1000, "</think>" + "\n" * 4000])
+def test_the_work_of_looking_for_stop_strings_beside_content_grows_linearly(tokenizer, text):
+    template, decoded = make_template("qwen3_5", tokenizer), 0
+
+    def text_of(token_ids):
+        nonlocal decoded
+        decoded += len(token_ids)
+        return template.responses.text(token_ids)
+
+    prompt = template.prompt([user("?")]).text
+    finder = StopFinder(text_of, ["\n\n"], thoughts=find_thoughts(template.responses.template(has_tools=False), prompt))
+    ids = template.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert not any(finder(ids[: count + 8], count) for count in range(0, len(ids), 8)) and decoded < 16 * len(ids)
