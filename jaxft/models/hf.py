@@ -33,6 +33,7 @@ from jaxft.models.hf_files import (
     put_transposed,
     read_tensor,
     rows_of,
+    save_tokenizer,
     scratch,
     stored_tensors,
     write_json,
@@ -279,7 +280,7 @@ def save_model(
             write_json(unfinished / GENERATION, source[GENERATION])
         _write_weights(unfinished, model.config, flat, max_shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(unfinished, tokenizer)
 
 
 def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:

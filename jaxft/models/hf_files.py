@@ -134,6 +134,14 @@ def write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer's files; versions 4 of transformers do not know the name that 5 gives to the class."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    if file.is_file() and (values := load_json(file)).get("tokenizer_class") == "TokenizersBackend":
+        write_json(file, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Find every tensor of a model folder, by name; only headers are read.
 

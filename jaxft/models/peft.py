@@ -41,6 +41,7 @@ from jaxft.models.hf_files import (
     load_json,
     new_folder,
     read_tensor,
+    save_tokenizer,
     tensors_of_file,
     write_json,
 )
@@ -154,7 +155,7 @@ def save_adapter(
         (unfinished / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
         write_json(unfinished / ABOUT_BASE, about)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(unfinished, tokenizer)
         if base is None:
             save_model(unfinished / BASE, model, params[BASE])
 

@@ -24,12 +24,14 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 from jaxft.rollout.responses import ResponseFormat
 from jaxft.rollout.token_text import TokenTexts
 
+TOKENIZER_FILE = "tokenizer.json"
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
 
@@ -86,7 +88,7 @@ class Prompt(NamedTuple):
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     """Load a transformers tokenizer from a folder or a hub id; for None, the embedded byte-level one.
 
-    Code in the folder is never run.
+    Code in the folder is never run. Texts are divided into tokens as its `tokenizer.json` has it, if there is one.
 
     Raises:
         ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
@@ -95,6 +97,9 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     try:
         # Without the argument, transformers asks in the terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and _has_tokenizer_file(source):
+            # The class that was chosen has a pre-tokenizer, a normalizer and a decoder of its own, and gives other ids.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
     except Exception as error:  # other people's files: whatever transformers, or a package that it lacks, may raise
         raise ValueError(
             f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {_first_line(error)}); "
@@ -112,6 +117,13 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     except Exception:  # this conversation is none for the template; others may be
         pass
     return tokenizer
+
+
+def _has_tokenizer_file(source: str | os.PathLike[str]) -> bool:
+    """Return True if there is a `tokenizer.json` in a folder, or in a repository that was downloaded."""
+    if Path(source).is_dir():
+        return Path(source, TOKENIZER_FILE).is_file()
+    return isinstance(try_to_load_from_cache(os.fspath(source), TOKENIZER_FILE), str)
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxft.cli import main
 from jaxft.errors import RequestError
 from jaxft.models.bridge import from_function
+from jaxft.models.hf_files import save_tokenizer
 from jaxft.rollout.calls import Call, openai_logprobs
 from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
 from jaxft.rollout.chat_request import ChatRequest
@@ -132,6 +133,52 @@ def folders(tmp_path_factory):
     for name, make in KINDS.items():
         make().save_pretrained(root / name)
     return root
+
+
+DIGITS = {"Regex": r"\p{N}{1,3}|[^\s\p{N}]+|\s+"}
+"""A division before bytes are merged that no class of transformers has by itself."""
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "model_type"),
+    [
+        ("qwen", "GPT2Tokenizer", "llama"),
+        ("qwen", "GPT2Tokenizer", "smollm3"),
+        ("olmo2", "GPT2Tokenizer", None),
+        ("qwen", "Qwen2Tokenizer", "qwen3"),
+        ("llama3", "LlamaTokenizerFast", "llama"),
+        ("llama2", "LlamaTokenizer", "llama"),
+        ("gemma", "GemmaTokenizer", "gemma2"),
+        ("wordpiece", "GPT2Tokenizer", "llama"),
+        ("unigram", "LlamaTokenizer", None),
+    ],
+)
+def test_tokens_are_those_of_the_file_whatever_class_is_named(kind, name, model_type, tmp_path):
+    KINDS[kind]().save_pretrained(tmp_path)
+    digits = {"type": "Split", "pattern": DIGITS, "behavior": "Isolated", "invert": False}
+    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    if kind in ("qwen", "olmo2", "llama3"):
+        change(tmp_path / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [digits, in_bytes]})
+    change(tmp_path / "tokenizer_config.json", tokenizer_class=name)
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    trained, loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    for text in ("primes.\n\n1. 2023 Paris  is", "don't stop 你好<|im_end|> yes", " the fox"):
+        ids = trained.encode(text, add_special_tokens=False).ids
+        assert loaded.encode(text, add_special_tokens=False) == ids
+        assert loaded.decode(ids) == trained.decode(ids, skip_special_tokens=False)
+    own, wanted = (json.loads(each.to_str()) for each in (loaded.backend_tokenizer, trained))
+    for part in ("normalizer", "pre_tokenizer", "decoder", "added_tokens"):
+        assert own[part] == wanted[part]
+    (tmp_path / "again").mkdir()
+    save_tokenizer(tmp_path / "again", loaded)
+    assert load_tokenizer(tmp_path / "again").encode("2023 Paris") == loaded.encode("2023 Paris")
+    named = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert named == "PreTrainedTokenizerFast"  # which also transformers 4 knows
 
 
 @pytest.fixture(scope="module")
