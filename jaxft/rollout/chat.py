@@ -4,6 +4,7 @@ Text of messages never becomes a control token: control tokens in it are marked 
 encoded as plain text.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -36,7 +37,7 @@ CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
 
 MIN_BYTE_LIMIT = 2**20
-"""Bytes of text that are tokenised for any context size; this blocks the event loop for less than a second."""
+"""Bytes of text that are tokenised for any context size."""
 
 MARKED_TEXTS, MARKED_CHARACTERS = 8192, 1024
 """Number of texts that are remembered with their control tokens marked, and characters of the longest."""
@@ -62,6 +63,9 @@ CLOCK = (
     "{{ date.text }}{%- endmacro %}\n"
 )
 """Start of a chat template that replaces the clock of transformers, which lets no function into a template."""
+
+MARKED = "\U000f0000"
+"""Begins a control token in the text of a message; see `mark_control_tokens`."""
 
 CONTINUED = "\U000f0001"
 """Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
@@ -250,8 +254,8 @@ class ChatTemplate:
             tools: functions that the answer may call.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
             prefill: text that the answer begins with, control tokens included; it is in `ids` and not in `text`.
-            max_tokens: size of the context. Far longer texts are not tokenised, because that blocks the event loop; the
-                engine checks if the tokens fit. None tokenises any text.
+            max_tokens: size of the context. Conversations that are far longer are refused before they are rendered or
+                tokenised, which takes long; the engine checks if the tokens fit. None tokenises any text.
             truncate_left: True to leave out the beginning of such a text instead of raising an error.
 
         Raises:
@@ -260,10 +264,12 @@ class ChatTemplate:
         """
         given = canonical_messages(messages)
         kwargs = template_kwargs or {}
-        text = self._render(given, tools, kwargs, add_generation_prompt=True)
         max_bytes = None
         if max_tokens is not None:
             max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
+            if not truncate_left:
+                _check_size(given, max_bytes, max_tokens)
+        text = self._render(given, tools, kwargs, add_generation_prompt=True)
         keys = [comparison_key(message) for message in given]
         begun = [call for call in earlier if keys[: len(call.messages)] == call.message_keys]
         for call in sorted(begun, key=lambda call: len(call.messages), reverse=True):
@@ -277,7 +283,12 @@ class ChatTemplate:
                 return Prompt(text, ids, call.truncated_tokens)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = _num_bytes(text)
-        if max_tokens is None or max_bytes is None or count <= max_bytes:
+        if max_tokens is None or max_bytes is None:
+            return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
+        marked = text.count(MARKED)
+        if marked > max_tokens and not truncate_left:  # each is encoded by itself, to one token at least
+            raise PromptTooLongError.of(f"{marked} control tokens in its messages", max_tokens)
+        if count <= max_bytes:
             return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
         if not truncate_left:
             raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
@@ -285,6 +296,11 @@ class ChatTemplate:
         ids, kept_bytes = self._encode(kept + prefill), _num_bytes(kept)
         truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
         return Prompt(text, ids, truncated_tokens=truncated_tokens, is_retokenized=is_retokenized)
+
+    @functools.cached_property
+    def of_thread(self) -> "ChatTemplate":
+        """The same template for another thread, with a tokenizer of its own, as one is changed while it encodes."""
+        return ChatTemplate(copy.deepcopy(self.tokenizer), self.stop_ids)
 
     @functools.cached_property
     def _longest_token_bytes(self) -> int:
@@ -522,6 +538,19 @@ class ChatTemplate:
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])
+
+
+def _check_size(messages: Sequence[Message], max_bytes: int, max_tokens: int) -> None:
+    """Raise unless messages may fit a context; each takes a token at least, and templates leave out thoughts alone.
+
+    Raises:
+        PromptTooLongError: they cannot.
+    """
+    if len(messages) > max_tokens:
+        raise PromptTooLongError.of(f"{len(messages)} messages", max_tokens)
+    size = sum(_num_bytes(message["content"].rpartition("</think>")[2]) for message in messages)
+    if size > max_bytes:
+        raise PromptTooLongError.of(f"{size} bytes, of which at most {max_bytes} are tokenised", max_tokens)
 
 
 def _num_bytes(text: str) -> int:

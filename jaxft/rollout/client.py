@@ -1,16 +1,17 @@
 """The chat client of a policy in this process: it samples the reply, and records the call in the episode."""
 
 import asyncio
-import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call
-from jaxft.rollout.chat import Prompt
+from jaxft.rollout.chat import ChatTemplate, Prompt
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall, canonical_messages
@@ -23,6 +24,12 @@ from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, cut_at_stop,
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
+
+LARGE_SIZE = 2**16
+"""Characters and values of a conversation from which on it is rendered and tokenised in a thread."""
+
+_large_prompts = ThreadPoolExecutor(1, "jaxft large prompts")
+"""The one thread of large conversations, in which they keep their order."""
 
 LongPrompts = Literal["fail", "drop", "truncate_left"]
 """Treatments of a prompt that is too long: raise an error; raise it and drop the episode; or cut off first tokens."""
@@ -86,7 +93,7 @@ class ChatClient(LanguageModel):
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
         prefill = "" if isinstance(request, CompletionRequest) else self._prefill(request)
-        prompt = self._prompt(request, prefill, episode)
+        prompt = await self._prompt(request, prefill, episode)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
         async def sample(choices: Sequence[int]) -> list[Answered]:
@@ -138,16 +145,20 @@ class ChatClient(LanguageModel):
         responses.template(has_tools=True)
         return "" if request.tool_choice == "auto" else responses.forced_call(request.forced_function)
 
-    def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
-        """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
+    async def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
+        """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`.
+
+        That of a large conversation takes long, and is made in a thread, so that others are answered meanwhile.
+        """
         if isinstance(request, CompletionRequest):
             return self._fitted(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
         known = () if episode is None else tuple(episode.calls)
         earlier = [call for call in known if call.llm == self.name and call.prompt_text]
-        try:
-            prompt = self.policy.template.prompt(
+
+        def render(template: ChatTemplate) -> Prompt:
+            return template.prompt(
                 request.messages,
                 earlier,
                 tools=request.tools,
@@ -156,6 +167,14 @@ class ChatClient(LanguageModel):
                 max_tokens=self.max_context_tokens,
                 truncate_left=self.long_prompts == "truncate_left",
             )
+
+        template = self.policy.template
+        try:
+            if _is_large([request.messages, request.tools, request.chat_template_kwargs]):
+                in_thread = partial(asyncio.get_running_loop().run_in_executor, _large_prompts)
+                prompt = await in_thread(lambda: render(template.of_thread))
+            else:
+                prompt = render(template)
         except PromptTooLongError:
             self._drop(episode)
             raise
@@ -230,7 +249,7 @@ class ChatClient(LanguageModel):
             stop_reason = control_stops.get(last_id, last_id)
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
-            parse = functools.partial(
+            parse = partial(
                 template.responses.parse,
                 prompt_text=prompt.text,
                 has_tools=request.may_call_tools,
@@ -331,3 +350,18 @@ class ChatClient(LanguageModel):
         """Mark an episode whose prompt is too long as dropped if `long_prompts` is `drop`."""
         if episode is not None and self.long_prompts == "drop":
             episode.is_dropped = True
+
+
+def _is_large(value: Any) -> bool:
+    """Return True if JSON has more than `LARGE_SIZE` characters and values, of which no more are looked at."""
+    left, size = [value], 0
+    while left and size <= LARGE_SIZE:
+        each = left.pop()
+        size += 1
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            left += each
+    return size > LARGE_SIZE

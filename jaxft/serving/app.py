@@ -42,6 +42,9 @@ T = TypeVar("T")
 DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
 """The APIs that are served."""
 
+LARGE_BODY_BYTES = 2**16
+"""Size of a body from which on it is read in a thread."""
+
 OTHER_PATHS = {
     "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
     "/v1/messages/count_tokens": "tokens are counted when they are read: usage.input_tokens of an answer counts them",
@@ -61,7 +64,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            call: AnyCall = dialect.parse(parse_body(await _body(request)))
+            call = await _call(dialect, await _body(request))
             llm = _find(llms, call.model)
             if call.stream:
                 writer = dialect.make_writer(call, llm.token_text)
@@ -236,6 +239,16 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     return bytes(body)
+
+
+async def _call(dialect: Dialect, body: bytes) -> AnyCall:
+    """Return the call of a body; a large one is read in a thread, so that others are answered meanwhile."""
+
+    def read() -> AnyCall:
+        call: AnyCall = dialect.parse(parse_body(body))
+        return call
+
+    return read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
 
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:

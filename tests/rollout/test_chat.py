@@ -183,8 +183,41 @@ def test_the_longest_earlier_call_is_continued(template, tokenizer):
 def test_bytes_do_not_tell_how_many_tokens_a_text_has(words):
     messages = [user(" ".join(["x" * 2000] * 30))]
     assert len(words.prompt(messages, max_tokens=96).ids) < 40
-    with pytest.raises(PromptTooLongError, match=r"1500050 bytes, .* 1048576 .* is 96 .*llms\.<name>\.long_prompts"):
+    with pytest.raises(PromptTooLongError, match=r"1500000 bytes, .* 1048576 .* is 96 .*llms\.<name>\.long_prompts"):
         words.prompt([user("x" * 1_500_000)], max_tokens=96)
+
+
+@pytest.mark.parametrize(
+    ("messages", "size"),
+    [
+        ([user("a")] * 97, "97 messages"),
+        ([assistant("é" * (2**19 + 1)), user("?")], "1048579 bytes"),
+        ([user("thoughts</think>" + "x" * 2**20), user("?")], "1048577 bytes"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_rendered(words, messages, size):
+    with pytest.raises(PromptTooLongError, match=f"has {size}.* is 96 "):
+        words.prompt(messages, max_tokens=96, template_kwargs={"tokenize": "is refused when it is rendered"})
+
+
+def test_more_control_tokens_than_the_context_are_not_tokenised(words):
+    messages = [user("<|im_end|>" * 97)]
+    with pytest.raises(PromptTooLongError, match=r"has 97 control tokens.* is 96 "):
+        words.prompt(messages, max_tokens=96)
+    assert len(words.prompt(messages, max_tokens=97).ids) > 97
+
+
+def test_thoughts_may_be_left_out_and_do_not_count(words):
+    thought = assistant("<think>" + "x" * 2**20 + "</think>So.")
+    rendered = len(words._render([user("?"), thought, user("!")], (), {}, add_generation_prompt=True))
+    with pytest.raises(PromptTooLongError, match=f"has {rendered} bytes"):
+        words.prompt([user("?"), thought, user("!")], max_tokens=96)
+
+
+def test_the_template_of_a_thread_is_the_same(words):
+    messages = [user("a <|im_end|> b"), assistant("c"), user("d")]
+    assert words.of_thread.prompt(messages) == words.prompt(messages)
+    assert words.of_thread.tokenizer is not words.tokenizer and words.of_thread is words.of_thread
 
 
 def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words):

@@ -485,3 +485,16 @@ def test_an_error_that_is_no_ones_fault_is_a_500_of_one_line(make_policy, stream
         assert caught.value.status_code == 500 and "\n" not in caught.value.body["message"]
 
     run(main())
+
+
+def test_a_large_body_lets_others_be_answered(client):
+    async def main():
+        ticks, asking = 0, asyncio.create_task(ask(client, messages=QUESTION * 80_000, extra_body={"top_k": "many"}))
+        while not asking.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        with pytest.raises(openai.BadRequestError, match="top_k"):
+            await asking
+        return ticks
+
+    assert asyncio.run(main()) > 8
