@@ -146,6 +146,7 @@ class RunDirectory:
         self.path = path
         self.came_back = False
         self._lock = lock
+        self._locked_file = os.stat(path / LOCK_FILE)
         self._writing = Lock()
         self._earlier: list[str] = []  # files of an earlier run, which the first write sets aside
 
@@ -317,9 +318,10 @@ class RunDirectory:
 
         Raises:
             ValueError: the name is absolute, empty, contains `..`, or is invalid on the file system.
-            RunDirectoryError: a symbolic link leads out of the directory.
+            RunDirectoryError: a symbolic link leads out of the directory, or somebody has removed it.
             DiskFull: there is no room for the folders.
         """
+        self._check_there()  # first of all, as a new folder would hold a part of the run, which nothing continues
         self._make_room()  # first: a file of an earlier run may be a link that leads out
         path = self._resolve(name)
         try:
@@ -331,6 +333,18 @@ class RunDirectory:
                 "elsewhere"
             ) from error
         return path
+
+    def _check_there(self) -> None:
+        """Raise unless the directory is the one that was locked; the open lock keeps the number of its file taken."""
+        try:
+            is_there = os.path.samestat(os.stat(self.path / LOCK_FILE), self._locked_file)
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if self._lock.is_locked and not is_there:
+            raise RunDirectoryError(
+                f"run directory '{self.path}', or the {LOCK_FILE} in it, was removed during the run: begin anew, or "
+                "resume a copy of it"
+            )
 
     def _resolve(self, name: str) -> Path:
         wrong = f"{name!r} is not the name of a file under '{self.path}'"

@@ -1,5 +1,6 @@
 """The run directory: one writer, whole files, no way out; real files and a second process."""
 
+import contextlib
 import json
 import math
 import os
@@ -305,6 +306,27 @@ def test_a_closed_directory_writes_nothing(directory):
     with pytest.raises(RunDirectoryError, match="is closed"):
         directory.append_jsonl("rows.jsonl", {})
     assert not (directory.path / "result.json").exists()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_directory_that_was_removed_is_not_made_anew(tmp_path, is_taken):
+    """Not where another process has a run of the same name by now, either."""
+    path = tmp_path / "run"
+    with RunDirectory.create(path) as lost:
+        lost.append_jsonl("training_metrics.jsonl", {"step": 0})
+        shutil.rmtree(path)
+        with contextlib.ExitStack() as stack:
+            if is_taken:
+                stack.enter_context(RunDirectory.create(path)).write_text("config.yml", "seed: 1")
+            before = sorted(each.name for each in path.glob("*"))
+            for write in (
+                lambda: lost.append_jsonl("training_metrics.jsonl", {"step": 1}),
+                lambda: lost.write_text("config.yml", "seed: 0"),
+                lambda: lost.file("checkpoints/3/state"),
+            ):
+                with pytest.raises(RunDirectoryError, match=re.escape(f"'{path}'")):
+                    write()
+            assert sorted(each.name for each in path.glob("*")) == before and path.exists() == is_taken
 
 
 @pytest.mark.parametrize("folder", ["trajectories", "checkpoints", "bad_batches", "tensorboard", "extra", "model"])
