@@ -19,7 +19,6 @@ from jaxft.harness.output_fields import escape_fields
 from jaxft.harness.session import (
     CAME_BACK,
     MASKED,
-    RESUME_COMMAND,
     UNHEALTHY,
     Session,
     open_session,
@@ -29,7 +28,15 @@ from jaxft.harness.signals import current_shutdown
 from jaxft.hosts.start import current_ring
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
-from jaxft.runs.directory import CONFIG_FILE, ENVIRONMENT_FILE, RunDirectory, bring_back_earlier_run, holds_run
+from jaxft.runs.directory import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    RESUME_COMMAND,
+    RunDirectory,
+    bring_back_earlier_run,
+    holds_run,
+    ways_on,
+)
 from jaxft.runs.environment import secrets_of_environment
 
 EVALUATION_FILE = "evaluation.json"
@@ -125,7 +132,9 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 if advice is not None:
                     raise CheckFailed(advice)
             if holds_run(config.finetuning.output_dir):
-                show(f"output_dir   {config.finetuning.output_dir} holds a run: give another one, or --overwrite")
+                show(
+                    f"output_dir   {config.finetuning.output_dir} holds a run: {ways_on(config.finetuning.output_dir)}"
+                )
             show("the configuration can be trained; nothing was written")
 
 

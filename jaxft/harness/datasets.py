@@ -185,7 +185,7 @@ def row_items(config: RowDatasetConfig, rows: Iterable[Row], source: str) -> lis
         EvalInputItem(
             id=_id(row, config.id_key) if has_ids else str(index),
             input_obj=row.fields if structure.question_key is None else _field(row, structure.question_key),
-            expected_output_obj=None if structure.answer_key is None else _field(row, structure.answer_key),
+            expected_output_obj=None if structure.answer_key is None else _field(row, structure.answer_key, NO_ANSWERS),
             full_dataset_entry=row.fields,
         )
         for index, row in enumerate(_without_doubles(listed, config.id_key))
@@ -242,10 +242,13 @@ def _id(row: Row, key: str) -> str:
     return str(value)
 
 
-def _field(row: Row, key: str) -> Any:
+NO_ANSWERS = ": name the one with the answer in structure.answer_key, or set structure.answer_key: null for none"
+
+
+def _field(row: Row, key: str, way_out: str = "") -> Any:
     if key not in row.fields:
         present = ", ".join(row.fields) or "none"
-        raise DatasetError(f"{row.place}: no field '{key}'; fields there: {present}")
+        raise DatasetError(f"{row.place}: no field '{key}'; fields there: {present}{way_out}")
     return row.fields[key]
 
 

@@ -58,6 +58,7 @@ from jaxft.runs.directory import (
     LOG_FILE,
     PAIRS_FILE,
     RESULT_FILE,
+    RESUME_COMMAND,
     RUN_FILES,
     SAMPLES_FILE,
     TOKEN_SCORES_FILE,
@@ -68,9 +69,8 @@ from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
 from jaxft.runs.metrics import reward_figures
 
-RESUME_COMMAND, MASKED, DIFFERENCES = "resume_command", "masked", "differences"
-"""Keys of `environment.json`: the command that resumes the run, the paths of secrets in the configuration, and its
-differences to the defaults."""
+MASKED, DIFFERENCES = "masked", "differences"
+"""Keys of `environment.json`: the paths of secrets in the configuration, and its differences to the defaults."""
 MODEL_FOLDER = "model"
 
 CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"

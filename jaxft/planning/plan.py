@@ -285,7 +285,7 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
     for line in lines(made, run):
         show(line)
     if not made.fits:
-        raise CheckFailed(f"the run does not fit: {'; '.join(advice(made, run))}")
+        raise CheckFailed(f"does not fit: {'; '.join(advice(made, run))}")
 
 
 def lines(made: Plan, run: Run) -> Iterator[str]:
@@ -325,6 +325,8 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
         yield f"{'gradient':<12} {made.model_flops:.3e} flops a chip that count for MFU"
     if is_estimated or made.target.hosts > 1:
         yield from _message_lines(made, run)
+    if made.fits:
+        yield f"fits: {peak(made.memory) / made.limit:.0%} of {made.limit / GIB:.2f} GiB of a chip, at the peak"
 
 
 def _message_lines(made: Plan, run: Run) -> Iterator[str]:

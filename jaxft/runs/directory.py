@@ -17,6 +17,8 @@ from jaxft.files import MANIFEST, disk_errors, json_bytes, replace_file, sync_fo
 
 CONFIG_FILE = "config.yml"
 ENVIRONMENT_FILE = "environment.json"
+RESUME_COMMAND = "resume_command"
+"""Key of `ENVIRONMENT_FILE` with the command that resumes the run."""
 RESULT_FILE = "result.json"
 METRICS_FILE = "training_metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -74,6 +76,15 @@ REMOVED = ".earlier_run.removed"  # about to be deleted
 def holds_run(path: Path) -> bool:
     """Return True if a folder holds files because of which a new run is refused."""
     return bool(_run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
+
+
+def ways_on(path: Path) -> str:
+    """Return what to do about a folder that holds a run; one that was cut off is best resumed by its own command."""
+    about: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((path / ENVIRONMENT_FILE).read_bytes())
+    command = about.get(RESUME_COMMAND) if isinstance(about, dict) and not (path / RESULT_FILE).exists() else None
+    return ("" if command is None else f"continue it with `{command}`, ") + "give another output_dir, or --overwrite"
 
 
 def is_run(path: Path) -> bool:
@@ -237,9 +248,7 @@ class RunDirectory:
             return present
         shown = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         if not overwrite:
-            raise RunDirectoryError(
-                f"run directory '{self.path}' already holds a run ({shown}): give another output_dir, or --overwrite"
-            )
+            raise RunDirectoryError(f"run directory '{self.path}' already holds a run ({shown}): {ways_on(self.path)}")
         if not (self.path / HOLDER_FILE).is_file():
             raise RunDirectoryError(
                 f"'{self.path}' holds {shown}, but no run made it (it has no {HOLDER_FILE}), so nothing was removed: "

@@ -231,7 +231,7 @@ def test_a_dry_run_says_when_the_directory_is_taken(run_file, tmp_path, capsys):
     (tmp_path / "run" / "result.json").write_text("{}")
     assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "output_dir   run holds a run: give another one, or --overwrite" in shown and "memory" not in shown
+    assert "output_dir   run holds a run: give another output_dir, or --overwrite" in shown and "memory" not in shown
 
 
 def test_export_writes_a_model_in_another_dtype(tmp_path, policy, capsys):

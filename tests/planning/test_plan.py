@@ -342,6 +342,8 @@ def test_a_plan_is_told_in_lines():
     assert "at least 125.0 ms on a chip, by arithmetic" in text
     assert "1.25 times the model's flops; at most 80% MFU" in text
     assert "all-gather: 10 times, 8,000.0 MB in all" in text
+    assert text.splitlines()[-1].startswith("fits: 62% of 16.00 GiB")
+    assert "fits" not in "\n".join(lines(made_plan(limit=9 * 2**30), RUN_OF_V5E))  # the error says so
     hosts = "\n".join(lines(made_plan(target=find_target("v5e-16")), RUN_OF_V5E))
     assert "4 hosts, with a process on each" in hosts and "8 of the 16 chips" in hosts
 

@@ -51,6 +51,19 @@ def test_a_read_only_directory_is_found_at_once(tmp_path):
         RunDirectory.create(tmp_path / "run")
 
 
+def test_a_run_that_was_cut_off_is_first_of_all_resumed(tmp_path):
+    command = "jaxft resume runs/cut"
+    with RunDirectory.create(tmp_path) as run:
+        run.append_jsonl("training_metrics.jsonl", {"step": 0})
+        run.write_json("environment.json", {"resume_command": command})
+    with pytest.raises(RunDirectoryError, match=rf"`{command}`.* --overwrite"):
+        RunDirectory.create(tmp_path)
+    (tmp_path / "result.json").write_text("{}")  # it has ended
+    with pytest.raises(RunDirectoryError) as caught:
+        RunDirectory.create(tmp_path)
+    assert command not in str(caught.value) and "--overwrite" in str(caught.value)
+
+
 def test_a_run_is_not_overwritten_unasked(tmp_path):
     with RunDirectory.create(tmp_path) as first:
         first.write_text("config.yml", "seed: 0")
