@@ -96,6 +96,7 @@ def run_of(config: Config) -> Run:
         raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
     if policy.sampler_mesh is not None:
         raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
+    adapter = adapter.for_context(policy.max_context_tokens)
     trainer = config.trainers.get(config.finetuning.trainer or "")
     max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
     snapshots = tuple(

@@ -400,6 +400,10 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         """True if the reference of the KL is loaded from a checkpoint of its own."""
         return self.loss.needs_reference and self.loss.reference.path is not None
 
+    def for_context(self, max_context_tokens: int) -> "LocalTrainerAdapterConfig":
+        """Return the settings for a policy with this context, which the loss may take for its token budget."""
+        return self.model_copy(update={"loss": self.loss.for_context(max_context_tokens)})
+
     @model_validator(mode="after")
     def _reinforce_updates_once(self) -> "LocalTrainerAdapterConfig":
         if self.loss.name == "reinforce" and self.num_minibatches * self.num_iterations > 1:

@@ -117,6 +117,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             ValueError: settings of the loss exclude each other.
             ComponentError: the checkpoint of the reference is of another model.
         """
+        adapter_config = adapter_config.for_context(policy.engine.max_context_tokens)
         super().__init__(adapter_config)
         self.policy = policy
         ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None

@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, platform_of, spans_processes
-from jaxft.errors import ComponentError, HostsError, one_line
+from jaxft.errors import ComponentError, ConfigError, HostsError, one_line
 from jaxft.files import home_path
+from jaxft.harness.config import Config
 from jaxft.harness.registry import LLMConfig
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_ring, is_unjoined
@@ -29,7 +30,8 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.relayout import sampling_mesh
 from jaxft.rollout.token_text import num_token_ids
-from jaxft.shipped.configs import LocalPolicyConfig, LoraConfig, MeshConfig
+from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
+from jaxft.training.update import make_loss
 
 
 async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator[ChatClient]:
@@ -61,7 +63,8 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
     shape = shape_of(config)
-    check_vocabulary(tokenizer, shape)  # before weights are read
+    check_vocabulary(tokenizer, shape)  # before weights are read, and so is the next
+    check_loss(name, config, builder.config)
     if is_unjoined():
         raise HostsError("these devices belong to several machines: give --coordinator, --num_processes, --process_id")
     mesh, sampler_mesh = meshes_of(config)
@@ -132,6 +135,20 @@ def check_vocabulary(tokenizer: Any, shape: DecoderConfig) -> None:
             f"model's embedding has {rows} rows; give the tokenizer that belongs to the model, remove added tokens, or "
             "add rows with `resize_token_embeddings` of transformers"
         )
+
+
+def check_loss(name: str, policy: LocalPolicyConfig, config: Config) -> None:
+    """Raise a ConfigError if the loss that a run trains the policy `llms.<name>` with has settings that exclude others.
+
+    The adapter is made later: after a warm start, in many scripts.
+    """
+    chosen = config.finetuning.trainer_adapter
+    adapter = config.trainer_adapters.get(chosen or "")
+    if config.finetuning.enabled and isinstance(adapter, LocalTrainerAdapterConfig) and adapter.llm == name:
+        try:
+            make_loss(adapter.loss.for_context(policy.max_context_tokens))
+        except ValueError as error:
+            raise ConfigError([f"trainer_adapters.{chosen}.loss: {error}"]) from error
 
 
 async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) -> ChatClient:

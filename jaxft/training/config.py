@@ -172,7 +172,9 @@ class LossConfig(ConfigModel):
         default=0.2, gt=0.0, description="Largest change of a value that its loss rewards; null: any."
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a whole trajectory, which dr_grpo divides by; null: none."
+        default=None,
+        ge=1,
+        description="Token budget of a whole trajectory, which dr_grpo divides by; null: the context of the policy.",
     )
     mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
     skip_zero_advantages: bool = Field(
@@ -236,6 +238,16 @@ class LossConfig(ConfigModel):
         if (self.aggregation or self.name) not in ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo"):
             return "tokens"
         return "trajectories" if self.weigh == "trajectory" else "sequences"
+
+    def for_context(self, max_context_tokens: int) -> "LossConfig":
+        """Return the loss with a token budget, which is the policy's context by default where the loss divides by it.
+
+        >>> [LossConfig(name=name).for_context(512).max_completion_tokens for name in ("grpo", "dr_grpo")]
+        [None, 512]
+        """
+        if self.max_completion_tokens is not None or (self.aggregation or self.name) not in ("constant", "dr_grpo"):
+            return self
+        return self.model_copy(update={"max_completion_tokens": max_context_tokens})
 
     def for_staleness(self, max_staleness: int) -> "LossConfig":
         """Return the loss with the correction that it has on episodes of up to `max_staleness` versions before.

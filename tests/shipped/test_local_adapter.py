@@ -29,6 +29,7 @@ from jaxft.harness.data_models import (
 from jaxft.models.hf import save_model
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
+from jaxft.training.config import LossConfig
 
 FOREIGN = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
 """Settings for collections that no policy sampled."""
@@ -267,8 +268,14 @@ def test_health_is_finite_parameters(health):
 
 
 def test_knobs_that_exclude_each_other_are_refused_at_once(policy):
-    with pytest.raises(ValueError, match="max_completion_tokens is None"):
-        make_adapter(policy, loss={"name": "dr_grpo"})
+    with pytest.raises(ValueError, match="'cispo' has no clipped surrogate"):
+        make_adapter(policy, loss={"name": "cispo", "delta": 5.0})
+
+
+def test_the_token_budget_of_a_loss_is_by_default_the_context(policy):
+    for loss, budget in [({"name": "dr_grpo"}, policy.engine.max_context_tokens), ({"name": "grpo"}, None)]:
+        assert make_adapter(policy, loss=loss).adapter_config.loss.max_completion_tokens == budget
+    assert LossConfig(aggregation="constant", max_completion_tokens=7).for_context(512).max_completion_tokens == 7
 
 
 def test_groups_are_weighed_as_the_loss_weighs_them(policy, make_collection):

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from datetime import datetime
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
 from jaxft.models.model_card import ModelCard, Weights, card_text
+from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.policy import Policy
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -31,6 +33,7 @@ from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTraine
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.local_policy import choices, lora_of, shape_of, sharding_table
 
+QWEN3 = Path(__file__).parents[1] / "data" / "hf" / "qwen3"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
 
@@ -419,6 +422,25 @@ def test_a_snapshot_that_cannot_be_is_refused_with_the_way_out(tmp_path, llms, o
         configured(tmp_path, overrides, **llms)
     (said,) = caught.value.faults
     assert said.startswith(fault)
+
+
+def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):
+    """A script may warm the policy up for minutes before it asks for the adapter; this checkpoint has no weights."""
+    shape = json.loads((QWEN3 / "config.json").read_text()) | {"vocab_size": 262}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    load_tokenizer().save_pretrained(tmp_path)
+    weights = [("llms.policy", json.dumps({"_type": "local_policy", "path": str(tmp_path)}))]
+    fault = [("trainer_adapters.local.loss", '{"name": "cispo", "delta": 5.0}')]
+
+    async def make(config):
+        with RunDirectory.create(tmp_path / "run") as directory:
+            async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
+                await builder.get_llm("policy")
+
+    with pytest.raises(ConfigError, match=r"trainer_adapters.local.loss: .*'cispo'"):
+        asyncio.run(make(configured(tmp_path, weights + fault)))
+    with pytest.raises(ComponentError, match="safetensors"):
+        asyncio.run(make(configured(tmp_path, [*weights, ("trainer_adapters.local.loss.name", "dr_grpo")])))
 
 
 def test_the_configuration_of_a_snapshot_is_what_was_given(tmp_path):
