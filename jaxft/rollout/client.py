@@ -20,7 +20,7 @@ from jaxft.rollout.recorder import Episode, current_functions, find_episode, not
 from jaxft.rollout.requests import Completion, Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.snapshot import Snapshot
-from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, cut_at_stop, find_stop, find_thoughts
+from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, find_stop, find_thoughts
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
@@ -215,8 +215,8 @@ class ChatClient(LanguageModel):
         if not isinstance(request, CompletionRequest):
             parser = template.responses.template(has_tools=request.may_call_tools)
         # The text of an answer is without control tokens, so that one is found by its id.
-        control_ids = template.tokens.control_texts
-        control_stops = {control_ids[stop]: stop for stop in request.stops if stop in control_ids}
+        ids = template.tokenizer.added_tokens_encoder
+        control_stops = {ids[stop]: stop for stop in request.stops if ids.get(stop) in template.tokens.control_ids}
         custom_stops = {*request.stop_token_ids, *control_stops}.difference(template.stop_ids)
         thoughts = find_thoughts(parser, prompt.text)
 
@@ -242,23 +242,19 @@ class ChatClient(LanguageModel):
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
         sampled = text_of(completion.token_ids)
-        text = cut_at_stop(sampled, request.stops, include_stop=request.include_stop, thoughts=thoughts)
-        found, last_id = find_stop(sampled, request.stops, thoughts), completion.token_ids[-1]
-        stop_reason: str | int | None = None if found is None else found[1]
-        if found is None and last_id in custom_stops:
+        end, stop = find_stop(sampled, request.stops, thoughts) or (len(sampled), "")
+        text, with_stop = sampled[: end + len(stop) * request.include_stop], sampled[: end + len(stop)]
+        stop_reason: str | int | None = stop or None
+        if not stop and (last_id := completion.token_ids[-1]) in custom_stops:
             stop_reason = control_stops.get(last_id, last_id)
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
             parse = partial(
-                template.responses.parse,
-                prompt_text=prompt.text,
-                has_tools=request.may_call_tools,
-                tools=request.tools,
+                template.responses.parse, prompt_text=prompt.text, has_tools=request.may_call_tools, tools=request.tools
             )
             parsed = parse(prefill + text)
-            if parsed.is_malformed and found is not None:  # the stop string may be the end of a call
-                whole = parse(prefill + cut_at_stop(sampled, request.stops, include_stop=True, thoughts=thoughts))
-                parsed = whole if whole.tool_calls else parsed
+            if parsed.is_malformed and (whole := parse(prefill + with_stop)).tool_calls:
+                parsed = whole  # the stop string is the end of the call
             if not request.parallel_tool_calls:
                 parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
         if streamer is not None:

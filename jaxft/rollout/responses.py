@@ -26,8 +26,6 @@ FAMILIES_FILE = Path(__file__).parent / "assets" / "response_templates.json"
 PIECE_CHARACTERS = 4096
 """Characters that transformers' parser is given at once: what it reads beyond the beginning of a call is read again."""
 
-SPACE = re.compile(r"\s*")
-
 PARAMETER = re.compile(
     r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
     r"(?=\s*(?:<parameter=[^>\n]+>|</function>\s*</tool_call>))",
@@ -35,14 +33,7 @@ PARAMETER = re.compile(
 )
 """One parameter in tags. A closing tag inside of its value is text: behind the value stands another tag of the call."""
 
-JSON_TYPES = {
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"number"},
-    type(None): {"null"},
-    list: {"array"},
-    dict: {"object"},
-}
+JSON_TYPES = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list: ["array"], dict: ["object"]}
 """Types of JSON schemas that a value in tags, read as JSON, may have; strings have no quotes there."""
 
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -86,14 +77,14 @@ class ToolCallGrammar(NamedTuple):
         Raises:
             ValueError: the grammar does not read the text.
         """
-        opened = re.compile(self.open).match(text, start)
+        opened = re.compile(rf"{self.open}\s*").match(text, start)
         if opened is None:
             raise ValueError("a tool call has no name")
         if self.content == "parameters":
             value, end = _read_parameters(text, opened.end(), opened["name"], tools)
         else:
-            value, end = STRICT_JSON.raw_decode(text, _skip_space(text, opened.end()))
-        closed = re.compile(self.close).match(text, _skip_space(text, end))
+            value, end = STRICT_JSON.raw_decode(text, opened.end())
+        closed = re.compile(rf"\s*{self.close}").match(text, end)
         if closed is None:
             raise ValueError("a tool call has no end")
         functions = value if self.content == "calls" else [value]
@@ -178,7 +169,7 @@ class ResponseFormat:
         except (ValueError, TypeError, KeyError, RecursionError):  # whatever the sampled JSON may cause
             if self._plain_template is None:
                 return ParsedAnswer(text, is_malformed=True)
-            return _answer(self._plain_template, None, text, prompt_text)._replace(is_malformed=True)
+            return _answer(self._plain_template, None, text, prompt_text, ())._replace(is_malformed=True)
 
 
 def make_parser(template: ResponseTemplate, prompt_text: str, tools: Sequence[Tool] = ()) -> ResponseParser:
@@ -218,21 +209,14 @@ def _family(chat_template: str) -> dict[str, Any] | None:
 
 
 def _answer(
-    template: ResponseTemplate,
-    grammar: ToolCallGrammar | None,
-    text: str,
-    prompt_text: str,
-    tools: Sequence[Tool] = (),
+    template: ResponseTemplate, grammar: ToolCallGrammar | None, text: str, prompt_text: str, tools: Sequence[Tool]
 ) -> ParsedAnswer:
     """Return the parts of an answer; without a grammar, the response template reads tool calls to their ends.
 
     Raises:
         ValueError: a tool call is not good.
     """
-    content: list[str] = []
-    thoughts: list[str] = []
-    calls: list[tuple[str, str]] = []
-    end, is_call = 0, True
+    content, thoughts, calls, end, is_call = [], [], list[tuple[str, str]](), 0, True
     while is_call:
         parser, events, is_call = make_parser(template, "" if calls else prompt_text, tools), [], False
         while end < len(text) and not is_call:
@@ -308,7 +292,7 @@ def _typed(written: str, types: set[str]) -> Any:
         return written
     if isinstance(value, float) and value.is_integer() and "number" not in types:
         value = int(value)
-    return value if types.intersection(JSON_TYPES.get(type(value), ())) else written
+    return value if types.intersection(JSON_TYPES.get(type(value), ["null"] if value is None else [])) else written
 
 
 def _types(schema: Any) -> set[str]:
@@ -319,9 +303,3 @@ def _types(schema: Any) -> set[str]:
     types = {"null"} if schema.get("nullable") else set()
     types |= {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
     return types.union(*(_types(choice) for union in ("anyOf", "oneOf") for choice in schema.get(union) or ()))
-
-
-def _skip_space(text: str, start: int) -> int:
-    found = SPACE.match(text, start)
-    assert found is not None
-    return found.end()

@@ -270,12 +270,10 @@ class StopFinder:
         for count in counts:
             window = self._text_of(token_ids[begin:count])
             # A window may begin in the middle of a character or of a thought: all of the text decides.
-            if any(stop in window for stop in stops) and self._is_found(token_ids[:count]):
+            text = self._text_of(token_ids[:count]) if any(stop in window for stop in stops) else ""
+            if find_stop(text, stops, self._thoughts) is not None:
                 return count
         return None
-
-    def _is_found(self, token_ids: list[int]) -> bool:
-        return find_stop(self._text_of(token_ids), self._stops, self._thoughts) is not None
 
     def _possible(self, window: str, token_ids: list[int], checked: int) -> tuple[str, ...]:
         """Return the stop strings that new tokens may complete; note if the answer then thinks, or has no content."""
@@ -324,18 +322,3 @@ def find_stop(text: str, stops: Sequence[str], thoughts: Thoughts | None = None)
         return None
     start, _, stop = min(found)
     return start, stop
-
-
-def cut_at_stop(
-    text: str, stops: Sequence[str], *, include_stop: bool = False, thoughts: Thoughts | None = None
-) -> str:
-    """Return the text before its first stop string; with `include_stop`, up to the end of that string.
-
-    >>> cut_at_stop("yes. No.", [".", "No"]), cut_at_stop("yes. No.", [".", "No"], include_stop=True)
-    ('yes', 'yes.')
-    """
-    found = find_stop(text, stops, thoughts)
-    if found is None:
-        return text
-    start, stop = found
-    return text[: start + len(stop)] if include_stop else text[:start]

@@ -17,7 +17,6 @@ class TokenTexts:
         byte_ids: ids of SentencePiece's tokens of one byte, such as `<0xE4>`. Decoders take those that stand together
             as one text, and if that is not valid UTF-8, they replace all of it, complete characters included.
         control_ids: ids of control tokens, which an answer's text is without.
-        control_texts: these ids by their texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -26,9 +25,6 @@ class TokenTexts:
         self._size = num_token_ids(tokenizer)
         special = {token_id for token_id, token in self._added.items() if token.special}
         self.control_ids = frozenset(special.union(tokenizer.all_special_ids))
-        self.control_texts = dict(
-            zip(tokenizer.convert_ids_to_tokens(sorted(self.control_ids)), sorted(self.control_ids), strict=True)
-        )
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
         known = [(name, token_id) for name, token_id in ids if token_id is not None]

@@ -16,7 +16,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import most_likely
 from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
-from jaxft.rollout.streaming import StopFinder, cut_at_stop
+from jaxft.rollout.streaming import StopFinder, find_stop
 
 QUESTION = [{"role": "user", "content": "x?"}]
 
@@ -656,12 +656,11 @@ def test_the_text_is_cut_before_the_stop_string(policy):
     ids = policy.tokenizer.encode("one. Two.")
     assert StopFinder(policy.template.answer_text, [". T", "wo"])(ids, 0) == 6
     assert StopFinder(policy.template.answer_text, ["three"])(ids, 0) is None
-    assert cut_at_stop("one. Two.", ["wo", "."]) == "one"
 
 
 @pytest.mark.parametrize(
     ("stops", "expected"),
-    [(["wo", ". "], "one. "), ([". Two", "."], "one."), (["three"], "one. Two."), ([], "one. Two.")],
+    [(["wo", "."], (3, ".")), (["wo", ". "], (3, ". ")), ([". Two", "."], (3, ".")), (["three"], None), ([], None)],
 )
-def test_the_text_may_end_with_the_stop_string(stops, expected):
-    assert cut_at_stop("one. Two.", stops, include_stop=True) == expected
+def test_the_first_and_shortest_stop_string_is_found(stops, expected):
+    assert find_stop("one. Two.", stops) == expected
