@@ -1,4 +1,4 @@
-"""Six troubles of RL finetuning, each provoked by a small run, and the same run mended by one setting.
+"""Five troubles of RL finetuning, each provoked by a small run, and the same run mended by one setting.
 
     python experiments/trouble.py                      # all of them: about four minutes on two CPU cores
     python experiments/trouble.py entropy_collapse     # one
@@ -113,13 +113,6 @@ SCENARIOS: Mapping[str, Scenario] = {
         {"num_epochs": 40, "learning_rate": 3e-3, "max_completion_length": 1, "num_generations": 2},
         "no_signal_groups",
         {"trajectory_builders.rollouts.num_generations": 64},
-    ),
-    "bf16_mismatch": Scenario(
-        digits,
-        {"num_epochs": 20, "learning_rate": 3e-3, "max_completion_length": 32},
-        "sampler_logprob_diff_mean",
-        {"llms.policy.compute_dtype": "float32"},
-        {"llms.policy.compute_dtype": "bfloat16", "workflow.temperature": 0.02},
     ),
 }
 

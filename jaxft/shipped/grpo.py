@@ -59,7 +59,9 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
                 if reward is not None:
                     named.setdefault(name, []).append(reward)
         unscorable = sum(not trajectory.scorable for trajectory in trajectories)
+        answers = [{str([row.tokens for row in each.sequences or ()]) for each in group} for group in groups.values()]
         metrics = {
+            "varied_groups": sum(len(of_group) > 1 for of_group in answers),
             "unscorable_trajectories": unscorable,
             "completion_tokens_mean": sum(lengths) / len(lengths) if lengths else 0.0,
             "completion_tokens_max": max(lengths, default=0),

@@ -1,11 +1,12 @@
 """Trouble of a run, recognised in the metrics of its epochs: collapse, growth, hacked rewards, stale or missing signal.
 
 Each trouble is a function from the metrics of an epoch, and those at the run's start, to a sentence. It is said when it
-has been seen in `PATIENCE` epochs in a row, with the settings that help, and called over when as many are without it.
+has been seen in `PATIENCE` epochs in a row (in one, where one is proof), with the settings that help. It is called over
+when `PATIENCE` epochs are without it.
 """
 
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
 FIRST_EPOCHS = 3
@@ -14,7 +15,11 @@ PATIENCE = 3
 """Epochs in a row that a trouble is seen in before it is said, and is not seen in before it is over."""
 ANSWER_TOKENS = "answer_tokens"
 """Trained tokens per answer, which is computed here: an episode has several answers, of which it may play more."""
-COMPARED = ("entropy", "reward_mean", "truncated_fraction", ANSWER_TOKENS)
+MAX_SAMPLER_DIFF = {"float32": 1e-3}
+"""Nats per token between a healthy sampler and the trainer, on average, by the dtype of products."""
+MAX_ROUNDED_DIFF = 0.05
+"""The same for narrower dtypes: on GPUs 0.01 was healthy in bfloat16."""
+COMPARED = ("entropy", "reward_mean", "reward_min", "truncated_fraction", ANSWER_TOKENS)
 """Metrics that are compared with those of the first epochs; named rewards are, too."""
 
 Metrics = Mapping[str, float]
@@ -26,10 +31,12 @@ class Baseline(NamedTuple):
     Attributes:
         means: means of the metrics over the first epochs.
         best_reward: highest reward of any episode so far.
+        max_sampler_diff: largest healthy difference of sampler and trainer, in nats per token.
     """
 
     means: Metrics
     best_reward: float
+    max_sampler_diff: float
 
 
 def is_named_reward(metric: str) -> bool:
@@ -63,6 +70,37 @@ def growing_length(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"{tokens:.3g} tokens an answer, {tokens / first:.2g} times the first epochs'; a limit cuts {cut:.0%}"
 
 
+def cut_answers(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if a limit has cut all answers of several tokens since the first epochs; else None."""
+    cut = min(metrics["truncated_fraction"], baseline.means.get("truncated_fraction", 0.0))
+    if cut < 0.99 or metrics[ANSWER_TOKENS] <= 1 or is_near_best(metrics["reward_mean"], baseline):
+        return None
+    return f"a limit has cut {cut:.0%} of the answers since the first epoch, {metrics[ANSWER_TOKENS]:.3g} tokens each"
+
+
+def collapsed_reward(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if the mean reward has lost three quarters of its distance to the lowest reward; else None.
+
+    The distance is that of the first epochs, and the loss more than chance explains: two standard errors of an epoch,
+    for the largest spread that rewards between the lowest and the best can have.
+    """
+    reward, first = metrics["reward_mean"], baseline.means.get("reward_mean", -inf)
+    lowest = min(metrics["reward_min"], baseline.means.get("reward_min", inf))
+    error = sqrt(max(0.0, (baseline.best_reward - first) * (first - lowest)) / max(1.0, metrics["episodes"]))
+    if not isfinite(error) or reward > lowest + 0.25 * (first - lowest) or first - reward <= 2 * error:
+        return None
+    return f"the mean reward is {reward:.3g}, after {first:.3g} in the first epochs; no reward is below {lowest:.3g}"
+
+
+def constant_reward(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if all rewards of an epoch are equal, but not the answers to an example; else None."""
+    reward, varied = metrics["reward_mean"], metrics["varied_groups"]
+    has_signal = metrics.get("no_signal_groups") != metrics.get("groups")  # by step rewards
+    if metrics["reward_min"] < metrics["reward_max"] or not varied or has_signal or is_near_best(reward, baseline):
+        return None
+    return f"every reward of the epoch is {reward:.3g}, although the answers to {varied:.0f} of its examples differ"
+
+
 def hacked_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if the mean reward has risen while a named part of it has lost a quarter; else None."""
     reward, before = metrics["reward_mean"], baseline.means.get("reward_mean")
@@ -94,10 +132,10 @@ def missing_signal(metrics: Metrics, baseline: Baseline) -> str | None:
 
 
 def sampler_mismatch(metrics: Metrics, baseline: Baseline) -> str | None:
-    """Return a sentence if sampler and trainer differ by more than 0.01 nats per token on fresh samples; else None."""
+    """Return a sentence if sampler and trainer differ by more than their dtype explains on fresh samples; else None."""
     difference = metrics["sampler_logprob_diff_mean"]
-    if difference <= 0.01 or metrics.get("stale_token_fraction", 0.0):  # earlier weights differ, and should
-        return None
+    if difference <= baseline.max_sampler_diff or metrics.get("stale_token_fraction", 0.0):
+        return None  # earlier weights differ, and should
     return f"the sampler's log-probabilities are {difference:.2g} nats from the trainer's, on average per token"
 
 
@@ -108,11 +146,13 @@ class Trouble(NamedTuple):
         detect: returns a sentence about an epoch with the trouble, None about one without.
         needs: metrics that it reads; an epoch that lacks one says nothing about the trouble.
         advice: settings that help.
+        patience: epochs in a row that it is seen in before it is said.
     """
 
     detect: Callable[[Metrics, Baseline], str | None]
     needs: tuple[str, ...]
     advice: str
+    patience: int = PATIENCE
 
 
 TROUBLES: Mapping[str, Trouble] = {
@@ -126,6 +166,23 @@ TROUBLES: Mapping[str, Trouble] = {
         (ANSWER_TOKENS, "truncated_fraction"),
         "set loss.max_completion_tokens and loss.overlong_buffer_tokens, or reward brevity",
     ),
+    "cut answers": Trouble(
+        cut_answers,
+        (ANSWER_TOKENS, "truncated_fraction", "reward_mean"),
+        "raise max_tokens of the agent, let a reasoning model think less, or see whether the model has an end token",
+        patience=1,
+    ),
+    "reward collapse": Trouble(
+        collapsed_reward,
+        ("reward_mean", "reward_min", "episodes"),
+        "lower optimizer.learning_rate, set loss.beta, or go on from the best checkpoint",
+    ),
+    "constant reward": Trouble(
+        constant_reward,
+        ("reward_mean", "reward_min", "reward_max", "varied_groups"),
+        "see whether the evaluator reads the answer and the expected one: jaxft eval shows its scores",
+        patience=1,
+    ),
     "reward hacking": Trouble(hacked_reward, ("reward_mean",), "set loss.reward_weights"),
     "off-policy": Trouble(
         stale_samples, ("effective_sample_fraction",), "lower max_staleness or optimizer.learning_rate"
@@ -138,13 +195,16 @@ TROUBLES: Mapping[str, Trouble] = {
     "sampler mismatch": Trouble(
         sampler_mismatch,
         ("sampler_logprob_diff_mean",),
-        "set compute_dtype to float32, or loss.correction.name to token_truncate",
+        "set compute_dtype to float32 if it is not, or loss.correction.name to token_truncate",
     ),
 }
 
 
 class Health:
     """Follows the epochs of a run.
+
+    Attributes:
+        dtype: dtype of the policy's products, which decides how far sampler and trainer may differ.
 
     >>> health = Health()
     >>> epochs = [{"groups": 8, "no_signal_groups": 8, "reward_mean": 0.0, "reward_max": 0.0}] * PATIENCE
@@ -153,6 +213,7 @@ class Health:
     """
 
     def __init__(self) -> None:
+        self.dtype = "bfloat16"
         self._first: list[dict[str, float]] = []
         self._best_reward = float("-inf")
         self._in_a_row = dict.fromkeys(TROUBLES, 0)  # epochs with a trouble up to now, or minus those without
@@ -167,7 +228,8 @@ class Health:
         if len(self._first) < FIRST_EPOCHS:
             self._first.append({name: finite[name] for name in finite if name in COMPARED or is_named_reward(name)})
         self._best_reward = max(self._best_reward, finite.get("reward_max", float("-inf")))
-        baseline = Baseline(means_of(self._first), self._best_reward)
+        largest_diff = MAX_SAMPLER_DIFF.get(self.dtype, MAX_ROUNDED_DIFF)
+        baseline = Baseline(means_of(self._first), self._best_reward, largest_diff)
         lines = []
         for name, trouble in TROUBLES.items():
             if not all(needed in finite for needed in trouble.needs):
@@ -177,7 +239,7 @@ class Health:
             if self._in_a_row[name] == -PATIENCE and name in self._active:
                 self._active.remove(name)
                 lines.append(f"{name}: over")
-            elif self._in_a_row[name] == PATIENCE and name not in self._active:
+            elif self._in_a_row[name] == trouble.patience and name not in self._active:
                 self._active.append(name)
                 lines.append(f"{name}: {sentence}. Advice: {trouble.advice}")
         return lines

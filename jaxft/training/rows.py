@@ -352,7 +352,8 @@ def collect_rewards(
     if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
         trained = _rewards_to_go(collected, loss)[:, 0]
         if (known := trained[~np.isnan(trained)]).size:
-            metrics |= {"trained_reward_mean": float(known.mean()), "trained_reward_max": float(known.max())}
+            found = {"mean": known.mean(), "min": known.min(), "max": known.max()}
+            metrics |= {f"trained_reward_{name}": float(value) for name, value in found.items()}
     return collected
 
 

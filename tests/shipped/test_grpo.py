@@ -71,6 +71,15 @@ def test_single_generations_make_groups_of_one(make_items):
     assert [len(group) for group in collection.trajectories] == [1, 1]
 
 
+def test_examples_whose_answers_differ_are_counted(make_items, record_call):
+    async def answer(example):
+        record_call([1, 2], [3, 4 + episode().generation * (example["name"] == "a")])
+        return 0.0
+
+    collection = collect(answer, lambda item: 1.0, make_items("abc"))
+    assert collection.metrics["varied_groups"] == 1
+
+
 def test_a_failing_generation_loses_no_other(make_items):
     async def brittle(example):
         name = await name_of(example)

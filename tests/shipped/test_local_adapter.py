@@ -1,4 +1,5 @@
 import asyncio
+import io
 import json
 from functools import cache
 
@@ -27,7 +28,10 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.models.hf import save_model
-from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+from jaxft.shipped.configs import GRPOTrainerConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.grpo import GRPOTrainer
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.config import LossConfig
 
@@ -265,6 +269,15 @@ def health(make_policy):
 
 def test_health_is_finite_parameters(health):
     assert health == (True, False)
+
+
+def test_health_lines_know_the_dtype_of_products(adapter, tmp_path):
+    with RunDirectory.create(tmp_path / "run") as directory:
+        trainer = GRPOTrainer(GRPOTrainerConfig(), directory=directory, console=Console(io.StringIO()))
+        trainer.trainer_adapter = adapter
+        trainer.start(num_epochs=1)
+        assert trainer._health.dtype == "float32"
+        asyncio.run(trainer.cleanup())
 
 
 def test_knobs_that_exclude_each_other_are_refused_at_once(policy):

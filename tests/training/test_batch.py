@@ -267,7 +267,7 @@ def test_long_answers_lose_reward(make_group):
     loss = LossConfig(max_completion_tokens=8, overlong_buffer_tokens=4)
     credit = collect_rewards([group], loss)
     assert credit.rewards.tolist() == [0.0, 1.0]
-    trained = {"trained_reward_mean": 0.5, "trained_reward_max": 1.0}
+    trained = {"trained_reward_mean": 0.5, "trained_reward_min": 0.0, "trained_reward_max": 1.0}
     assert credit.metrics == {"overlong_penalty_mean": -0.5, **trained}
 
 

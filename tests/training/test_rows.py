@@ -143,7 +143,8 @@ def test_groups_are_compared_by_the_rewards_that_are_trained(make_group):
     summed = LossConfig(reward_weights=weights, gamma=0.5)
     assert group_rewards(groups, summed) == [(2.0, 0.0), (1.25, 3.0), (0.0, 0.0), (2.0, 0.0)]
     metrics = collect_rewards(groups, summed).metrics
-    assert metrics == {"trained_reward_mean": (2 + 2 + 1.5 + 1 + 2 + 2) / 6, "trained_reward_max": 2.0}
+    mean = (2 + 2 + 1.5 + 1 + 2 + 2) / 6
+    assert metrics == {"trained_reward_mean": mean, "trained_reward_min": 1.0, "trained_reward_max": 2.0}
     apart = group_rewards(groups, LossConfig(reward_weights=weights, **NORMALIZED))
     assert apart == [(2.0, 2.0), (1.5, 3.0), (0.0, 0.0), (2.0, 0.0)]
     assert group_rewards(groups[::3], LossConfig()) == [(2.5, 3.0), (4.5, 9.0)]
