@@ -457,7 +457,9 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
     """One collection and one training job per epoch."""
 
     examples_per_update: int | None = Field(
-        default=None, ge=1, description="Examples of an epoch, in a new order for each pass over the data; null: all."
+        default=None,
+        ge=1,
+        description="Examples of an epoch; each pass over the data has all of them once, in a new order. null: all.",
     )
     max_staleness: int = Field(
         default=0,

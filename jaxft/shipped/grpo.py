@@ -115,6 +115,7 @@ class GRPOTrainer(LoggedTrainer):
     """Trainer that collects groups, selects by the curriculum and trains, once per epoch."""
 
     trainer_config: GRPOTrainerConfig
+    _skips_examples = False  # True for runs that an earlier version began
 
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config, directory=directory, console=console)
@@ -290,23 +291,13 @@ class GRPOTrainer(LoggedTrainer):
         return known if count is None else min(count, known)
 
     def _next_examples(self, epoch: int) -> dict[str, Any]:
-        """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples.
-
-        Epochs iterate over the dataset, in an order that is reshuffled for every pass.
-        """
+        """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples."""
         assert self.run_config is not None
         ids, count = self._example_ids, self._examples_per_update
         if count == len(ids):
             return {}
-        chosen: list[str] = []
-        position = epoch * count
-        while len(chosen) < count:
-            order = list(ids)
-            random.Random(f"order of examples {self.run_config.seed} {position // len(ids)}").shuffle(order)
-            taken = order[position % len(ids) :][: count - len(chosen)]
-            chosen += [example_id for example_id in taken if example_id not in chosen]
-            position += len(taken)
-        return {"example_ids": chosen}
+        choose = skipping_examples if self._skips_examples else examples_of_epoch
+        return {"example_ids": choose(ids, count, self.run_config.seed, epoch)}
 
     def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> list[tuple[str, int]]:
         """Show a sample episode if one is due, write the episodes that `save_episodes` selects, and name these."""
@@ -327,14 +318,65 @@ class GRPOTrainer(LoggedTrainer):
     def state(self) -> dict[str, Any]:
         """Return counters, histories, the rewards that early stopping compares, and open groups, for JSON."""
         schedule = {} if self._schedule is None else self._schedule.state()
-        return {**super().state(), "early_stop": self._early_stop.state(), **schedule}
+        own = {"early_stop": self._early_stop.state(), "skips_examples": self._skips_examples}
+        return {**super().state(), **own, **schedule}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the state between two epochs; the configuration of early stopping may have changed."""
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
+        self._skips_examples = state.get("skips_examples", True)  # checkpoints of earlier versions do not have it
         self._restored_groups = state.get("groups")  # those of a run with max_staleness of 2 or more
         self._stop_reason = self._early_stop.verdict()
+
+
+def examples_of_epoch(ids: Sequence[str], count: int, seed: int, epoch: int) -> list[str]:
+    """Return the `count` examples of an epoch: every pass over `ids` has each once, in an order of its own.
+
+    An epoch that begins in one pass and ends in the next has no example twice: those that it has already are moved
+    behind it in the next pass.
+
+    >>> ["".join(examples_of_epoch("abcd", 3, 0, epoch)) for epoch in range(4)]  # three passes: cadb, adbc, abcd
+    ['cad', 'bad', 'bca', 'bcd']
+    """
+    size = len(ids)
+    last = (epoch * count + count - 1) // size  # pass in which the epoch ends
+
+    def num_first(number: int) -> int:
+        """Number of examples of a pass that belong to the epoch across its beginning."""
+        return -number * size % count
+
+    # What moved at the beginning of a pass leaves its end as it was shuffled, if a whole epoch lies in the pass.
+    start = last
+    while num_first(start) and (start == last or num_first(start) + count > size):
+        start -= 1
+    before, order = list[str](), _shuffled(ids, seed, start)
+    for number in range(start + 1, last + 1):
+        before, order = order, _shuffled(ids, seed, number)
+        has = set(before[num_first(number) - count :])
+        first = [example_id for example_id in order if example_id not in has][: num_first(number)]
+        has = set(first)
+        order = first + [example_id for example_id in order if example_id not in has]
+    place = epoch * count - last * size
+    return order[place : place + count] if place >= 0 else before[place:] + order[: place + count]
+
+
+def skipping_examples(ids: Sequence[str], count: int, seed: int, epoch: int) -> list[str]:
+    """Return the examples of an epoch as earlier versions chose them; a pass may lack some, and have others twice."""
+    chosen: list[str] = []
+    position = epoch * count
+    while len(chosen) < count:
+        taken = _shuffled(ids, seed, position // len(ids))[position % len(ids) :][: count - len(chosen)]
+        chosen += [example_id for example_id in taken if example_id not in chosen]
+        position += len(taken)
+    return chosen
+
+
+def _shuffled(ids: Sequence[str], seed: int, number: int) -> list[str]:
+    """Return the examples in the order of a pass."""
+    order = list(ids)
+    random.Random(f"order of examples {seed} {number}").shuffle(order)
+    return order
 
 
 def lowest_median_highest(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -25,7 +25,7 @@ from jaxft.rollout.recorder import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.grpo import GRPOTrainer, GRPOTrajectoryBuilder
+from jaxft.shipped.grpo import GRPOTrainer, GRPOTrajectoryBuilder, examples_of_epoch
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 
 
@@ -701,6 +701,36 @@ def test_an_epoch_may_take_a_part_of_the_examples(train):
     for start in (0, 3):  # every pass meets each example once, in an order of its own
         assert sorted(name for epoch in taken[start : start + 3] for name in epoch) == list("abcdef")
     assert taken[:3] != taken[3:]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 6, 9, 10])
+def test_every_pass_has_each_example_once(count):
+    ids = [f"example {number}" for number in range(11)]
+    epochs = [examples_of_epoch(ids, count, seed=5, epoch=epoch) for epoch in range(44)]
+    assert all(len(set(epoch)) == count for epoch in epochs)
+    flat = [name for epoch in epochs for name in epoch]
+    passes = [flat[start : start + 11] for start in range(0, len(flat) - 10, 11)]
+    assert len(passes) == 4 * count and all(sorted(each) == sorted(ids) for each in passes)
+    assert len({tuple(each) for each in passes}) == len(passes)  # in orders of their own
+    assert [examples_of_epoch(ids, count, seed=5, epoch=epoch) for epoch in (41, 7)] == [epochs[41], epochs[7]]
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_order(tmp_path, make_items):
+    with RunDirectory.create(tmp_path / "run") as directory:
+        config = GRPOTrainerConfig(examples_per_update=3)
+        trainer = GRPOTrainer(config, directory=directory, console=Console(io.StringIO()))
+        trainer.run_config = FinetuneConfig()
+        trainer.trajectory_builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
+        trainer.trajectory_builder.examples = make_items("abcd")
+
+        def order(state):
+            trainer.restore_state(state)
+            return ["".join(trainer._next_examples(epoch)["example_ids"]) for epoch in range(6)]
+
+        state = trainer.state()
+        assert order(state) == order(trainer.state()) == ["cad", "bad", "bca", "bcd", "bac", "dab"]
+        old = {name: value for name, value in state.items() if name != "skips_examples"}
+        assert order(old) == order(trainer.state()) == ["cad", "bad", "bca", "acd", "bac", "dab"]
 
 
 def read(tmp_path, name):
