@@ -111,7 +111,19 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def for_context(self, tokens: int) -> "DecoderConfig":
-        """Return the config for contexts of so many tokens, on which the rotary positions of some models depend."""
+        """Return the config for contexts of so many tokens, on which the rotary positions of some models depend.
+
+        Raises:
+            ValueError: the model knows no positions as high.
+        """
+        ropes = {kind.rope for kind in self.pattern if kind.rope is not None}
+        longest = min((rope.longest_context(self.max_position_embeddings) for rope in ropes), default=tokens)
+        if tokens > longest:
+            raise ValueError(
+                f"max_context_tokens is {tokens}, but the model was trained on texts of at most {longest} tokens "
+                f"(max_position_embeddings {self.max_position_embeddings}), and at later positions it writes nonsense: "
+                "lower it, or extend the model's context by a rope_scaling in its config.json"
+            )
         kinds = (
             kind if kind.rope is None else kind._replace(rope=kind.rope.for_context(tokens)) for kind in self.pattern
         )

@@ -196,6 +196,20 @@ class Rope:
         scaling = self.scaling
         return replace(self, scaling=scaling.for_context(tokens)) if isinstance(scaling, LongRopeScaling) else self
 
+    def longest_context(self, trained_tokens: int) -> int:
+        """Return the tokens of the longest context for which these positions are made, as vLLM has it.
+
+        Files with linear scaling or YaRN may have the length before stretching as `max_position_embeddings`.
+
+        >>> Rope(scaling=YarnScaling(4.0, 32768)).longest_context(32768), Rope().longest_context(32768)
+        (131072, 32768)
+        """
+        if isinstance(self.scaling, LinearScaling):
+            return int(trained_tokens * self.scaling.factor)
+        if isinstance(self.scaling, YarnScaling):
+            return max(trained_tokens, int(self.scaling.original_max_position_embeddings * self.scaling.factor))
+        return trained_tokens
+
     def num_pairs(self, head_dim: int) -> int:
         """Number `P` of pairs that are rotated in heads of this width."""
         return int(head_dim * self.share) // 2

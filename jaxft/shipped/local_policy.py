@@ -302,12 +302,17 @@ def num_devices(config: MeshConfig) -> int | None:
 
 
 def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
-    """Return the config of the model, without reading weights."""
+    """Return the config of the model, without reading weights.
+
+    Raises:
+        ValueError: the model knows no positions as high as `max_context_tokens`.
+    """
     if config.path is not None:
         found = load_config(local_folder(config.path) / "config.json", config.ignored_keys)
-        return found.for_context(config.max_context_tokens)
-    assert config.preset is not None
-    return model_preset(config.preset, vocab_size=num_token_ids(load_tokenizer(config.tokenizer)))
+    else:
+        assert config.preset is not None
+        found = model_preset(config.preset, vocab_size=num_token_ids(load_tokenizer(config.tokenizer)))
+    return found.for_context(config.max_context_tokens)
 
 
 def sharding_table(config: LocalPolicyConfig) -> str | None:

@@ -250,6 +250,30 @@ def test_unreadable_files_are_named(tmp_path):
         load_config(file)
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "longest"),
+    [
+        ("llama", {}, 4096),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 4 * 4096),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
+            4 * 4096,
+        ),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ("llama", {"rope_scaling": LLAMA31_V4}, 4096),
+        ("smollm3", {}, 4096),  # some of whose layers have no positions
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 4096),  # positions of two kinds
+        ("mistral", {"sliding_window": 8}, 4096),
+    ],
+)
+def test_contexts_beyond_those_of_the_positions_are_refused(family, keys, longest):
+    config = read(family, max_position_embeddings=4096, **keys)
+    assert config.for_context(longest) == config
+    with pytest.raises(ValueError, match=f"is {longest + 1}, .* at most {longest} tokens"):
+        config.for_context(longest + 1)
+
+
 PUBLISHED = [json.loads(line) for line in (DATA.parent / "published_configs.jsonl").read_text().splitlines()]
 """Keys and values of `config.json` files of public models, as far as they tell their kind: without parts for images,
 and with made-up factors of LongRoPE."""

@@ -21,6 +21,7 @@ from jaxft.errors import ComponentError, ConfigError, ModelFileError, RestoreErr
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.data_models import TrainingStatusEnum
+from jaxft.models.decoder import decoder
 from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
@@ -309,6 +310,16 @@ def test_keys_of_a_checkpoint_are_accepted_by_name(tmp_path):
         shape_of(LocalPolicyConfig(path=str(tmp_path)))
     shape = shape_of(LocalPolicyConfig(path=str(tmp_path), ignored_keys=["made_with"]))
     assert shape.architecture == config.architecture
+
+
+def test_contexts_that_a_checkpoint_does_not_know_are_refused(tmp_path, make_policy):
+    config = replace(jaxft.model_preset("qwen3-50k"), max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
+    assert shape_of(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=64)).max_position_embeddings == 64
+    with pytest.raises(ValueError, match=r"max_context_tokens is 65, .* at most 64 tokens"):
+        shape_of(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=65))
+    with pytest.raises(ValueError, match=r"max_context_tokens is 65, .* at most 64 tokens"):
+        make_policy(model=decoder(config), max_context_tokens=65)
 
 
 def sections(**llms):
