@@ -152,21 +152,16 @@ def _check_keys(family: Family, keys: Keys, ignored_keys: Sequence[str]) -> None
         if keys.values.get(name) not in (wanted, None):
             raise keys.fault(name, f"{json.dumps(wanted)}, the only value supported")
     known = {*family.all_defaults, *family.all_keys, *fixed, *family.ignored, *NEUTRAL, *WRITTEN, *NOT_EXPORTED}
-    known |= {"layer_types", "partial_rotary_factor", family.local_rope_key}
-    if read := known & {*ignored_keys}:
-        raise ModelFileError(f"ignored_keys has {', '.join(sorted(read))}, whose meaning for a {family.name} is known")
-    unknown = {
-        name: value
-        for name, value in keys.values.items()
-        if name not in {*known, *ignored_keys}
-        and not name.startswith("_")
-        and not (value is None or value is False or value in ([], {}, ""))
-    }
+    known |= {"layer_types", "partial_rotary_factor", family.local_rope_key, *ignored_keys}
+    unknown = {}
+    for name, value in keys.values.items():
+        is_off = value is None or value is False or value in ([], {}, "")
+        if name not in known and not name.startswith("_") and not is_off:
+            unknown[name] = f"{name} = {json.dumps(value):.60}"
     if unknown:
-        said = ", ".join(f"{name} = {json.dumps(value):.60}" for name, value in unknown.items())
         raise ModelFileError(
-            f"{keys.file}: the meaning of {said} is not known for a {family.name}; if it changes no arithmetic, set "
-            f"ignored_keys: {json.dumps([*unknown])} beside the model's path"
+            f"{keys.file}: the meaning of {', '.join(unknown.values())} is not known for a {family.name}; if it "
+            f"changes no arithmetic, set ignored_keys: {json.dumps([*unknown])} beside the model's path"
         )
 
 
