@@ -1,7 +1,8 @@
 """A server of an app: uvicorn in a thread with an event loop of its own, which no agent can block.
 
 uvicorn limits neither the time for the head of a request nor that for which a client leaves a response unread, and
-accepts any number of connections; a protocol class of it limits them here. All other limits are those of the `Guard`
+accepts any number of connections; a protocol class of it limits them here. A connection is a stranger until one of its
+requests may be answered; strangers have a small share of the connections. All other limits are those of the `Guard`
 around the app.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxft.serving.addresses import Limits
@@ -30,6 +31,15 @@ CONNECTIONS_PER_REQUEST = 4
 503, and beyond twice as many none is accepted."""
 
 MIN_CONNECTIONS = 1024
+
+STRANGERS_SHARE = 8
+"""Strangers may be this part of the connections that are served; beyond, the oldest ones are closed."""
+
+STRANGER_SECONDS = 1.0
+"""Time that a stranger has in any case, so that many clients may come at once."""
+
+CONNECTION = "jaxft.connection"
+"""Key of the connection in the state of a request's scope."""
 
 SHARE_OF_FILES = 4
 """Connections take at most this part of the files that the process may open, as the run itself needs some."""
@@ -80,10 +90,11 @@ class Server:
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS)
         self.max_connections = most if most_files < 0 else min(most, most_files // SHARE_OF_FILES)
+        self._strangers: dict[H11Protocol, float] = {}  # since when, the oldest first
         config = uvicorn.Config(
             self._admit,
             interface="asgi3",
-            http=_protocol(limits, 2 * self.max_connections),
+            http=_protocol(limits, self, self._strangers),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -105,10 +116,20 @@ class Server:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request unless too many connections are open."""
-        if self.num_connections > self.max_connections:
-            await refuse(unavailable(f"{self.num_connections} connections are open"), scope, receive, send)
+        connection = scope["state"][CONNECTION]
+        if self.guard.admits(scope):
+            self._strangers.pop(connection, None)
+
+        async def send_unless_gone(message: Message) -> None:
+            # A step gives many events at once, and asyncio warns of each that is written after the client has left.
+            if not connection.transport.is_closing():
+                await send(message)
+
+        count = self.num_connections - len(self._strangers)
+        if count > self.max_connections:
+            await refuse(unavailable(f"{count} connections are open"), scope, receive, send_unless_gone)
         else:
-            await self.guard(scope, receive, send)
+            await self.guard(scope, receive, send_unless_gone)
 
     @property
     def num_connections(self) -> int:
@@ -139,12 +160,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _protocol(limits: Limits, max_accepted: int) -> type[H11Protocol]:
+def _protocol(limits: Limits, server: Server, strangers: dict[H11Protocol, float]) -> type[H11Protocol]:
     """Return uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly.
 
     Args:
         limits: limits of times.
-        max_accepted: connections beyond this number are closed at once.
+        server: the server, whose `max_connections` are served; of twice as many, one is closed for each further one.
+        strangers: the connections of which no request was admitted yet, with the times at which they came.
     """
 
     class LimitedProtocol(H11Protocol):
@@ -154,9 +176,20 @@ def _protocol(limits: Limits, max_accepted: int) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
-            if len(self.connections) > max_accepted:
-                transport.abort()
+            self.app_state = {**self.app_state, CONNECTION: self}
+            now = strangers[self] = self.loop.time()
+            while len(strangers) > server.max_connections // STRANGERS_SHARE:
+                if now - next(iter(strangers.values())) < STRANGER_SECONDS:
+                    break
+                self._close_oldest()
+            if len(self.connections) > 2 * server.max_connections:
+                self._close_oldest()
             self._time_head()
+
+        def _close_oldest(self) -> None:
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -188,6 +221,7 @@ def _protocol(limits: Limits, max_accepted: int) -> type[H11Protocol]:
 
         def connection_lost(self, error: Exception | None) -> None:
             self._stop_timers()
+            strangers.pop(self, None)
             super().connection_lost(error)
 
         def pause_writing(self) -> None:

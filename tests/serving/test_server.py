@@ -10,6 +10,7 @@ import time
 import openai
 import pytest
 
+import jaxft.serving.server as server_module
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.serving.addresses import Limits
@@ -32,7 +33,7 @@ def llm(policy):
 def serving(llm, **options):
     """A server at a free port, closed at the end; then no request, connection or thread is left."""
     before = threading.active_count()
-    server = Server(make_app({"player": llm}), **options)
+    server = Server(make_app({"player": llm}) if isinstance(llm, ChatClient) else llm, **options)
     try:
         yield server
     finally:
@@ -210,11 +211,55 @@ def test_bytes_that_are_no_http_are_refused_in_the_format_of_their_path(llm):
         assert answer.startswith(b"HTTP/1.1 400 ") and b'{"type":"error",' in answer
 
 
+def idle(server, count):
+    return [send(server, "GET /v1/models HTTP/1.1", head_end=b"\r\n") for _ in range(count)]
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_idle_strangers_shut_out_nobody(llm, key):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with serving(llm, api_key=key) as server, contextlib.ExitStack() as stack:
+        server.max_connections = 16
+        known = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0))
+        known.models.list()
+        for connection in idle(server, 40):
+            stack.enter_context(connection)
+        time.sleep(server_module.STRANGER_SECONDS + 0.1)
+        assert 16 < server.num_connections <= 32  # the oldest went for those beyond twice as many
+        assert [request(server, **headers)[0] for _ in range(4)] == [200] * 4
+        wait_until(lambda: server.num_connections <= 3)  # one that is known, and an eighth of 16
+        known.models.list()
+
+
+def test_many_clients_may_come_at_once(llm):
+    with serving(llm, api_key=KEY) as server:
+        server.max_connections = 16
+        waiting = idle(server, 12)
+        for connection in waiting:
+            connection.sendall(f"Host: localhost\r\nConnection: close\r\nx-api-key: {KEY}\r\n\r\n".encode())
+        assert [read(connection)[:12] for connection in waiting] == [b"HTTP/1.1 200"] * 12
+
+
+def test_streams_that_clients_leave_are_not_written_to(caplog):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        scope["state"][server_module.CONNECTION].transport.abort()  # as when the client is found to be gone
+        for _ in range(20):  # events of one step of the engine
+            await send({"type": "http.response.body", "body": b"event", "more_body": True})
+
+    with serving(app) as server:
+        assert read(send(server, "GET / HTTP/1.1", "Host: localhost")).endswith(b"\r\n\r\n")  # and no event
+        wait_until(lambda: not server.num_connections)
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio"] == []
+
+
 def test_connections_are_limited(llm):
     with serving(llm) as server:
-        server.max_connections = 0
-        status, answer, _ = request(server, path="/v1/messages")
-        assert (status, answer["error"]["type"]) == (503, "api_error")
+        server.max_connections = 1
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as known:
+            known.models.list()
+            status, answer, _ = request(server, path="/v1/messages")
+            assert (status, answer["error"]["type"]) == (503, "api_error")
 
 
 def test_large_bodies_are_refused(llm):
