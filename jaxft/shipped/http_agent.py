@@ -35,7 +35,8 @@ async def http_agent(
 
     http: Any = http_library()
     key = None if config.api_key is None else config.api_key.get_secret_value()
-    limits = http.Limits(max_connections=None, max_keepalive_connections=None)
+    # Each episode has a connection of its own: servers close one after an error, or when it was idle, without a word.
+    limits = http.Limits(max_connections=None, max_keepalive_connections=0)
     async with http.AsyncClient(
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
         timeout=http.Timeout(config.timeout_seconds, connect=config.connect_seconds),

@@ -71,11 +71,12 @@ class Agent:
     Attributes:
         url: its address.
         asked: the bodies of requests so far.
+        ports: the ports that they came from.
         num_open: requests that are being answered.
     """
 
     def __init__(self, answer=None):
-        self.asked, self.num_open = [], 0
+        self.asked, self.ports, self.num_open = [], [], 0
         self._answer = answer or self.play
         app = Starlette(routes=[Route("/episode", self._episode, methods=["POST"])])
         config = uvicorn.Config(app, port=0, log_level="critical", timeout_keep_alive=600)
@@ -89,6 +90,7 @@ class Agent:
     async def _episode(self, request):
         body = await request.json()
         self.asked.append({**body, "authorization": request.headers.get("authorization")})
+        self.ports.append(request.client.port)
         self.num_open += 1
         try:
             return await self._answer(body)
@@ -188,11 +190,10 @@ async def _teapot(body):
 
 
 FAULTS = {
+    "fail": (_fail, "the agent answered with the status 500"),
     "teapot": (_teapot, "the agent answered with the status 418: short and stout"),
     "no json": (_no_json, "the agent answered '{', which is no JSON"),
     "too much": (_too_much, "the response of the agent is larger than 16777216 bytes"),
-    # Last: the server closes its connection a moment after the response, when another episode may use it already.
-    "fail": (_fail, "the agent answered with the status 500"),
 }
 GOOD = ("a?", "bb?")
 
@@ -211,6 +212,12 @@ def far(tmp_path_factory):
     outcomes = evaluate(folder, workflow, questions=(*GOOD, *FAULTS))
     yield agent, {outcome.item.id: outcome for outcome in outcomes}, folder
     agent.close()
+
+
+def test_no_episode_takes_the_connection_of_another(far):
+    """The agent's server may close it, as Starlette's and uvicorn do after an error."""
+    agent, _, _ = far
+    assert len({*agent.ports}) == len(agent.ports) == len(GOOD) + len(FAULTS)
 
 
 def test_an_agent_at_an_address_plays_as_one_in_process(far, tmp_path):
