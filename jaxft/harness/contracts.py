@@ -180,7 +180,7 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def is_healthy(self) -> bool:
-        """True if the backend can take jobs."""
+        """True if the backend can take jobs; it may raise `CheckFailed` with the cause that it cannot."""
 
     async def warm_up(self) -> None:
         """Compile all programs before the first epoch (`finetuning.strict_compile`); by default do nothing."""

@@ -16,7 +16,15 @@ import numpy as np
 
 from jaxft.core.sharding import platform_of
 from jaxft.core.types import Model, Params
-from jaxft.errors import ComponentError, ConfigError, DeviceMemoryError, RestoreError, UserCodeError, user_code
+from jaxft.errors import (
+    CheckFailed,
+    ComponentError,
+    ConfigError,
+    DeviceMemoryError,
+    RestoreError,
+    UserCodeError,
+    user_code,
+)
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import (
@@ -211,10 +219,11 @@ class LocalTrainerAdapter(TrainerAdapter):
         return self.policy.device_seconds()
 
     async def is_healthy(self) -> bool:
-        """Return True if all parameters are finite and a token can be sampled; otherwise show a warning with the cause.
+        """Return True if all parameters are finite and a token can be sampled.
 
         Raises:
             DeviceMemoryError: the device has too little memory to sample.
+            CheckFailed: sampling raises another error, which the message has.
         """
         try:
             with user_code():  # whatever stops it is the answer
@@ -222,8 +231,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         except UserCodeError as failure:
             if isinstance(failure.error, DeviceMemoryError):
                 raise failure.error from None
-            self._warn(f"warning: the policy is not healthy: {failure.summary}")
-            return False
+            raise CheckFailed(f"the trainer adapter is not healthy: {failure.summary}") from failure.error
 
     async def warm_up(self) -> None:
         """Compile all programs of requests and jobs; parameters, optimizer state and policy version do not change."""
