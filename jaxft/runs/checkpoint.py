@@ -8,10 +8,13 @@ Only a step whose manifest verifies is restored: orbax alone would accept an emp
 flipped bits. Earlier steps are removed after the new one was read back and verified.
 """
 
+import asyncio
 import contextlib
+import functools
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,8 +90,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._begun: int | None = None
         self.saved_step: int | None = None
-        # orbax also logs what it raises, with a traceback per thread, some of them later.
-        logging.getLogger("absl").addFilter(_is_no_orbax_error)
+        _hush_orbax()
         self._manager = self._new_manager()
 
     def _new_manager(self) -> Any:
@@ -349,8 +351,31 @@ class Checkpoints:
             self._manager.close()
 
 
+@functools.cache
+def _hush_orbax() -> None:
+    """Keep from the terminal the tracebacks that orbax shows beside the error that it raises.
+
+    It logs one per thread, some of them later. With the first write that fails it closes its event loop, before the
+    others have ended: each of them then finds the loop closed, or fails with nobody to wait for it.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_orbax_error)
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda error: None if _is_of_a_late_write(error) else show(error)
+
+
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+    traceback = record.exc_info[2] if record.exc_info else None
+    paths = record.pathname if traceback is None else record.pathname + traceback.tb_frame.f_code.co_filename
+    return record.levelno < logging.ERROR or "orbax" not in paths
+
+
+def _is_of_a_late_write(error: "sys.UnraisableHookArgs") -> bool:
+    """Return True if a thread without Python code of its own has found an event loop closed."""
+    if error.exc_traceback is None or not isinstance(error.exc_value, RuntimeError):
+        return False
+    frame = error.exc_traceback.tb_frame
+    return frame.f_code is asyncio.BaseEventLoop.call_soon_threadsafe.__code__ and frame.f_back is None
 
 
 def layout(arrays: Any) -> dict[str, str]:

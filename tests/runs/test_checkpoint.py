@@ -1,12 +1,15 @@
 """Checkpoints: what was saved comes back bit for bit, and what is not whole does not count."""
 
 import contextlib
+import gc
 import json
 import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -15,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxft.errors import CheckpointError, RestoreError, RunDirectoryError
+from jaxft.errors import CheckpointError, DiskFull, RestoreError, RunDirectoryError
 from jaxft.files import MANIFEST, read_manifest, write_manifest
 from jaxft.harness.runtime import exit_code_of
 from jaxft.runs import checkpoint as module
@@ -303,6 +306,25 @@ def test_a_full_disk_names_path_and_free_bytes_and_spoils_nothing(tmp_path, caps
     pattern = r"jaxft: error: '.*/run/checkpoints/2' cannot be written: File too large; \d+ bytes are free on its .*"
     assert re.fullmatch(pattern, shown)
     assert shown.endswith("(ulimit -f)")
+
+
+def test_writes_that_outlive_orbax_s_event_loop_say_nothing(directory, monkeypatch, caplog):
+    """With the first of many arrays that does not fit, the loop is closed beneath the others."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    module._hush_orbax.cache_clear()  # as in a process that saves for the first time
+    rows = np.random.default_rng(0).normal(size=(33, 100_000)).astype(np.float32)
+    arrays = {str(number): jax.device_put(row) for number, row in enumerate(rows)}
+    with contextlib.closing(Checkpoints(directory)) as checkpoints:
+        for step in range(1, 7):
+            with pytest.raises(DiskFull), limited_file_size(200_000):
+                checkpoints.save(step, {}, arrays)
+                checkpoints.wait()
+    gc.collect()
+    assert told == [] and [record for record in caplog.records if record.name == "asyncio"] == []
+    sys.unraisablehook(SimpleNamespace(exc_value=1, exc_traceback=None))  # anything else is told
+    assert told == [1]
+    module._hush_orbax.cache_clear()
 
 
 def test_a_save_that_fails_leaves_room_for_the_next(directory, open_checkpoints):
