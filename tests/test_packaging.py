@@ -2,21 +2,24 @@
 other services and coding agents read are true: workflows, AGENTS.md, the citation, the table of extras.
 """
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.serving.frameworks import WRAPPERS
-from scripts.check_extras import APART, PURPOSES, declared_extras, named_packages, table_faults
+from scripts.check_extras import APART, PURPOSES, PYTHONS, declared_extras, named_packages, table_faults
 from scripts.check_package import repository_files, sdist_faults, wheel_faults
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +112,8 @@ def test_each_part_of_the_checks_can_be_run_alone():
     released = re.findall(r"^\.ci/more (\w+)( [\w.]+)?$", (ROOT / "RELEASING.md").read_text(), re.MULTILINE)
     assert {part for part, name in released if not name} == set(offered)
     nightly = {name.strip() for part, name in released if part == "nightly"}
-    assert nightly - {"python3.13"} == set(done.stderr.split()[-1].split("|"))
+    offered = set(done.stderr.split()[-1].split("|"))
+    assert {name for name in nightly if not name.endswith(("3.11", "3.13"))} == offered
 
 
 def test_workflows_run_every_part_and_may_little():
@@ -151,6 +155,76 @@ def test_extras_are_named_as_every_pip_knows_them():
     texts = [each.read_text() for each in files if each.suffix in (".md", ".py", ".yml", ".ipynb", ".toml")]
     found = {name for text in texts for names in re.findall(r"jaxft\[([\w,-]+)\]", text) for name in names.split(",")}
     assert len(found) > 8 and found - {"NAME"} <= known
+
+
+def constraints(python):
+    """The pinned versions for a Python on Linux, by package."""
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(environment)]
+    assert len({canonicalize_name(pin.name) for pin in pins}) == len(pins)
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+DEPENDENCIES = [
+    Requirement(each) for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_constraints_pin_versions_that_are_allowed(python):
+    pinned, extras = constraints(python), declared_extras()
+    named = [
+        need for extra in ("serve", "parquet", "huggingface", "wandb", "langchain", "test") for need in extras[extra]
+    ]
+    for need in [*DEPENDENCIES, *(need for need in named if need.name != "jaxft")]:
+        assert need.specifier.contains(pinned[canonicalize_name(need.name)]), f"{need}: {pinned.get(need.name)}"
+    assert pinned["jax-cuda13-plugin"] == pinned["jax"] == pinned["jaxlib"]
+
+
+def test_a_major_version_that_was_not_tested_is_not_installed():
+    users = set(PURPOSES) - {"cuda", "tpu", "test", "docs", "dev"}
+    needs = [*DEPENDENCIES, *(need for extra in users for need in declared_extras()[extra] if need.name != "jaxft")]
+    assert {need.name for need in needs if need.specifier.contains("9999")} == {"packaging", "pyarrow"}
+    pinned = constraints(PYTHONS[-1])
+    for need in needs:
+        (top,) = [each.version for each in need.specifier if each.operator == "<"] or [None]
+        if top is not None and canonicalize_name(need.name) in pinned:  # the newest major, and no later one
+            assert int(top) == int(pinned[canonicalize_name(need.name)].split(".")[0]) + 1, need
+
+
+@pytest.mark.long
+def test_the_dockerfile_builds_by_its_steps(tmp_path):
+    """Each step in a folder in the place of `/`, with an environment in the place of the image's Python."""
+    assert run([sys.executable, "-m", "venv", str(tmp_path / "python")], ROOT).returncode == 0
+    environment = {"PATH": f"{tmp_path / 'python' / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    folder, ending = tmp_path, []
+    for line in (ROOT / "Dockerfile").read_text().splitlines():
+        step, _, rest = line.partition(" ")
+        if step == "ARG":
+            environment |= dict([rest.split("=")])
+        elif step == "WORKDIR":
+            folder = tmp_path / "image" / rest.removeprefix("/")
+            folder.mkdir(parents=True, exist_ok=True)
+        elif step == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                assert f"!{source}" in (ROOT / ".dockerignore").read_text().split()
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / source, folder / target)
+        elif step == "RUN":
+            done = run(["bash", "-c", rest], folder, **environment)
+            assert done.returncode == 0, done.stderr
+        elif step in ("ENTRYPOINT", "CMD"):
+            ending += json.loads(rest)
+        else:
+            assert step in ("#", "FROM"), line
+    done = run(ending, folder, **environment)
+    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stdout + done.stderr
+    installed = run(["pip", "list", "--format=freeze"], folder, **environment).stdout.split()
+    assert f"jax=={constraints('.'.join(map(str, sys.version_info[:2])))['jax']}" in installed
 
 
 def test_stale_rows_of_the_table_are_found():
