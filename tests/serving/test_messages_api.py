@@ -281,14 +281,22 @@ def test_an_agent_with_tools_makes_one_sequence(make_scripted_policy, tokenizer,
 
 
 def test_the_stop_sequence_that_ended_an_answer_is_told(make_scripted_policy, tokenizer):
-    text = "<|user|>x?<|end|><|assistant|>one, two, three<|end|>"
+    text = "<|user|>x?<|end|><|assistant|>one, two, three\n\n!<|end|>"
     client = client_of(ChatClient(make_scripted_policy((tokenizer.encode(text) + [1] * 256)[:256]), "player"))
+
+    async def streamed(options):
+        async with client.messages.stream(model="player", messages=QUESTION, **options) as events:
+            return await events.get_final_message()
+
     for stops, said, reason, stop in (
         (["three", ", t"], "one", "stop_sequence", ", t"),
-        (["four"], "one, two, three", "end_turn", None),
+        (["four"], "one, two, three\n\n!", "end_turn", None),
+        (["\n\n"], "one, two, three", "stop_sequence", "\n\n"),
+        (["<|end|>"], "one, two, three\n\n!", "end_turn", None),
     ):
-        message = run(ask(client, stop_sequences=stops, max_tokens=50))
-        assert (message.content[0].text, message.stop_reason, message.stop_sequence) == (said, reason, stop)
+        options = {"stop_sequences": stops, "max_tokens": 50}
+        for message in (run(ask(client, **options)), run(streamed(options))):
+            assert (message.content[0].text, message.stop_reason, message.stop_sequence) == (said, reason, stop)
     message = run(ask(client, max_tokens=3))
     assert (message.content[0].text, message.stop_reason) == ("one", "max_tokens")
 
