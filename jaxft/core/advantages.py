@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Num
 from jaxft.core.checks import as_floats, check_shapes, namespace
 
 EQUAL_REWARDS = 1e-6
-"""Rewards of a group count as equal if their range is below this fraction of `max(1, largest |reward|)`."""
+"""Rewards of a group, or values to whiten, are equal if their range is below this part of `max(1, largest |x|)`."""
 
 Rewards = Num[jax.Array, "B"] | Num[np.ndarray, "B"] | list[float]
 NamedRewards = Num[jax.Array, "B R"] | Num[np.ndarray, "B R"] | list[list[float]]
@@ -223,9 +223,6 @@ GivenPerToken = Num[jax.Array, "B T"] | Num[np.ndarray, "B T"]
 PerToken = Float[jax.Array, "B T"] | Float[np.ndarray, "B T"]
 Mask = Bool[jax.Array, "B T"] | Bool[np.ndarray, "B T"]
 
-EQUAL_VALUES = 1e-6
-"""Values whose range is below this fraction of `max(1, largest |value|)` count as equal, and are whitened to 0."""
-
 
 class Estimate(NamedTuple):
     """Advantages before whitening, and returns, the targets of a value function; 0 on untrained tokens."""
@@ -354,7 +351,7 @@ def whiten(x: GivenPerToken, completion_mask: Mask) -> PerToken:
     centred = xp.where(mask, values - values.sum() / xp.maximum(count, 1), 0.0)
     variance = (centred**2).sum() / xp.maximum(count - 1, 1)
     spread = xp.where(mask, values, -xp.inf).max(initial=-xp.inf) - xp.where(mask, values, xp.inf).min(initial=xp.inf)
-    has_signal = (count > 1) & (spread > EQUAL_VALUES * xp.maximum(xp.abs(values).max(initial=0.0), 1.0))
+    has_signal = (count > 1) & (spread > EQUAL_REWARDS * xp.maximum(xp.abs(values).max(initial=0.0), 1.0))
     whitened = xp.where(has_signal, centred / xp.sqrt(variance + 1e-8), 0.0)
     return xp.where(mask & ~is_finite, xp.nan, whitened)
 

@@ -27,7 +27,7 @@ X_AXES = {
 REWARD, VALIDATION, RATE = "reward_mean", "validation", "tokens_per_second"
 
 CURVES = {
-    REWARD: "training reward",
+    REWARD: "training reward, of the evaluator",
     VALIDATION: "validation reward",
     "entropy": "entropy, nats per token",
     "kl": "KL to the reference",

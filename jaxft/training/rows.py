@@ -290,17 +290,15 @@ def with_usable_rewards(
         raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
 
     def checked(trajectory: Trajectory) -> Trajectory:
-        given = dict(zip(names, _named(trajectory, names), strict=True))
-        lacking = [name for name in names if math.isinf(given[name])]
-        if all(math.isnan(reward) for reward in given.values()):
-            lacking = names
+        rewards = _named(trajectory, names)
+        is_none_given = all(map(math.isnan, rewards))
+        lacking = [name for name, reward in zip(names, rewards, strict=True) if is_none_given or math.isinf(reward)]
         if not lacking or not trajectory.scorable or _is_priced(trajectory, loss):
             return trajectory
         if unusable == "error":
             raise TrajectoryError(
                 f"{name_of(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator gave no "
-                "finite number: mend the evaluator, or set "
-                "finetuning.reward_function.unusable to unscorable or zero"
+                "finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
             )
         if unusable == "zero":
             zeros = dict.fromkeys(lacking, 0.0)

@@ -223,7 +223,7 @@ def test_trajectories_whose_advantages_are_0_can_be_skipped(make_sequence, start
     params, metrics = learner.learn(*all_of_them, on_device(start), kept_rows=(0, 2), keep_scores=kept.__setitem__)
     _, expected, (wanted,) = learn(lambda loss: job([mixed[:2]]), start, knobs, **options)
     assert difference(params, expected) == 0.0 < difference(params, start)
-    assert metrics == wanted | {"skipped_trajectories": 3}
+    assert metrics == wanted | {"skipped_trajectories": 3, "no_signal_groups": 1}
     assert [scores.advantages.any() for scores in kept.values()] == [False, True]
 
 
