@@ -23,6 +23,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -50,6 +51,9 @@ Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 
 LEAVE_SECONDS = 5.0
 """Time that a process with an error waits for the others, which mostly end with the same."""
+
+GIVE_UP_SECONDS = 5.0
+"""Time that a run in a notebook has to end after the second Ctrl-C; a function of the user's may block its thread."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -404,7 +408,8 @@ def result_of(main: Callable[[], Awaitable[T]]) -> T:
     """Run an asynchronous main for a script or a notebook, and return its result.
 
     Where an event loop runs already, as in a notebook, the main runs in a thread of its own, and Ctrl-C (or the
-    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving.
+    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving, and to wait no
+    longer than `GIVE_UP_SECONDS` for a function of the user's that blocks the run; its thread then ends by itself.
 
     Raises:
         Stopped: a signal or Ctrl-C ended the run; the message says whether it was saved, and how to continue.
@@ -426,23 +431,31 @@ def result_of(main: Callable[[], Awaitable[T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    with ThreadPoolExecutor(1, "jaxft") as pool, _stopped_by_interrupts(shutdown):
-        running = pool.submit(run)
+    with _stopped_by_interrupts(shutdown) as interrupted_at:
+        running = DaemonThreads().submit(run)
         # Signal handlers run between bytecodes of this thread, and the system may wake another one for a signal.
         while not wait([running], timeout=0.1).done:
-            pass
+            is_late = len(interrupted_at) > 1 and time.monotonic() > interrupted_at[1] + GIVE_UP_SECONDS
+            if is_late and shutdown.signal is not None:
+                raise Stopped(f"a function, such as a reward, blocks the run, which ends after it; {shutdown.message}")
         return running.result()
 
 
 @contextlib.contextmanager
-def _stopped_by_interrupts(shutdown: Shutdown) -> Iterator[None]:
-    """Let SIGINT stop a run in another thread; asyncio's handler would only cancel a task of this one."""
+def _stopped_by_interrupts(shutdown: Shutdown) -> Iterator[list[float]]:
+    """Let SIGINT stop a run in another thread, and yield when it came; asyncio's handler would only cancel a task."""
+    interrupted_at: list[float] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupted_at
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: shutdown.stop())
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted_at.append(time.monotonic())
+        shutdown.stop()
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield interrupted_at
     finally:
         signal.signal(signal.SIGINT, before)
 

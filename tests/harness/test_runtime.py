@@ -3,11 +3,16 @@ import gc
 import io
 import json
 import logging
+import os
+import signal
+import threading
+import time
 import weakref
 
 import pytest
 
-from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, TooManyFailures, TrajectoryError
+from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, Stopped, TooManyFailures, TrajectoryError
+from jaxft.harness import runtime
 from jaxft.harness.commands import finetune
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config
@@ -241,3 +246,34 @@ def test_a_trainer_is_told_dataset_and_validation_as_options(toy_run, tmp_path):
     assert (str(options.dataset), options.validation_dataset) == ("toy_rows", tmp_path / "rows.jsonl")
     assert (options.validation_interval, options.config_file) == (3, tmp_path / "run" / "config.yml")
     assert own.run_configuration is None and told.model_dump() == own.model_dump()
+
+
+def test_a_notebook_gets_its_cell_back_although_a_function_blocks_the_run(monkeypatch):
+    monkeypatch.setattr(runtime, "GIVE_UP_SECONDS", 0.1)
+    began, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def blocked():
+        began.set()
+        released.wait(60)
+        try:
+            await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    def press():
+        began.wait(60)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    async def cell():
+        runtime.result_of(blocked)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(Stopped, match=r"blocks the run.*interrupted"):
+        asyncio.run(cell())
+    pressing.join()
+    assert not ended.is_set()
+    released.set()
+    assert ended.wait(60)
