@@ -82,9 +82,8 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
             )
             sequences.append(longest)
         _extend(longest, call, turns[call.index], is_target(call))
-        longest.episode_truncated = (
-            turns[call.index] == len(calls) - 1 and is_target(call) and call.finish_reason == "length"
-        )
+        if is_target(call):  # what others add behind it is cut off
+            longest.episode_truncated = turns[call.index] == len(calls) - 1 and call.finish_reason == "length"
     return [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
 
 

@@ -29,6 +29,10 @@ def test_an_episode_is_truncated_where_its_last_answer_was_cut(make_call):
     assert truncated(first, cut, make_call(2, [1, 2, 3, 4, 5], [6])) == [([1, 2, 3, 4, 5, 6], False)]
     assert truncated(first, cut, make_call(2, [8], [9])) == [([1, 2, 3, 4], False), ([8, 9], False)]
     assert truncated(first, cut, is_target=lambda call: call.index == 0) == [([1, 2], False)]
+    # An earlier call that nobody trains may extend it; the row still ends with it.
+    earlier, last = make_call(0, [1, 2, 3], [4]), make_call(1, [1], [2], finish_reason="length")
+    assert truncated(earlier, last, is_target=lambda call: call.index == 1) == [([1, 2], True)]
+    assert truncated(earlier, last) == [([1, 2, 3, 4], False)]
     # Of several rows it is the one with the last answer.
     last = make_call(2, [8], [9], finish_reason="length")
     assert truncated(first, cut, last) == [([1, 2, 3, 4], False), ([8, 9], True)]
