@@ -288,10 +288,7 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--seed", type=_seed, help="of all random numbers (default: another one each time)")
     parser.add_argument(
-        "--tools",
-        type=home_path,
-        metavar="FILE",
-        help="Python functions (.py), or schemas whose results you type (.json)",
+        "--tools", type=home_path, metavar="FILE", help="functions (.py), or schemas whose results you type (.json)"
     )
     parser.add_argument(
         "--template_kwargs",

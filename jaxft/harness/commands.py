@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import json
 import shlex
 import tempfile
@@ -30,10 +29,10 @@ from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
 from jaxft.runs.directory import (
     CONFIG_FILE,
-    ENVIRONMENT_FILE,
     RESUME_COMMAND,
     RunDirectory,
     bring_back_earlier_run,
+    environment_of,
     holds_run,
     ways_on,
 )
@@ -79,9 +78,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
         raise ConfigError(
             [f"{folder}: holds no run to continue: it has no {CONFIG_FILE}; start one with jaxft finetune"]
         )
-    about: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / ENVIRONMENT_FILE).read_bytes())
+    about = environment_of(folder)
     command = about.get(RESUME_COMMAND)
     if command is not None and not command.startswith("jaxft resume "):
         raise ConfigError(

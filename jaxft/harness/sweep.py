@@ -59,9 +59,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=_seeds, metavar="N", help="this many seeds from finetuning.seed on; or a list, as in 0,5,7"
     )
     group.add_argument("--jobs", type=_jobs, metavar="N", help="runs at once, which divide the machine (default 1)")
-    group.add_argument(
-        "--list", type=home_path, metavar="FILE", help="YAML: a list with a mapping of overrides per run"
-    )
+    group.add_argument("--list", type=home_path, metavar="FILE", help="YAML: a list with overrides for each run")
     group.add_argument(
         "--sweep_dir",
         type=home_path,

@@ -88,7 +88,7 @@ async def single_turn(
     from jaxft.rollout.chat_request import CompletionRequest
     from jaxft.rollout.client import ChatClient
 
-    llm, is_said = await builder.get_llm(config.llm), False
+    llm, has_warned = await builder.get_llm(config.llm), False
 
     async def answer(example: dict[str, Any]) -> str:
         prompt = episode().input_obj
@@ -105,11 +105,11 @@ async def single_turn(
                 f"workflow: llms.{config.llm} is no model of this process, and so continues no text: give prompts as "
                 "chats, or a local_policy without eval.general.isolation"
             )
-        nonlocal is_said
+        nonlocal has_warned
         template, model = llm.policy.template, builder.config.llms[config.llm]
         is_loaded = isinstance(model, LocalPolicyConfig) and model.path is not None
-        if is_loaded and not is_said and not template.has_chat_form(prompt):
-            is_said = True
+        if is_loaded and not has_warned and not template.has_chat_form(prompt):
+            has_warned = True
             builder.console.message(
                 f"prompts are texts, which llms.{config.llm} continues as they stand: no chat template is applied; for "
                 f"answers to questions, give chats: [{{'role': 'user', 'content': {prompt[:30]!r}}}]"
@@ -170,7 +170,9 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
     from jaxft.rollout.chat import ChatTemplate, load_tokenizer  # imports transformers, which a configuration needs not
 
     policy, workflow = config.llms["policy"], config.workflow
-    assert isinstance(policy, LocalPolicyConfig) and isinstance(workflow, SingleTurnConfig)
+    assert isinstance(policy, LocalPolicyConfig)
+    if not isinstance(workflow, SingleTurnConfig):  # an agent in its place, whose prompts are not known
+        workflow = SingleTurnConfig(llm="policy")
     try:
         template = ChatTemplate(load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
@@ -186,9 +188,8 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
         if not ids:
             raise DatasetError(f"prompts[{index}] is {prompt!r}, which has no tokens to continue: write a text")
         longest = max(longest, len(ids))
-    return (
-        -(-(longest + (workflow.max_tokens or max_answer_tokens)) // 16) * 16
-    )  # equal shapes for nearly equal prompts
+    tokens = longest + (workflow.max_tokens or max_answer_tokens)
+    return -(-tokens // 16) * 16  # equal shapes for nearly equal prompts
 
 
 def option_hint(name: str) -> str:
