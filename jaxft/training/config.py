@@ -172,9 +172,7 @@ class LossConfig(ConfigModel):
         default=0.2, gt=0.0, description="Largest change of a value that its loss rewards; null: any."
     )
     max_completion_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Token budget of a whole trajectory, which dr_grpo divides by; null: the context of the policy.",
+        default=None, ge=1, description="Token budget of a trajectory, which dr_grpo divides by; null: the context."
     )
     mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
     skip_zero_advantages: bool = Field(
