@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from jaxft.harness.commands import dry_run, evaluate, finetune, resume, serve
 from jaxft.harness.config import help_text, load_config, load_models
 from jaxft.harness.config_merge import read_layers
 from jaxft.harness.new_agent import write_agent
+from jaxft.harness.process import OptionParser
 from jaxft.harness.runtime import (
     exit_code_of,
     log_arguments,
@@ -73,7 +75,7 @@ DOCTOR = "Shows versions, components and devices, and checks that this machine c
 NEXT = "jaxft finetune --config_file run.yml"
 
 
-class _VerbParser(argparse.ArgumentParser):
+class _VerbParser(OptionParser):
     """The parser of one verb; if the verb reads a configuration, its help ends with every field of it."""
 
     reads_configuration = False
@@ -89,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; by default that of the process.
     """
     parser = make_parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions, and has the extra
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     parsed = parser.parse_args(arguments)
     if parsed.verb == "finetune":
         return run_script(dry_run if parsed.dry_run else finetune, parser, arguments)

@@ -38,6 +38,7 @@ PURPOSES = {
     "tpu": "TPUs",
     "parquet": "data in Parquet files",
     "huggingface": "data sets of the Hugging Face hub",
+    "completion": "options of `jaxft` completed by the shell",
     "wandb": "logs of runs at Weights & Biases, or in its files offline",
     "envs": "environments of verifiers, tasks of reasoning-gym",
     "openai": "agents that use openai's client, models on a server",

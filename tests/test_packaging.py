@@ -175,7 +175,9 @@ DEPENDENCIES = [
 def test_the_constraints_pin_versions_that_are_allowed(python):
     pinned, extras = constraints(python), declared_extras()
     named = [
-        need for extra in ("serve", "parquet", "huggingface", "wandb", "langchain", "test") for need in extras[extra]
+        need
+        for extra in ("serve", "parquet", "completion", "huggingface", "wandb", "langchain", "test")
+        for need in extras[extra]
     ]
     for need in [*DEPENDENCIES, *(need for need in named if need.name != "jaxft")]:
         assert need.specifier.contains(pinned[canonicalize_name(need.name)]), f"{need}: {pinned.get(need.name)}"

@@ -34,7 +34,7 @@ from jaxft.files import home_path
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
-from jaxft.harness.process import prepare_process
+from jaxft.harness.process import OptionParser, prepare_process
 from jaxft.harness.registry import registry
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
@@ -71,7 +71,7 @@ def run_arguments(
         parser: the parser to add to; by default a new one.
     """
     is_script = parser is None
-    parser = argparse.ArgumentParser() if parser is None else parser
+    parser = OptionParser() if parser is None else parser
     parser.allow_abbrev = False  # --seed would be --seeds, which is another thing
     parser.description = description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -242,7 +242,7 @@ def command_to_resume(arguments: Sequence[str]) -> str:
     >>> command_to_resume(["train.py", "--coordinator", "10.0.0.1:1234", "--num_processes=2", "--process_id", "1"])
     'python train.py --resume'
     """
-    left_out = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    left_out = OptionParser(add_help=False, allow_abbrev=False)
     processes_arguments(left_out)
     for option in ("--overwrite", "--resume"):
         left_out.add_argument(option, action="store_true")

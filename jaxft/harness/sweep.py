@@ -19,6 +19,7 @@ from jaxft.files import home_path
 from jaxft.harness.config_merge import ConfigErrors, expanded, literal, override, read_layers
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, has_fields, with_fields_expanded
+from jaxft.harness.process import OptionParser
 from jaxft.harness.signals import current_shutdown
 from jaxft.harness.sweep_check import CheckedRun, Load, check_runs, listed
 from jaxft.harness.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds, read_list, yaml_text
@@ -177,7 +178,7 @@ def _with_directory(grid: Grid, run: GridRun, directory: Path | None) -> Any:
 
 def _passed_on(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without the options of the sweep, and those that each run gets its own of."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = OptionParser(add_help=False, allow_abbrev=False)
     sweep_arguments(parser)
     parser.add_argument("--set", action="append")
     parser.add_argument("-o", "--override", nargs=2, action="append")
