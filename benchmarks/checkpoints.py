@@ -31,8 +31,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, str(ROOT / "experiments" / "tic_tac_toe.py"), "--eval_games", "8"]
-        command += ["--warm_start_steps", "50", "-o", "finetuning.output_dir", str(run)]
+        command = [sys.executable, str(ROOT / "experiments" / "tic_tac_toe.py"), "--eval-games", "8"]
+        command += ["--warm-start-steps", "50", "-o", "finetuning.output_dir", str(run)]
         command += ["-o", "finetuning.num_epochs", str(arguments.epochs), *arguments.options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()][COMPILING:]

@@ -192,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes per side (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs in a process (default %(default)s)")
     parser.add_argument(
-        "--timeout_seconds", type=float, default=1800, help="most time of a process (default %(default)s)"
+        "--timeout-seconds", type=float, default=1800, help="most time of a process (default %(default)s)"
     )
     parser.add_argument(
         "--environment",
@@ -203,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
         help="environment variables of every side",
     )
     parser.add_argument(
-        "--microbatch_rows",
+        "--microbatch-rows",
         type=assignment,
         nargs="+",
         default=[],

@@ -10,7 +10,7 @@ than `llm.chat` with 200 calls at once, and a call over loopback at most 3 ms mo
 are another process, and each round opens a connection for each call. About two minutes on two CPU cores.
 
 Objects that the libraries made are frozen first (`gc.freeze`): walking them takes Python's collector 0.16 s, which
-would hit one round or another. With `--no_freeze` they are not.
+would hit one round or another. With `--no-freeze` they are not.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200, help="calls at once (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default %(default)s)")
-    parser.add_argument("--no_freeze", action="store_true", help="leave all objects to the garbage collector")
+    parser.add_argument("--no-freeze", action="store_true", help="leave all objects to the garbage collector")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all results, with versions")
     arguments = parser.parse_args()
     tokenizer = load_tokenizer()

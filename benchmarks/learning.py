@@ -7,7 +7,7 @@ The task is to say the alphabet backwards from a letter (peers/alphabet.py); the
 right before the first mistake. All sides start from one checkpoint of five million parameters that skips letters, with
 one tokenizer and chat template, 32 questions of 8 answers a step, dapo without KL, AdamW with a constant rate after ten
 steps of warm-up. jaxft leaves out answers of advantage 0 (`skip_zero_advantages`), for which the others have no option.
-Each rate of `--learning_rates` is tried on all sides with two seeds of their own, and a side goes on with the one that
+Each rate of `--learning-rates` is tried on all sides with two seeds of their own, and a side goes on with the one that
 reaches the target on most of them, after the fewest episodes. Then all run every seed, in turn, each run in a fresh
 process. The target is a mean reward of greedy answers to 500 held-out questions, looked at every other step; a run ends
 when it has it.
@@ -141,14 +141,14 @@ def main(command_line: Sequence[str]) -> None:
         "compare.py learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: all")
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3])
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="default: 0 to 4")
-    parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[100, 101], help="default: 100 and 101")
+    parser.add_argument("--tuning-seeds", type=int, nargs="+", default=[100, 101], help="default: 100 and 101")
     parser.add_argument("--steps", type=int, default=60, help="at most (default %(default)s)")
-    parser.add_argument("--evaluate_every", type=int, default=2, help="steps between looks (default %(default)s)")
+    parser.add_argument("--evaluate-every", type=int, default=2, help="steps between looks (default %(default)s)")
     parser.add_argument("--target", type=float, default=0.7, help="held-out reward (default %(default)s)")
     parser.add_argument("--preset", default="qwen3-5m", help="shape of the policy (default %(default)s)")
-    parser.add_argument("--warm_start_steps", type=int, default=200, help="default %(default)s")
+    parser.add_argument("--warm-start-steps", type=int, default=200, help="default %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args(command_line)
     with tempfile.TemporaryDirectory() as folder:

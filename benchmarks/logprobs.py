@@ -82,7 +82,7 @@ def main() -> None:
     """Compile all forms, run them in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=151_936, help="entries (default %(default)s)")
-    parser.add_argument("--hidden_size", type=int, default=256, help="width of hidden states (default %(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=256, help="width of hidden states (default %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="rows of the batch (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a row (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each form (default %(default)s)")

@@ -78,7 +78,7 @@ def epochs_of(arguments: argparse.Namespace, median_seconds: float, staleness: i
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"  # YAML reads JSON
         file.write_text(json.dumps(config_of(arguments, median_seconds, staleness, Path(folder) / "run")))
-        command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", str(file)]
+        command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config-file", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"a run ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -126,9 +126,9 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=8, help="timed epochs of a run (default %(default)s)")
     parser.add_argument("--examples", type=int, default=4, help="groups of 8 episodes (default %(default)s)")
     parser.add_argument("--preset", default="qwen3-1m", help="shape of the model (default %(default)s)")
-    parser.add_argument("--microbatch_tokens", type=int, default=1024, help="(default %(default)s)")
-    parser.add_argument("--num_iterations", type=int, default=5, help="passes of a job (default %(default)s)")
-    parser.add_argument("--sampling_share", type=float, default=0.75, help="(default %(default)s)")
+    parser.add_argument("--microbatch-tokens", type=int, default=1024, help="(default %(default)s)")
+    parser.add_argument("--num-iterations", type=int, default=5, help="passes of a job (default %(default)s)")
+    parser.add_argument("--sampling-share", type=float, default=0.75, help="(default %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args()
     os.environ |= {"JAX_ENABLE_COMPILATION_CACHE": "1"}

@@ -116,6 +116,6 @@ async def exact_match_share(session: jaxft.Session, items: list[jaxft.EvalInputI
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument(
-        "--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)"
+        "--warm-start-steps", type=int, default=300, help="supervised steps first (default %(default)s)"
     )
     sys.exit(jaxft.run_script(main, parser))

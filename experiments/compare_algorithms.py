@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="some of those of the task (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each algorithm (default %(default)s)")
-    parser.add_argument("--output_dir", type=Path, help="default runs/compare_TASK")
+    parser.add_argument("--output-dir", type=Path, help="default runs/compare_TASK")
     arguments, others = parser.parse_known_args()
     folder = arguments.output_dir or Path("runs", f"compare_{arguments.task}")
     runs = runs_of(arguments.task, folder)
@@ -97,7 +97,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "algorithms.yml").write_text(json.dumps([runs[name] for name in names], indent=2) + "\n")
     sweep = [sys.executable, str(HERE / f"{arguments.task}.py"), "--list", str(folder / "algorithms.yml")]
-    sweep += ["--sweep_dir", str(folder), "--seeds", str(arguments.seeds)]
+    sweep += ["--sweep-dir", str(folder), "--seeds", str(arguments.seeds)]
     code = subprocess.run([*sweep, "--set", f"finetuning.seed={arguments.seed}", *others]).returncode
     results = {
         name: {file.parent.name: json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}/*/result.json"))}

@@ -129,7 +129,7 @@ async def learn_the_rules(session: jaxft.Session, steps: int) -> None:
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument(
-        "--warm_start_steps", type=int, default=300, help="supervised steps first (default %(default)s)"
+        "--warm-start-steps", type=int, default=300, help="supervised steps first (default %(default)s)"
     )
-    parser.add_argument("--eval_games", type=int, default=1000, help="held-out games (default %(default)s)")
+    parser.add_argument("--eval-games", type=int, default=1000, help="held-out games (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

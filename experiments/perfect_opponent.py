@@ -194,6 +194,6 @@ async def played(session: jaxft.Session, when: str, count: int) -> dict[str, flo
 
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
-    parser.add_argument("--warm_start_steps", type=int, default=4000, help="supervised steps (default %(default)s)")
-    parser.add_argument("--eval_games", type=int, default=1000, help="games of each kind (default %(default)s)")
+    parser.add_argument("--warm-start-steps", type=int, default=4000, help="supervised steps (default %(default)s)")
+    parser.add_argument("--eval-games", type=int, default=1000, help="games of each kind (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

@@ -9,7 +9,7 @@ random player wins 0.58).
 
     python experiments/tic_tac_toe.py --set finetuning.seed=1 --overwrite
     python experiments/tic_tac_toe.py --list experiments/tic_tac_toe_sweep.yml --seeds 10,11   # what it was tuned with
-    python experiments/tic_tac_toe.py --set llms.policy.path=PATH_TO_A_CHECKPOINT --warm_start_steps 0
+    python experiments/tic_tac_toe.py --set llms.policy.path=PATH_TO_A_CHECKPOINT --warm-start-steps 0
 """
 
 import argparse
@@ -187,7 +187,7 @@ def shares(outcomes: Counter[str]) -> str:
 if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument(
-        "--warm_start_steps", type=int, default=500, help="supervised steps first (default %(default)s)"
+        "--warm-start-steps", type=int, default=500, help="supervised steps first (default %(default)s)"
     )
-    parser.add_argument("--eval_games", type=int, default=1000, help="held-out games (default %(default)s)")
+    parser.add_argument("--eval-games", type=int, default=1000, help="held-out games (default %(default)s)")
     sys.exit(jaxft.run_script(main, parser))

@@ -138,8 +138,8 @@ def main() -> int:
     """Provoke and mend the chosen troubles, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("troubles", nargs="*", metavar="NAME", help=f"some of {', '.join(SCENARIOS)} (default: all)")
-    parser.add_argument("--num_epochs", type=int, help="of every run, to try the script (default: each its own)")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/trouble"), help="default %(default)s")
+    parser.add_argument("--num-epochs", type=int, help="of every run, to try the script (default: each its own)")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/trouble"), help="default %(default)s")
     arguments = parser.parse_args()
     seen: list[str] = []
     for name in arguments.troubles or SCENARIOS:

@@ -1,4 +1,4 @@
-"""The command line: `jaxft finetune --config_file run.yml`. Importing this module imports no jax."""
+"""The command line: `jaxft finetune --config-file run.yml`. Importing this module imports no jax."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ RESUME = "Continues a run from its newest good checkpoint; it ends as if it had 
 EVAL = "Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. Trains nothing."
 SWEEP = """Trains a grid of configurations, each run in a process of its own, and compares them.
 
-    jaxft sweep --config_file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
+    jaxft sweep --config-file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
 
 In --set a comma separates alternatives; one inside of quotes, brackets or braces belongs to the value. The same command
 goes on with a sweep that was stopped: it skips finished runs, continues interrupted ones and repeats failed ones. With
@@ -59,7 +59,7 @@ address is that of llms.<name>.serve, or http://127.0.0.1:8000. A signal ends th
 LAUNCH = """Starts a command as several processes of one run on this machine, with a part of its devices each.
 
 Lines of their output begin with the number of the process. The first one that fails ends the others; a signal goes to
-all. On several machines each process is started there, with --coordinator, --num_processes and --process_id."""
+all. On several machines each process is started there, with --coordinator, --num-processes and --process-id."""
 REPORT = """Writes the report of a run as one HTML file: curves, rewards, episodes, timings, configuration and faults.
 
 The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end."""
@@ -72,7 +72,7 @@ INIT = """Writes a folder with an agent, its reward, data, configuration and tes
 The agent has the name of the folder. Nothing that exists is overwritten."""
 DOCTOR = "Shows versions, components and devices, and checks that this machine can hold a run."
 
-NEXT = "jaxft finetune --config_file run.yml"
+NEXT = "jaxft finetune --config-file run.yml"
 
 
 class _VerbParser(OptionParser):
@@ -207,14 +207,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="of every model call; 'own': each call keeps its own (default: 0, greedy)",
     )
     evaluating.add_argument(
-        "--num_generations", type=_count, default=1, help="episodes per example (default %(default)s)"
+        "--num-generations", type=_count, default=1, help="episodes per example (default %(default)s)"
     )
 
     serving = verbs.add_parser("serve", help="serve language models at an address")
     serving.description, serving.formatter_class = SERVE, argparse.RawDescriptionHelpFormatter
     served = serving.add_mutually_exclusive_group(required=True)
     served.add_argument("source", nargs="?", type=home_path, help="a run directory, or the folder of a model")
-    served.add_argument("--config_file", type=home_path, help="the YAML file of a run, of which only llms are read")
+    served.add_argument("--config-file", type=home_path, help="the YAML file of a run, of which only llms are read")
     serving.add_argument("--port", type=_port, help="port to listen on; 0: a free one, which is shown")
     override_arguments(serving)
     log_arguments(serving)
@@ -223,7 +223,7 @@ def make_parser() -> argparse.ArgumentParser:
     launching.description, launching.formatter_class = LAUNCH, argparse.RawDescriptionHelpFormatter
     launching.add_argument("-n", type=_count, required=True, help="number of processes")
     launching.add_argument(
-        "command", nargs=argparse.REMAINDER, help="the command, as in jaxft eval --config_file run.yml"
+        "command", nargs=argparse.REMAINDER, help="the command, as in jaxft eval --config-file run.yml"
     )
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
@@ -240,7 +240,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     planning = verbs.add_parser("plan", help="say what a run needs of accelerators that are not here")
     planning.description, planning.formatter_class = PLAN, argparse.RawDescriptionHelpFormatter
-    planning.add_argument("--config_file", type=home_path, required=True, help="the YAML file of the run")
+    planning.add_argument("--config-file", type=home_path, required=True, help="the YAML file of the run")
     planning.add_argument(
         "--target", required=True, help="accelerators: h200x1, h100x8, v5e-8, v6e-8, v5p-16 and others"
     )
@@ -255,7 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     report_arguments(verbs.add_parser("report", help="write a page about a run"), REPORT)
 
     checking = verbs.add_parser("doctor", help="show what this machine has, and check it", description=DOCTOR)
-    checking.add_argument("--config_file", type=home_path, help="a configuration to check as well")
+    checking.add_argument("--config-file", type=home_path, help="a configuration to check as well")
     checking.add_argument(
         "--sharding", action="store_true", help="show how the parameters are split over the devices of a mesh"
     )
@@ -273,7 +273,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="what curves are drawn over (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--last_epochs",
+        "--last-epochs",
         type=_count,
         metavar="K",
         help="the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)",
@@ -289,15 +289,15 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="divisor of the logits, 0 for greedy (default: 1, that of `llm.chat` in training)",
     )
-    parser.add_argument("--max_tokens", type=_count, help="of an answer (default: as many as the context has room for)")
-    parser.add_argument("--context_tokens", type=_count, help="of the conversation (default: as in the run, or 4096)")
+    parser.add_argument("--max-tokens", type=_count, help="of an answer (default: as many as the context has room for)")
+    parser.add_argument("--context-tokens", type=_count, help="of the conversation (default: as in the run, or 4096)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--seed", type=_seed, help="of all random numbers (default: another one each time)")
     parser.add_argument(
         "--tools", type=home_path, metavar="FILE", help="functions (.py), or schemas whose results you type (.json)"
     )
     parser.add_argument(
-        "--template_kwargs",
+        "--template-kwargs",
         type=_variable,
         action="append",
         default=[],

@@ -2,7 +2,7 @@
 
     pip install playwright pyte
     python scripts/screenshot_terminal.py docs/start_terminal.png -- python examples/ten_lines.py
-    python scripts/screenshot_terminal.py docs/sweeps_terminal.png --seconds 200 -- jaxft sweep --config_file run.yml
+    python scripts/screenshot_terminal.py docs/sweeps_terminal.png --seconds 200 -- jaxft sweep --config-file run.yml
 
 The command runs in a pseudo-terminal. The picture is of the screen at its end, or after so many seconds; the command
 goes on until it ends. The picture is taken by the Chromium on the PATH.

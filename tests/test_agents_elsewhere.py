@@ -99,7 +99,7 @@ def test_the_page_has_all_files():
 def test_the_reward_rises_as_the_page_says(folder):
     """The agent's address is on the command line, as in the page's second way."""
     with agent(folder) as port:
-        command = ["finetune", "--config_file", "run.yml", "--endpoint_timeout", "60"]
+        command = ["finetune", "--config-file", "run.yml", "--endpoint-timeout", "60"]
         run(folder, *command, "--endpoint", f"http://127.0.0.1:{port}/episode")
     for row in metrics(folder):
         assert (row["calls"], row["failed_episodes"]) == (2 * row["episodes"], 0)
@@ -114,7 +114,7 @@ def test_an_agent_that_is_told_another_address_trains(folder):
     with agent(folder) as port:
         own = free_port()
         shown = run(
-            folder, "finetune", "--config_file", "remote.yml", *SMALL,
+            folder, "finetune", "--config-file", "remote.yml", *SMALL,
             *("--set", f"workflow.url=http://127.0.0.1:{port}/episode"),
             *("--set", f"llms.policy.serve.port={own}", "--set", f"llms.policy.serve.url=http://127.0.0.2:{own}"),
             SERVE_KEY="a-key-of-the-server", AGENT_KEY="a-key-of-the-agent",
@@ -142,8 +142,8 @@ def test_an_agent_is_tried_by_curl(folder):
     own, environment = str(free_port()), os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(jaxft.__file__).parents[1]), *sys.path])
     lines = commands("jaxft serve")
-    assert lines[0] == "jaxft serve --config_file run.yml &" and lines[-1] == "kill $!"
-    lines[0] = f"jaxft serve --config_file run.yml --set llms.policy.serve.port={own} > served.txt &"
+    assert lines[0] == "jaxft serve --config-file run.yml &" and lines[-1] == "kill $!"
+    lines[0] = f"jaxft serve --config-file run.yml --set llms.policy.serve.port={own} > served.txt &"
     with agent(folder) as port:
         script = "\n".join(lines).replace(":8000", f":{own}").replace(":9000", f":{port}").replace("curl ", "curl -s ")
         ended = subprocess.run(

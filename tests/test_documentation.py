@@ -66,7 +66,7 @@ NOT_RUN = {
     "python tests/faults/kill_processes.py": "half an hour; .ci/run has one of its kills",
     "sudo python tests/faults/unplug.py": "needs the right to make network namespaces",
     ".ci/": "all checks, this one among them",
-    "jaxft finetune --config_file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
+    "jaxft finetune --config-file run.yml --strict-compile": "minutes of compiling; tests/test_end_to_end.py has one",
     "bash benchmarks/peers/make_environments.sh": "downloads torch and more: minutes",
     "scripts/make_compilers.sh": "downloads 4 GB",
     "python scripts/fuzz_server.py": "needs schemathesis",
@@ -76,9 +76,9 @@ NOT_RUN = {
     "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
     "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/serving/test_serve_command.py types the commands of docs/agents.md",
-    "jaxft sweep --config_file run.yml --seeds": "tests/harness/test_sweep.py has several",
+    "jaxft sweep --config-file run.yml --seeds": "tests/harness/test_sweep.py has several",
     "jaxft export --merge": "tests/shipped/test_local_policy.py has one",
-    "jaxft finetune --config_file run.yml --set llms.policy": "tests/test_fresh_process.py and tests/hosts have meshes",
+    "jaxft finetune --config-file run.yml --set llms.policy": "tests/test_fresh_process.py and tests/hosts have meshes",
     "python benchmarks/run.py rollout": "the suite of the same page has other cases",
     "python benchmarks/compare.py": "tests/benchmarks/test_compare.py does every case",
     "python benchmarks/report.py": "tests/benchmarks/test_report.py calls it",
@@ -97,7 +97,7 @@ NOT_RUN = {
     'pip install -e ".[nat]"': "downloads the toolkit; .ci/more nat runs the example",
     "python examples/nat/make_policy.py": "the same example",
     "nat finetune": "the same example",
-    "jaxft finetune --config_file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
+    "jaxft finetune --config-file examples/custom_components/judge.yml": "needs a server: see tests/test_examples.py",
     "JUDGE_BASE_URL=http://localhost:8000/v1": "the same command",
 }
 """Commands by their beginning, and why they are not run here."""
@@ -105,16 +105,16 @@ NOT_RUN = {
 SHORT = "--set finetuning.num_epochs=1 --set llms.policy.slots=8"
 RUN = f"{SHORT} --set llms.policy.max_context_tokens=104 --set trajectory_builders.rollouts.num_generations=2"
 # With a bonus for entropy there is a gradient, although every answer of so short a warm start is wrong.
-TINY = f"{SHORT} --warm_start_steps 1 --set llms.policy.preset=qwen3-50k"
+TINY = f"{SHORT} --warm-start-steps 1 --set llms.policy.preset=qwen3-50k"
 TINY += " --set trajectory_builders.rollouts.num_generations=2 --set trainer_adapters.local.loss.entropy_coef=0.01"
-GAMES = f"{TINY} --eval_games 4"
+GAMES = f"{TINY} --eval-games 4"
 SUMS = f"{TINY} --overwrite --set trainers.loop.examples_per_update=4"
 ADDED = {
-    "jaxft finetune --config_file run.yml": f"--overwrite {RUN}",
-    "jaxft finetune --config_file examples/custom_components": "--set finetuning.num_epochs=2",
+    "jaxft finetune --config-file run.yml": f"--overwrite {RUN}",
+    "jaxft finetune --config-file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
-    "jaxft sweep --config_file run.yml --list": f"{RUN} --seeds 1",
+    "jaxft sweep --config-file run.yml --list": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
     "jaxft eval": "--set llms.policy.slots=8",
     "python benchmarks/run.py --suite": "--shrink --repeats 1 decode harness",  # of its cases
@@ -129,7 +129,7 @@ ADDED = {
 """Options added to commands, by the longest matching beginning. Later options replace earlier ones."""
 
 BEFORE = {
-    "jaxft sweep --config_file run.yml --list": (
+    "jaxft sweep --config-file run.yml --list": (
         "echo '[{trainer_adapters.local.loss.name: grpo}, {trainer_adapters.local.loss.name: dapo}]' > losses.yml"
     ),
     "python3 -m venv .venv && . .venv/bin/activate && pip install --no-compile": (

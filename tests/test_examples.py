@@ -103,7 +103,7 @@ def runs(site, package, tmp_path_factory):
     The package is found by its entry point in a process of the first, and imported here in the others.
     """
     folder = tmp_path_factory.mktemp("runs")
-    command, paths = ["finetune", "--config_file", str(EXAMPLE / "config.yml")], [str(site), str(ROOT)]
+    command, paths = ["finetune", "--config-file", str(EXAMPLE / "config.yml")], [str(site), str(ROOT)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JUDGE_API_KEY": SENTINEL}
     environment.pop("TRAINING_API_KEY", None)
     program = [sys.executable, "-m", "jaxft.cli"]
@@ -120,7 +120,7 @@ def runs(site, package, tmp_path_factory):
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "127.0.0.1")
         for name, *options in [["shipped.yml"], *([mixed] if HAS_OPENAI else [])]:
-            command = ["finetune", "--config_file", str(EXAMPLE / name), "--set", "imports=[jaxft_example]", *options]
+            command = ["finetune", "--config-file", str(EXAMPLE / name), "--set", "imports=[jaxft_example]", *options]
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = main(command)

@@ -146,7 +146,7 @@ def command(tmp_path):
             },
         }
         (tmp_path / "run.yml").write_text(dump_yaml(run))
-        return main(["finetune", "--config_file", str(tmp_path / "run.yml"), *options])
+        return main(["finetune", "--config-file", str(tmp_path / "run.yml"), *options])
 
     return finetune
 

@@ -47,7 +47,7 @@ STEPS = {
     "example": "import jaxft_example",
     "plots": "import jaxft.runs.plots",
     "comparison": "assert jaxft.cli.main(['compare', 'run']) == 0",
-    "finetune": "assert jaxft.cli.main(['finetune', '--config_file', 'run.yml']) == 0",
+    "finetune": "assert jaxft.cli.main(['finetune', '--config-file', 'run.yml']) == 0",
     "namespaces": NAMESPACES,
     "mesh": MESH,
     "own": OWN,

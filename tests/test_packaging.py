@@ -279,19 +279,19 @@ def test_the_mistakes_of_coding_agents_say_what_is_written(user_folder):
     rows = re.findall(r"^\| `(--set .*?)` \| `(.*)` \|$", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
     assert len(rows) > 10
     for options, message in rows:
-        command = ["finetune", "--config_file", "run.yml", "--dry-run", *shlex.split(options)]
+        command = ["finetune", "--config-file", "run.yml", "--dry-run", *shlex.split(options)]
         done = run([sys.executable, "-m", "jaxft.cli", *command], user_folder, HF_HUB_OFFLINE="1")
         assert done.returncode == 2 and message in done.stderr, f"{options}: {done.stderr}"
 
     agent = (user_folder / "my_agent.py").read_text()
     (user_folder / "my_agent.py").write_text(agent.replace("    yield run\n", "    return run\n"))
-    done = run([sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", "run.yml", "--dry-run"], user_folder)
+    done = run([sys.executable, "-m", "jaxft.cli", "finetune", "--config-file", "run.yml", "--dry-run"], user_folder)
     assert done.returncode == 2 and "is no factory: write it as `async def factory(config, builder)`" in done.stderr
 
     (user_folder / "my_agent.py").write_text(agent.replace("await llm.chat", "llm.chat"))
-    done = run([sys.executable, "-m", "jaxft.cli", "eval", "--config_file", "run.yml"], user_folder)
+    done = run([sys.executable, "-m", "jaxft.cli", "eval", "--config-file", "run.yml"], user_folder)
     assert done.returncode == 3 and "'coroutine' object has no attribute 'content'" in done.stderr
 
     (user_folder / "my_agent.py").write_text(re.sub(r"yield lambda item: .*", "yield lambda item: 0.5", agent))
-    done = run([sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", "run.yml"], user_folder)
+    done = run([sys.executable, "-m", "jaxft.cli", "finetune", "--config-file", "run.yml"], user_folder)
     assert done.returncode == 3 and "nothing could be learned" in done.stderr

@@ -35,7 +35,7 @@ from shapes import REFERENCE
 from workload import Workload, make_batch, make_requests, serve
 
 MICROBATCH_ROWS = 8
-"""Rows of a forward and backward pass; `compare.py --microbatch_rows` sets it."""
+"""Rows of a forward and backward pass; `compare.py --microbatch-rows` sets it."""
 
 OPTIMIZER = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 

@@ -33,7 +33,7 @@ from qwen3_torch import as_text, make_model, make_tokenizer
 from timing import peak_resident_bytes
 
 MICROBATCH_ROWS = 8
-"""As fast as 16 on two CPU cores, faster than 64, of the least memory; `compare.py --microbatch_rows` sets it."""
+"""As fast as 16 on two CPU cores, faster than 64, of the least memory; `compare.py --microbatch-rows` sets it."""
 
 
 class Stopwatch(TrainerCallback):

@@ -38,7 +38,7 @@ from protocol import (
 )
 
 MICROBATCH_ROWS = 8
-"""As fast as 16 on two CPU cores, twice as fast as 64, of the least memory; `compare.py --microbatch_rows` sets it."""
+"""As fast as 16 on two CPU cores, twice as fast as 64, of the least memory; `compare.py --microbatch-rows` sets it."""
 NO_LOGPROBS = "returns tokens only, as its learner asks by default"
 
 

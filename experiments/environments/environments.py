@@ -90,6 +90,6 @@ def add_example(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 if __name__ == "__main__":
     example = add_example(argparse.ArgumentParser(add_help=False)).parse_known_args()[0].example
     parser = add_example(jaxft.run_arguments(__doc__, FOLDER / f"{example}.yml"))
-    parser.add_argument("--warm_start_steps", type=int, help="supervised steps first (default: the example's)")
+    parser.add_argument("--warm-start-steps", type=int, help="supervised steps first (default: the example's)")
     os.environ["WORDS"] = str(FOLDER / "words")  # reverse_text.yml reads it
     sys.exit(jaxft.run_script(main, parser))

@@ -76,8 +76,8 @@ if __name__ == "__main__":
     parser = jaxft.run_arguments(__doc__, Path(__file__).with_suffix(".yml"))
     parser.add_argument("--agent", choices=AGENTS, default="openai", help="the agent's framework (default %(default)s)")
     parser.add_argument(
-        "--warm_start_steps", type=int, default=2000, help="supervised steps first (default %(default)s)"
+        "--warm-start-steps", type=int, default=2000, help="supervised steps first (default %(default)s)"
     )
-    parser.add_argument("--eval_questions", type=int, default=500, help="held-out questions (default %(default)s)")
+    parser.add_argument("--eval-questions", type=int, default=500, help="held-out questions (default %(default)s)")
     os.environ["AGENT"] = parser.parse_args().agent  # tool_use.yml reads it
     sys.exit(jaxft.run_script(main, parser))

@@ -183,7 +183,7 @@ class Conversation:
                 limit = self._llm.max_context_tokens
                 self._note(
                     f"the conversation does not fit the context of {limit} tokens, so the message is taken back: "
-                    "/reset begins a new one, and --context_tokens gives a chat more"
+                    "/reset begins a new one, and --context-tokens gives a chat more"
                 )
             except RequestError as error:
                 self._note(f"error: {error}; the message is taken back")
@@ -241,7 +241,7 @@ class Conversation:
         self._answers.append(Answer(len(piece.prompt_ids), piece.token_ids, piece.logprobs, piece.finish_reason))
         if piece.finish_reason == "length":
             is_own = len(piece.token_ids) == self._max_tokens
-            limit = "--max_tokens" if is_own else "the context: /reset begins a new conversation"
+            limit = "--max-tokens" if is_own else "the context: /reset begins a new conversation"
             self._note(f"cut off after {len(piece.token_ids)} tokens by {limit}")
         elif not piece.content and not piece.tool_calls:
             self._note("the answer is empty")

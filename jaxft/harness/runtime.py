@@ -67,7 +67,7 @@ def run_arguments(
 
     Args:
         description: shown by `--help`; a script's `__doc__`.
-        config_file: the default of `--config_file`, which is required without one.
+        config_file: the default of `--config-file`, which is required without one.
         parser: the parser to add to; by default a new one.
     """
     is_script = parser is None
@@ -76,7 +76,7 @@ def run_arguments(
     parser.description = description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--config_file",
+        "--config-file",
         type=home_path,
         required=config_file is None,
         default=config_file,
@@ -88,14 +88,14 @@ def run_arguments(
         "--dataset", type=home_path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
     )
     parser.add_argument(
-        "--result_json_path", metavar="PATH", help="JSON path of the result in the workflow's output, as in $.answer"
+        "--result-json-path", metavar="PATH", help="JSON path of the result in the workflow's output, as in $.answer"
     )
     parser.add_argument(
-        "--validation_dataset", type=home_path, metavar="FILE", help="file of held-out examples to validate on"
+        "--validation-dataset", type=home_path, metavar="FILE", help="file of held-out examples to validate on"
     )
-    parser.add_argument("--validation_interval", type=int, metavar="N", help="epochs between two validations")
+    parser.add_argument("--validation-interval", type=int, metavar="N", help="epochs between two validations")
     parser.add_argument(
-        "--validation_config_file",
+        "--validation-config-file",
         type=home_path,
         metavar="FILE",
         help="configuration with the workflow and evaluators of validation",
@@ -111,7 +111,7 @@ def run_arguments(
         help="address of an agent, which takes the place of the workflow (`_type: http_agent`)",
     )
     parser.add_argument(
-        "--endpoint_timeout",
+        "--endpoint-timeout",
         type=float,
         metavar="SECONDS",
         help="seconds that this agent may send nothing (default: eval.general.timeout_seconds)",
@@ -142,13 +142,13 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def processes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--coordinator`, `--num_processes` and `--process_id`."""
+    """Add `--coordinator`, `--num-processes` and `--process-id`."""
     group = parser.add_argument_group("several processes, where no cluster says so (see also `jaxft launch`)")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, with a free port")
     group.add_argument(
-        "--num_processes", metavar="N", help="number of processes of the run; 1 alone ignores the cluster"
+        "--num-processes", metavar="N", help="number of processes of the run; 1 alone ignores the cluster"
     )
-    group.add_argument("--process_id", metavar="I", help="number of this process, from 0")
+    group.add_argument("--process-id", metavar="I", help="number of this process, from 0")
 
 
 def processes_of(parsed: argparse.Namespace) -> dict[str, str | None]:
@@ -239,7 +239,7 @@ def command_to_resume(arguments: Sequence[str]) -> str:
 
     Options that differ between several processes are left out: `Shutdown.processes` has them.
 
-    >>> command_to_resume(["train.py", "--coordinator", "10.0.0.1:1234", "--num_processes=2", "--process_id", "1"])
+    >>> command_to_resume(["train.py", "--coordinator", "10.0.0.1:1234", "--num-processes=2", "--process-id", "1"])
     'python train.py --resume'
     """
     left_out = OptionParser(add_help=False, allow_abbrev=False)

@@ -1,6 +1,6 @@
 """The sweep: many runs by one command, each a process of its own, and their comparison at the end.
 
-    jaxft sweep --config_file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
+    jaxft sweep --config-file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
     python experiments/arithmetic.py --seeds 3 --jobs 2
 
 All configurations are checked before a run starts. The same command goes on with a sweep that was stopped: it skips
@@ -32,7 +32,7 @@ from jaxft.runs.environment import masked_command
 MAKING_SEVERAL = ("seeds", "list", "jobs")
 """Options of which a script needs one to make several runs."""
 
-OTHERS = {"sweep_dir": "--sweep_dir", "fail_fast": "--fail-fast", "dry_run": "--dry-run"}
+OTHERS = {"sweep_dir": "--sweep-dir", "fail_fast": "--fail-fast", "dry_run": "--dry-run"}
 """Other options of several runs, by their names in the parsed arguments."""
 
 
@@ -62,7 +62,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--jobs", type=_jobs, metavar="N", help="runs at once, which divide the machine (default 1)")
     group.add_argument("--list", type=home_path, metavar="FILE", help="YAML: a list with overrides for each run")
     group.add_argument(
-        "--sweep_dir",
+        "--sweep-dir",
         type=home_path,
         metavar="FOLDER",
         help="folder of the runs, their record and comparison (default: finetuning.output_dir with _sweep at its end)",
@@ -121,7 +121,7 @@ def prepare(parsed: argparse.Namespace, program: Program, arguments: Sequence[st
     if state and (state.get("config_file"), state.get("program")) != (sweep.config_file, sweep.program):
         raise RunDirectoryError(
             f"'{folder}' holds a sweep of {state.get('program')} with {state.get('config_file')}: give another "
-            "--sweep_dir"
+            "--sweep-dir"
         )
     for run, whole, found in zip(grid.runs, planned, checked, strict=True):
         options = [part for path, text in whole.overrides for part in ("--set", f"{path}={text}")]
@@ -203,11 +203,11 @@ def _take_up(
         is_known = entry.get("directory") == str(run.directory)
         fault = None
         if holder is not None:
-            fault = f"is in use by {holder}: wait for that run, or give another --sweep_dir"
+            fault = f"is in use by {holder}: wait for that run, or give another --sweep-dir"
         elif overwrite:
             run.begins_anew = True
         elif holds_run(run.directory) and not is_known:
-            fault = "holds a run that is not of this sweep: give another --sweep_dir, or --overwrite"
+            fault = "holds a run that is not of this sweep: give another --sweep-dir, or --overwrite"
         elif is_known and (run.directory / CONFIG_FILE).is_file():
             run.take_up(entry)
             if found.changes and run.state == "failed":
@@ -217,7 +217,7 @@ def _take_up(
             elif found.changes:
                 fault = (
                     f"was made with another configuration ({listed(found.changes)}): give --resume to continue it with "
-                    "this one, --overwrite to begin anew, or another --sweep_dir"
+                    "this one, --overwrite to begin anew, or another --sweep-dir"
                 )
         if fault is not None:
             faults.setdefault(fault, []).append(f"'{run.directory}'")

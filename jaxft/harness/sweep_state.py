@@ -130,11 +130,11 @@ class Sweep:
                 lock.acquire()
         except Timeout:
             raise RunDirectoryError(
-                f"the sweep in '{self.folder}' is running in another process: wait for it, or give another --sweep_dir"
+                f"the sweep in '{self.folder}' is running in another process: wait for it, or give another --sweep-dir"
             ) from None
         except OSError as error:
             raise RunDirectoryError(
-                f"the folder '{self.folder}' cannot be written ({error}): give another --sweep_dir"
+                f"the folder '{self.folder}' cannot be written ({error}): give another --sweep-dir"
             ) from error
         try:
             yield
@@ -168,11 +168,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
-            f"'{file}' cannot be read ({error}): put it back, or give another --sweep_dir"
+            f"'{file}' cannot be read ({error}): put it back, or give another --sweep-dir"
         ) from error
     is_ours = isinstance(content, dict) and isinstance(content.get("runs"), dict)
     if not is_ours or content.get("format_version") != FORMAT_VERSION:
         raise RunDirectoryError(
-            f"'{file}' is no record of a sweep that this version of jaxft reads: give another --sweep_dir"
+            f"'{file}' is no record of a sweep that this version of jaxft reads: give another --sweep-dir"
         )
     return content

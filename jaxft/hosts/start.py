@@ -85,7 +85,7 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
         name: environment.get(variable) if (option := options.get(name)) is None else option
         for name, variable in VARIABLES.items()
     }
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
     if len(missing) == 2 and str(given["num_processes"]) == "1":  # tasks of a cluster that are runs of their own
         return None
     if len(missing) < len(given):
@@ -149,8 +149,8 @@ def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
         if cluster == TPU_MACHINE:  # of no cluster that JAX knows; `is_unjoined` notices if it is a part of one
             return None
         raise HostsError(
-            f"{cluster} does not say where the processes of this run are{reason}: give --coordinator, --num_processes "
-            "and --process_id; or --num_processes 1 for a run of its own"
+            f"{cluster} does not say where the processes of this run are{reason}: give --coordinator, --num-processes "
+            "and --process-id; or --num-processes 1 for a run of its own"
         )
     if num_processes == 1:
         return None

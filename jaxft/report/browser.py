@@ -161,7 +161,7 @@ def browser_section(archive: Archive, kept_by: str) -> Markup:
         if len(entries) == archive.num_found
         else (
             f"{len(entries):,} of {archive.num_found:,} {noun}, alike many of each epoch and over all rewards "
-            "(more with --max_episodes)"
+            "(more with --max-episodes)"
         )
     )
     lead = f"{shown}, of {kept_by}. Sampled tokens are shaded; point at one, or focus it, to read its numbers."

@@ -19,7 +19,7 @@ def report_arguments(parser: argparse.ArgumentParser, description: str) -> None:
         "--output", type=home_path, metavar="FILE", help="the file to write (default: report.html of the run)"
     )
     parser.add_argument(
-        "--max_episodes",
+        "--max-episodes",
         type=_count,
         default=MAX_EPISODES,
         metavar="N",

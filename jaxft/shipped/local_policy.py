@@ -66,7 +66,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     check_vocabulary(tokenizer, shape)  # before weights are read, and so is the next
     check_loss(name, config, builder.config)
     if is_unjoined():
-        raise HostsError("these devices belong to several machines: give --coordinator, --num_processes, --process_id")
+        raise HostsError("these devices belong to several machines: give --coordinator, --num-processes, --process-id")
     mesh, sampler_mesh = meshes_of(config)
     if ring is not None and mesh is not None:
         names = await asyncio.to_thread(ring.all_gather, "next policy", name)

@@ -59,8 +59,8 @@ def test_a_peer_is_compared_with_jaxft_where_both_get_there():
 def test_jaxft_learns_from_the_checkpoint_that_it_made(tmp_path):
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/compare.py", "learning", "--sides", "jaxft", "--out", str(out)]
-    command += ["--preset", "qwen3-200k", "--steps", "5", "--evaluate_every", "5", "--warm_start_steps", "20"]
-    command += ["--learning_rates", "1e-3", "--tuning_seeds", "100", "--seeds", "0", "1"]
+    command += ["--preset", "qwen3-200k", "--steps", "5", "--evaluate-every", "5", "--warm-start-steps", "20"]
+    command += ["--learning-rates", "1e-3", "--tuning-seeds", "100", "--seeds", "0", "1"]
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "jaxft  seed 1: " in shown and "over jaxft" not in shown
     found = json.loads(out.read_text())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 def test_log_probabilities(tmp_path):
     out = tmp_path / "logprobs.json"
-    shapes = ["--vocabulary", "500", "--hidden_size", "8", "--rows", "2", "--tokens", "16", "--rounds", "1"]
+    shapes = ["--vocabulary", "500", "--hidden-size", "8", "--rows", "2", "--tokens", "16", "--rounds", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "logprobs.py"), *shapes, "--out", str(out)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     results = json.loads(out.read_text())

@@ -213,7 +213,7 @@ def test_the_example_trains(tmp_path):
     values = {"finetuning.num_epochs": 1, "finetuning.output_dir": tmp_path / "run", "llms.policy.slots": 16}
     values |= {"trainers.loop.examples_per_update": 4, "trainer_adapters.local.loss.entropy_coef": 0.01}
     options = [option for path, value in values.items() for option in ("--set", f"{path}={value}")]
-    command = [sys.executable, str(script), "--example", "counter", "--warm_start_steps", "20", *options]
+    command = [sys.executable, str(script), "--example", "counter", "--warm-start-steps", "20", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {"reward_warm_start", "reward_after"} <= json.loads((tmp_path / "run" / "result.json").read_text()).keys()

@@ -1,6 +1,6 @@
 """Faults on order: processes killed at a named point or at any moment, damaged files, a disk that is full.
 
-    python tests/faults/injection.py update:2 -m jaxft.cli finetune --config_file tests/faults/grpo.yml
+    python tests/faults/injection.py update:2 -m jaxft.cli finetune --config-file tests/faults/grpo.yml
 
 runs the command and kills it, with SIGKILL, when the point `update` is reached for the third time; `1/update:2` does so
 in process 1 of several. What the points are is `KILL_POINTS`; more are one line each. Nothing in the package knows of

@@ -36,7 +36,7 @@ def command(name: str, folder: Path) -> list[str]:
         "-m",
         "jaxft.cli",
         "finetune",
-        "--config_file",
+        "--config-file",
         str(HERE / f"{name}.yml"),
         "-o",
         "finetuning.output_dir",

@@ -56,7 +56,7 @@ def start(arguments: list[str], processes: int, log: Path, at: str | None = None
 def finetune(name: str, folder: Path) -> list[str]:
     """The arguments of a run into a folder."""
     mesh, output = ["-o", "llms.policy.mesh", "{data: -1}"], ["-o", "finetuning.output_dir", str(folder)]
-    return ["finetune", "--config_file", str(HERE / f"{name}.yml"), *mesh, *output]
+    return ["finetune", "--config-file", str(HERE / f"{name}.yml"), *mesh, *output]
 
 
 def children(pid: int) -> list[int]:

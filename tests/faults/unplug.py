@@ -87,9 +87,9 @@ def unplug(folder: Path, seconds: float) -> list[str]:
     """Take the network of the second machine away so many seconds after the first epoch; return the faults."""
     run, commands, faults = folder / "run", [], []
     settings = ("llms.policy.mesh={data: -1}", "finetuning.num_epochs=100000", f"finetuning.output_dir={run}")
-    finetune = ["jaxft", "finetune", "--config_file", "tests/faults/grpo.yml"]
+    finetune = ["jaxft", "finetune", "--config-file", "tests/faults/grpo.yml"]
     finetune += [part for setting in settings for part in ("--set", setting)]
-    finetune += ["--coordinator", f"{ADDRESSES['jaxft0']}:1234", "--num_processes", "2", "--process_id"]
+    finetune += ["--coordinator", f"{ADDRESSES['jaxft0']}:1234", "--num-processes", "2", "--process-id"]
     processes = start(folder, [[*finetune, "0"], [*finetune, "1"]])
     deadline = time.monotonic() + PATIENCE
     while not (run / "training_metrics.jsonl").exists():

@@ -145,7 +145,7 @@ def run_file(toy_run, tmp_path, monkeypatch):
     def write(**finetuning):
         toy_run["finetuning"] |= finetuning
         (tmp_path / "run.yml").write_text(dump_yaml(toy_run))
-        return ["finetune", "--config_file", "run.yml"]
+        return ["finetune", "--config-file", "run.yml"]
 
     return write
 
@@ -236,7 +236,7 @@ def test_what_makes_another_run_is_refused(run_file, toy_run, capsys, field, val
     stopped(run_file, capsys)
     options = ["--set", "trainers.loop.stop_in=null"] if field != "trainers.loop._type" else []
     before = Path("run/config.yml").read_bytes()
-    code = main(["finetune", "--config_file", "run.yml", "--resume", *options, "--set", f"{field}={value}"])
+    code = main(["finetune", "--config-file", "run.yml", "--resume", *options, "--set", f"{field}={value}"])
     assert code == 2
     shown = capsys.readouterr().err
     assert "the resumed run" in shown and message in shown

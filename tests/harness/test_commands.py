@@ -38,34 +38,34 @@ def test_eval_shows_what_every_evaluator_says(run_file, tmp_path, capsys):
     def one_fails(run):
         run["workflow"]["fail_on"] = ["b"]
 
-    assert main(["eval", "--config_file", run_file(one_fails), "--num_generations", "2"]) == 0
+    assert main(["eval", "--config-file", run_file(one_fails), "--num-generations", "2"]) == 0
     shown = capsys.readouterr().out
     assert "average/match   1\n" in shown and "episodes        6\n" in shown and "failed          2" in shown
     assert "2 episodes failed; the first: example '1', generation 0: ValueError: cannot answer b" in shown
     assert not (tmp_path / "run").exists()  # nothing is written unless it is asked for
 
-    assert main(["eval", "--config_file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 0
+    assert main(["eval", "--config-file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 0
     result = json.loads((tmp_path / "judged" / "result.json").read_text())
     assert result.items() >= {"average/match": 1.0, "average_reward": 1.0, "episodes": 3, "failed": 1}.items()
     output = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     assert [item["id"] for item in output["eval_input"]["eval_input_items"]] == ["0", "1", "2"]
-    assert main(["eval", "--config_file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 2
+    assert main(["eval", "--config-file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 2
     assert "judged" in capsys.readouterr().err
-    assert main(["eval", "--config_file", "run.yml", "--overwrite", "-o", "eval.general.output_dir", "judged"]) == 0
+    assert main(["eval", "--config-file", "run.yml", "--overwrite", "-o", "eval.general.output_dir", "judged"]) == 0
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--num_generations", "0"), "wants a whole number, at least 1"),
-        (("--num_generations", "two"), "wants a whole number, at least 1"),
+        (("--num-generations", "0"), "wants a whole number, at least 1"),
+        (("--num-generations", "two"), "wants a whole number, at least 1"),
         (("--temperature", "-1"), "wants a number that is not below 0, or 'own'"),
         (("--temperature", "warm"), "wants a number that is not below 0, or 'own'"),
     ],
 )
 def test_options_of_eval_say_what_they_want(run_file, capsys, option, message):
     with pytest.raises(SystemExit):
-        main(["eval", "--config_file", run_file(), *option])
+        main(["eval", "--config-file", run_file(), *option])
     assert message in capsys.readouterr().err
 
 
@@ -77,8 +77,8 @@ def test_faults_of_the_command_line_and_of_the_file_are_shown_together(run_file,
             "two": {"_type": "weighted_sum", "weights": {"one": 1.0}},
         }
 
-    options = ["--dataset", "x.txt", "--validation_dataset", "y.txt"]
-    assert main(["finetune", "--config_file", run_file(also_wrong), *options]) == 2
+    options = ["--dataset", "x.txt", "--validation-dataset", "y.txt"]
+    assert main(["finetune", "--config-file", run_file(also_wrong), *options]) == 2
     shown = capsys.readouterr().err
     assert "has 4 faults" in shown
     assert "eval.general.dataset: x.txt: the name of a dataset must end in one of" in shown
@@ -95,8 +95,8 @@ def test_a_validation_file_may_have_a_reward_of_its_own(run_file, toy_run, tmp_p
     run_file(of_its_own, "validation.yml")
     toy_run["eval"]["evaluators"].pop("strict")
     toy_run["finetuning"]["reward_function"] = {"name": "match"}
-    options = ["--validation_config_file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
-    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    options = ["--validation-config-file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
+    assert main(["finetune", "--config-file", run_file(), *options]) == 0
     assert "validated: 1.0 of 3, 0 failed" in capsys.readouterr().out
 
 
@@ -104,7 +104,7 @@ def test_eval_in_which_everything_fails_is_not_a_success(run_file, capsys):
     def all_fail(run):
         run["workflow"]["fail_on"] = ["a", "b", "c"]
 
-    assert main(["eval", "--config_file", run_file(all_fail)]) == 3
+    assert main(["eval", "--config-file", run_file(all_fail)]) == 3
     error = capsys.readouterr().err
     assert "all 3 episodes failed; the first: example '0'" in error and "in answer" in error
 
@@ -112,17 +112,17 @@ def test_eval_in_which_everything_fails_is_not_a_success(run_file, capsys):
 @pytest.mark.parametrize("text", ["-1", "inf", "hot"])
 def test_eval_temperatures(run_file, capsys, text):
     with pytest.raises(SystemExit) as caught:
-        main(["eval", "--config_file", run_file(), f"--temperature={text}"])
+        main(["eval", "--config-file", run_file(), f"--temperature={text}"])
     assert caught.value.code == 2 and "--temperature" in capsys.readouterr().err
-    assert main(["eval", "--config_file", "run.yml", "--temperature", "own"]) == 0
+    assert main(["eval", "--config-file", "run.yml", "--temperature", "own"]) == 0
 
 
 def test_a_dataset_of_the_command_line_takes_the_place_of_the_configured_one(run_file, tmp_path, capsys):
     rows(tmp_path, "a${b}.jsonl", "xyz")
-    assert main(["eval", "--config_file", run_file(), "--dataset", "a${b}.jsonl"]) == 0
+    assert main(["eval", "--config-file", run_file(), "--dataset", "a${b}.jsonl"]) == 0
     assert "episodes        3" in capsys.readouterr().out
     for name, message in (("none.jsonl", "none.jsonl: cannot be read"), ("rows.txt", "eval.general.dataset: ")):
-        assert main(["eval", "--config_file", "run.yml", "--dataset", name]) == 2
+        assert main(["eval", "--config-file", "run.yml", "--dataset", name]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -132,36 +132,36 @@ def test_which_fields_mean_what_stays(run_file, tmp_path, capsys):
         run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "first.jsonl", "structure": fields}
 
     (tmp_path / "other.csv").write_text("question,wanted\nx,X\ny,Z\n")
-    assert main(["eval", "--config_file", run_file(with_fields), "--dataset", "other.csv"]) == 0
+    assert main(["eval", "--config-file", run_file(with_fields), "--dataset", "other.csv"]) == 0
     assert "average/match   0.5" in capsys.readouterr().out
 
 
 def test_the_result_may_be_a_part_of_the_output(run_file, capsys):
-    assert main(["eval", "--config_file", run_file(), "--result_json_path", "$.answer"]) == 3  # the output is a text
+    assert main(["eval", "--config-file", run_file(), "--result-json-path", "$.answer"]) == 3  # the output is a text
     shown = capsys.readouterr().err
     assert "'$.answer'" in shown and "'A'" in shown
-    assert main(["eval", "--config_file", "run.yml", "--result_json_path", "$"]) == 0
-    assert main(["eval", "--config_file", "run.yml", "--result_json_path", "$.["]) == 2
+    assert main(["eval", "--config-file", "run.yml", "--result-json-path", "$"]) == 0
+    assert main(["eval", "--config-file", "run.yml", "--result-json-path", "$.["]) == 2
     assert "eval.general.result_json_path: is no JSON path" in capsys.readouterr().err
 
 
 def test_an_endpoint_takes_the_place_of_the_workflow(run_file, capsys):
-    arguments = ["finetune", "--config_file", run_file()]
-    assert main([*arguments, "--endpoint", "http://localhost:9000/episode", "--endpoint_timeout", "300"]) == 2
+    arguments = ["finetune", "--config-file", run_file()]
+    assert main([*arguments, "--endpoint", "http://localhost:9000/episode", "--endpoint-timeout", "300"]) == 2
     assert "llms: none of them is of this process" in capsys.readouterr().err
     assert main([*arguments, "--endpoint", "localhost:9000"]) == 2
     assert "workflow.url: must begin with http:// or https://" in capsys.readouterr().err
-    assert main([*arguments, "--endpoint_timeout", "300"]) == 2
+    assert main([*arguments, "--endpoint-timeout", "300"]) == 2
     assert "workflow.timeout_seconds: no such field" in capsys.readouterr().err
 
 
 def test_validation_from_the_command_line(run_file, tmp_path, capsys):
     rows(tmp_path, "held_out.jsonl", "xy")
-    options = ["--validation_dataset", "held_out.jsonl", "--validation_interval", "2"]
-    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    options = ["--validation-dataset", "held_out.jsonl", "--validation-interval", "2"]
+    assert main(["finetune", "--config-file", run_file(), *options]) == 0
     saved = (tmp_path / "run" / "config.yml").read_text()
     assert f"file_path: {tmp_path / 'held_out.jsonl'}" in saved and "interval: 2" in saved
-    assert main(["finetune", "--config_file", "run.yml", "--validation_interval", "2"]) == 2
+    assert main(["finetune", "--config-file", "run.yml", "--validation-interval", "2"]) == 2
     assert "eval.validation: needs a 'dataset', or a 'config_file' with one" in capsys.readouterr().err
 
 
@@ -171,8 +171,8 @@ def test_a_validation_file_brings_its_own_agent_and_shares_the_models(run_file, 
 
     run_file(strict, "validation.yml")
     toy_run["workflow"]["fail_on"] = []
-    options = ["--validation_config_file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
-    assert main(["finetune", "--config_file", run_file(), *options]) == 0
+    options = ["--validation-config-file", "validation.yml", "--set", "trainers.loop._type=validating_trainer"]
+    assert main(["finetune", "--config-file", run_file(), *options]) == 0
     assert "validated: 1.0 of 2, 1 failed" in capsys.readouterr().out
     assert toy_events.count("llm opened") == 1 == toy_events.count("llm closed")
     assert toy_events.count("agent opened") == 2 == toy_events.count("agent closed")
@@ -180,12 +180,12 @@ def test_a_validation_file_brings_its_own_agent_and_shares_the_models(run_file, 
     (tmp_path / "validation.yml").write_text(
         "workflow: {_type: toy_agnet}\neval: {general: {dataset: {_type: toy_rows}}}"
     )
-    assert main(["finetune", "--config_file", "run.yml", *options, "--overwrite"]) == 2
+    assert main(["finetune", "--config-file", "run.yml", *options, "--overwrite"]) == 2
     assert "validation.yml has 1 fault:\n  workflow: no workflow is named 'toy_agnet'" in capsys.readouterr().err
     (tmp_path / "validation.yml").write_text(
         "workflow: {_type: toy_agent}\neval: {general: {dataset: {_type: toy_rows}}}"
     )
-    assert main(["finetune", "--config_file", "run.yml", *options, "--overwrite"]) == 2
+    assert main(["finetune", "--config-file", "run.yml", *options, "--overwrite"]) == 2
     assert "eval.evaluators: has no 'match', which gives the reward" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     def with_memory(run):
         run["trainer_adapters"]["local"]["memory"] = {"parameters": 1.5, "update": 20.0}
 
-    assert main(["finetune", "--config_file", run_file(with_memory), "--dry-run"]) == 0
+    assert main(["finetune", "--config-file", run_file(with_memory), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "dataset      3 examples, the first '0'" in shown
     assert "components   ToyTrainer, ToyBuilder, ToyAdapter" in shown
@@ -203,7 +203,7 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert shown.endswith("the configuration can be trained; nothing was written\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yml"]
 
-    command = ["finetune", "--config_file", "run.yml", "--dry-run", "--set"]
+    command = ["finetune", "--config-file", "run.yml", "--dry-run", "--set"]
     assert main([*command, "trainer_adapters.local.advice=take less"]) == 1
     assert "take less" in capsys.readouterr().err
     assert main([*command, "finetuning.enabled=false"]) == 2
@@ -219,7 +219,7 @@ def test_a_dry_run_shows_the_memory_of_a_policy(run_file, capsys, monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr("jaxft.shipped.memory_advice.device_mebibytes", lambda sharding: 1.0)
-    assert main(["finetune", "--config_file", run_file(real), "--dry-run"]) == 1
+    assert main(["finetune", "--config-file", run_file(real), "--dry-run"]) == 1
     shown = capsys.readouterr()
     for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
         assert f"MiB  {purpose}" in shown.out
@@ -229,7 +229,7 @@ def test_a_dry_run_shows_the_memory_of_a_policy(run_file, capsys, monkeypatch):
 def test_a_dry_run_says_when_the_directory_is_taken(run_file, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "result.json").write_text("{}")
-    assert main(["finetune", "--config_file", run_file(), "--dry-run"]) == 0
+    assert main(["finetune", "--config-file", run_file(), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "output_dir   run holds a run: give another output_dir, or --overwrite" in shown and "memory" not in shown
 
@@ -260,16 +260,16 @@ def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
     shown = capsys.readouterr().out
     for part in ("jax ", "packages ", "llm ", "grpo_trainer", "device ", "writable ", "all checks passed"):
         assert part in shown
-    assert main(["doctor", "--config_file", run_file()]) == 0
+    assert main(["doctor", "--config-file", run_file()]) == 0
     assert "configuration  no faults" in capsys.readouterr().out
 
     def real(run):
         run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "dtype": "bfloat16"}
 
-    assert main(["doctor", "--config_file", run_file(real)]) == 0
+    assert main(["doctor", "--config-file", run_file(real)]) == 0
     shown = capsys.readouterr().out
     assert "llms.policy    platform cpu, dtype bfloat16, compute_dtype bfloat16, remat dots" in shown
-    assert main(["doctor", "--config_file", run_file(lambda run: run.pop("workflow"))]) == 2
+    assert main(["doctor", "--config-file", run_file(lambda run: run.pop("workflow"))]) == 2
     assert "workflow: is required, but not there" in capsys.readouterr().err
 
 
@@ -334,7 +334,7 @@ def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
 
     assert main(["doctor", "--sharding"]) == 0
     assert "\nembed " in capsys.readouterr().out
-    command = ["doctor", "--sharding", "--config_file", run_file(on_a_mesh)]  # of more devices than are here
+    command = ["doctor", "--sharding", "--config-file", run_file(on_a_mesh)]  # of more devices than are here
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "llms.policy\nmesh: data 16, fsdp 1, tensor 2" in shown and "layers/mlp/up_proj/kernel" in shown
@@ -375,13 +375,13 @@ def test_the_question_of_the_structure_reaches_the_agent(run_file, tmp_path, cap
         structure = {"question_key": "asked", "answer_key": "wanted"}
         run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl", "structure": structure}
 
-    assert main(["eval", "--config_file", run_file(structured), "--num_generations", "2"]) == 0
+    assert main(["eval", "--config-file", run_file(structured), "--num-generations", "2"]) == 0
     shown = capsys.readouterr().out
     assert "average/match   1\n" in shown and "failed          0" in shown
 
 
 def test_finetune_says_that_it_does_not_write_where_eval_does(run_file, tmp_path, capsys):
-    assert main(["finetune", "--config_file", run_file(), "--set", "eval.general.output_dir=judged"]) == 0
+    assert main(["finetune", "--config-file", run_file(), "--set", "eval.general.output_dir=judged"]) == 0
     assert "eval.general.output_dir: judged is for `jaxft eval`" in capsys.readouterr().out
     assert not (tmp_path / "judged").exists() and (tmp_path / "run" / "result.json").exists()
 
@@ -412,7 +412,7 @@ def test_a_path_that_no_file_can_have_is_one_line(run_file, tmp_path, capsys, pa
         run["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
 
     name = run_file(rows)
-    options = ["--config_file", name, "--set", f'{path}="a{character}b"']
+    options = ["--config-file", name, "--set", f'{path}="a{character}b"']
     if path == "base":
         (tmp_path / name).write_text((tmp_path / name).read_text() + f'base: "a{character}b"')
         options = options[:2]
@@ -437,7 +437,7 @@ def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tm
         run["eval"]["evaluators"]["remote"] = {"_type": "remote_match", "url": url, "login": "http://SENTINEL@host/"}
 
     url = "postgresql://me:p%2FSENTINEL@db/x?page=2&token=SENTINEL-1&sig=SENTINEL"
-    options = ["--config_file", run_file(leaky), "-o", "llms.policy.api_key", "sk-TEST-SENTINEL-set"]
+    options = ["--config-file", run_file(leaky), "-o", "llms.policy.api_key", "sk-TEST-SENTINEL-set"]
     monkeypatch.setattr("sys.argv", ["jaxft", "eval", *options])
     assert main(["eval", *options, "-o", "eval.general.output_dir", "judged"]) == 0
     assert main(["finetune", *options]) == 0

@@ -116,7 +116,7 @@ def test_a_message_may_begin_with_a_slash_behind_a_space(talk):
 
 def test_the_tokens_of_the_last_answer(talk):
     _, out, err = talk(Stub(reply("ab", finish_reason="length")), "/tokens", "x", "/tokens", max_tokens=2)
-    assert "no answer yet" in err and "--max_tokens" in err
+    assert "no answer yet" in err and "--max-tokens" in err
     first, *rows = out.splitlines()[1:]
     assert "3 tokens of prompt, 2 tokens sampled, finish_reason length, logprob -2.0000 (-1.0000 a token)" in first
     assert [row.split() for row in rows] == [["0", "7", "-0.5000", "'<7>'"], ["1", "8", "-1.5000", "'<8>'"]]

@@ -175,7 +175,7 @@ def test_finetune_ends_with_a_result(toy_run, tmp_path, capsys):
     ("options", "code", "message"),
     [
         (["--set", "finetuning.sed=1"], 2, "finetuning.sed: no such field; did you mean 'seed'?"),
-        (["--config_file", "nowhere.yml"], 2, "nowhere.yml: cannot be read"),
+        (["--config-file", "nowhere.yml"], 2, "nowhere.yml: cannot be read"),
         (["--set", "eval.general.dataset={_type: jsonl, file_path: /nowhere/x}"], 2, "/nowhere/x: cannot be read"),
         (["--set", "trainer_adapters.local.status=failed"], 1, "job 'epoch-0' failed"),
     ],

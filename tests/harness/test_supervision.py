@@ -171,7 +171,7 @@ def arguments(tmp_path, monkeypatch):
     dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}
     run = {"imports": ["supervised_agent"], "workflow": {"_type": "agent"}, "eval": {"general": {"dataset": dataset}}}
     (tmp_path / "run.yml").write_text(dump_yaml(run))
-    return ["eval", "--config_file", str(tmp_path / "run.yml"), "--set"]
+    return ["eval", "--config-file", str(tmp_path / "run.yml"), "--set"]
 
 
 def test_an_episode_that_held_the_event_loop_beyond_its_time_has_failed(arguments, tmp_path, capsys):

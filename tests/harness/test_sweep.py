@@ -115,7 +115,7 @@ def sweep(toy_run, tmp_path, monkeypatch, capfd):
 
     def run(*arguments, dry=("--dry-run",)):
         try:
-            code = main(["sweep", "--config_file", "run.yml", *arguments, *dry])
+            code = main(["sweep", "--config-file", "run.yml", *arguments, *dry])
         except SystemExit as error:
             code = error.code
         return code, *capfd.readouterr()
@@ -128,7 +128,7 @@ def test_a_dry_run_lists_runs_and_commands_and_writes_nothing(sweep, tmp_path):
         "--seeds", "2", "--set", "eval.general.max_concurrency=1,2", "--jobs", "2", "--log-level", "error"
     )
     assert code == 0 and "4 runs, 4 to do, 2 at once" in shown
-    command = "jaxft finetune --config_file run.yml --log-level error --set eval.general.max_concurrency=2"
+    command = "jaxft finetune --config-file run.yml --log-level error --set eval.general.max_concurrency=2"
     assert (
         f"  {command} --set finetuning.seed=1 --set 'finetuning.output_dir=\"runs/toy_sweep/max_concurrency=2,seed=1\"'"
         in shown
@@ -147,7 +147,7 @@ def test_runs_of_a_list_may_name_their_directories(sweep, tmp_path):
     (tmp_path / "runs.yml").write_text(
         "- {finetuning.seed: 1, finetuning.output_dir: runs/one}\n- finetuning.seed: 2\n"
     )
-    code, shown, _ = sweep("--list", "runs.yml", "--sweep_dir", "elsewhere")
+    code, shown, _ = sweep("--list", "runs.yml", "--sweep-dir", "elsewhere")
     assert code == 0 and "waiting, in runs/one\n" in shown and "waiting, in elsewhere/seed=2\n" in shown
 
 
@@ -172,7 +172,7 @@ def test_runs_of_a_list_may_name_their_directories(sweep, tmp_path):
             ["--set", "eval.general.dataset={_type: toy_rows},{_type: toy_rows, questions: [a, b, c]}"],
             ["has the same configuration as"],
         ),
-        (["--config_file", "nowhere.yml", "--seeds", "2"], ["nowhere.yml: cannot be read"]),
+        (["--config-file", "nowhere.yml", "--seeds", "2"], ["nowhere.yml: cannot be read"]),
         (["--seeds", "2", "--set", "finetuning.output_dir=runs/{sed}"], ["finetuning.output_dir: '{sed}' is no field"]),
     ],
 )  # fmt: skip
@@ -316,7 +316,7 @@ def test_what_was_interrupted_goes_on_from_its_checkpoint(sweep, tmp_path, take_
 def test_the_sweep_imports_no_jax_though_the_agent_does(toy):
     (toy / "toy.py").write_text(f"import jax\n{SCRIPT}")
     program = (
-        "import sys; from jaxft.cli import main; code = main(['sweep', '--config_file', 'run.yml', '--seeds', '2', "
+        "import sys; from jaxft.cli import main; code = main(['sweep', '--config-file', 'run.yml', '--seeds', '2', "
         "'--dry-run']); sys.exit(code or 'jax' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -332,11 +332,11 @@ def test_a_sweep_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_pa
         "finetuning.num_epochs": "3",
     }  # fmt: skip
     config_file = str(ROOT / "experiments" / "arithmetic.yml")
-    arguments = ["--config_file", config_file]
+    arguments = ["--config-file", config_file]
     arguments += [part for path, text in settings.items() for part in ("--set", f"{path}={text}")]
     monkeypatch.chdir(tmp_path)
     assert main(["finetune", *arguments, "--set", "finetuning.output_dir=whole"]) == 0
-    command = [sys.executable, "-m", "jaxft.cli", "sweep", *arguments, "--seeds", "1", "--sweep_dir"]
+    command = [sys.executable, "-m", "jaxft.cli", "sweep", *arguments, "--seeds", "1", "--sweep-dir"]
     environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
     metrics = tmp_path / "stopped" / "seed=0" / "training_metrics.jsonl"

@@ -50,7 +50,7 @@ def train(folder: Path, processes: int) -> Path:
     run = [sys.executable, "-P", "-m", "jaxft.cli"]
     launched = [*run, "launch", "-n", str(processes)] if processes > 1 else []
     output = folder / f"of_{processes}"
-    command = [*launched, *run, "finetune", "--config_file", "run.yml", "--set", f"finetuning.output_dir={output}"]
+    command = [*launched, *run, "finetune", "--config-file", "run.yml", "--set", f"finetuning.output_dir={output}"]
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         command, cwd=folder, env={**os.environ, **devices}, capture_output=True, text=True, timeout=900

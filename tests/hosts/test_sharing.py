@@ -74,7 +74,7 @@ def jaxft(folder: Path, *arguments: str, processes: int = 1, **variables: str) -
     )
 
 
-EVAL = ("eval", "--config_file", "run.yml", "--temperature", "own", "--num_generations", "3")
+EVAL = ("eval", "--config-file", "run.yml", "--temperature", "own", "--num-generations", "3")
 
 
 @pytest.mark.slow
@@ -97,6 +97,6 @@ def test_what_differs_is_named(folder):
 @pytest.mark.slow
 def test_more_processes_than_examples_are_refused(folder):
     (folder / "rows.jsonl").write_text('{"question": "a"}\n')
-    ended = jaxft(folder, "finetune", "--config_file", "run.yml", processes=2)
+    ended = jaxft(folder, "finetune", "--config-file", "run.yml", processes=2)
     assert ended.returncode == 2
     assert "2 processes cannot share" in ended.stdout

@@ -156,8 +156,8 @@ def test_tasks_of_a_cluster_may_be_runs_of_their_own():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"coordinator": "a:1"}, "--num_processes and --process_id are missing: give all three"),
-        ({"coordinator": "a:1", "process_id": 0}, "--num_processes is missing: give all three"),
+        ({"coordinator": "a:1"}, "--num-processes and --process-id are missing: give all three"),
+        ({"coordinator": "a:1", "process_id": 0}, "--num-processes is missing: give all three"),
         ({"num_processes": 2, "process_id": 0}, "--coordinator is missing: give all three"),
     ],
 )

@@ -91,7 +91,7 @@ SAMPLES = "trajectories/samples.jsonl"
 def test_two_processes_train_what_one_trains(folder):
     for processes in (1, 2):
         set_output = ("--set", f"finetuning.output_dir=of_{processes}")
-        ended = jaxft(folder, "finetune", "--config_file", "run.yml", *set_output, processes=processes)
+        ended = jaxft(folder, "finetune", "--config-file", "run.yml", *set_output, processes=processes)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         if processes == 1:
             (folder / "tokens_of_0").rename(folder / "tokens")

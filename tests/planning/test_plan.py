@@ -114,7 +114,7 @@ ONE = "llms.policy.remat=full"
 
 def plan(target, *settings):
     options = [part for setting in settings for part in ("--set", setting)]
-    return main(["plan", "--config_file", "run.yml", "--target", target, *options])
+    return main(["plan", "--config-file", "run.yml", "--target", target, *options])
 
 
 def test_a_plan_without_compilers_is_estimated(planned, capsys):
@@ -190,7 +190,7 @@ def test_what_cannot_be_planned_is_one_line(planned, capsys, target, settings, c
 
 def compile_with(interpreter, *settings):
     options = [part for setting in settings for part in ("--set", setting)]
-    return main(["plan", "--config_file", "run.yml", "--target", "v5e-8", "--compiler", str(interpreter), *options])
+    return main(["plan", "--config-file", "run.yml", "--target", "v5e-8", "--compiler", str(interpreter), *options])
 
 
 def answer_in_this_process(sizes):

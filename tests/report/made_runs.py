@@ -90,7 +90,7 @@ def make_run(
 ENVIRONMENT = {
     "versions": {"python": "3.11.7", "jaxft": "0.1.0", "jax": "0.10.2"},
     "devices": ["cpu (cpu 0)"],
-    "command": ["jaxft", "finetune", "--config_file", "run.yml", "--set", "finetuning.seed=3"],
+    "command": ["jaxft", "finetune", "--config-file", "run.yml", "--set", "finetuning.seed=3"],
     "git_commit": "c2067cf0f84aeb5fbd8b5ac3df76f2c7410ba232",
     "chosen": {"llms.policy.dtype": "float32"},
     "resume_command": "jaxft resume runs/x",

@@ -22,7 +22,7 @@ def sweep(tmp_path, monkeypatch):
 
 
 def test_a_glob_gives_tables_and_files(sweep, capsys):
-    assert main(["compare", "runs/sweep/*", "--json", "out/all.json", "--x", "tokens", "--last_epochs", "2"]) == 0
+    assert main(["compare", "runs/sweep/*", "--json", "out/all.json", "--x", "tokens", "--last-epochs", "2"]) == 0
     shown = capsys.readouterr().out
     assert "4 runs in 2 groups" in shown and "loss.name=grpo" in shown and "0.45" in shown
     names = {"compare.json", "compare.png", "compare.html"}

@@ -53,7 +53,7 @@ def test_commit_is_that_of_the_first_source_in_a_repository(tmp_path, monkeypatc
 def test_secrets_on_the_command_line_are_masked():
     command = ["--set", "judge.api_key=sk-1", "--api-key", "sk-2", "-o", "a.hub_token", "hf_3", "b.PASSWORD=p=q"]
     assert "".join(masked_command(command)).replace("***", "") == "--setjudge.api_key=--api-key-oa.hub_tokenb.PASSWORD="
-    harmless = ["--set", "a.microbatch_tokens=8", "--set", "llms.policy.tokenizer=x", "--config_file", "run.yml"]
+    harmless = ["--set", "a.microbatch_tokens=8", "--set", "llms.policy.tokenizer=x", "--config-file", "run.yml"]
     assert masked_command(harmless) == harmless
 
 

@@ -149,7 +149,7 @@ def test_what_is_served_is_said_once(capsys, arguments):
 
 @pytest.mark.slow
 def test_a_signal_lets_running_requests_end(config_file):
-    command = [sys.executable, "-m", "jaxft.cli", "serve", "--config_file", config_file({"port": 0, "api_key": KEY})]
+    command = [sys.executable, "-m", "jaxft.cli", "serve", "--config-file", config_file({"port": 0, "api_key": KEY})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = iter(process.stdout.readline, "")
         address = next(line for line in said if line.startswith("serving policy at ")).split()[-1]
@@ -179,12 +179,12 @@ def test_a_signal_lets_running_requests_end(config_file):
     ],
 )
 def test_what_cannot_be_served_is_refused(config_file, capsys, serve, fault):
-    assert main(["serve", "--config_file", config_file(serve)]) == 2
+    assert main(["serve", "--config-file", config_file(serve)]) == 2
     assert fault in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_named(config_file, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--config_file", config_file({"port": port})]) == 2
+        assert main(["serve", "--config-file", config_file({"port": port})]) == 2
     assert f"llms.policy.serve: cannot listen on 127.0.0.1:{port}: " in capsys.readouterr().err

@@ -34,7 +34,7 @@ sys.exit(main())
 """
 
 
-SHORT = ("--context_tokens", 96)
+SHORT = ("--context-tokens", 96)
 """A context for which other tests have compiled already."""
 
 
@@ -56,7 +56,7 @@ def chat(monkeypatch, capsys, *arguments, text=b"hi\n"):
 
 def test_a_chat_in_a_script(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, out, err = chat(monkeypatch, capsys, model_folder, "--max_tokens", 8, "--seed", 1, *SHORT, text=b"hi\n\xff")
+    code, out, err = chat(monkeypatch, capsys, model_folder, "--max-tokens", 8, "--seed", 1, *SHORT, text=b"hi\n\xff")
     assert code == 0 and err.count("cut off after 8 tokens") == 2
     assert "\x1b" not in out + err and out.endswith("\n")
     assert not any(tmp_path.iterdir())
@@ -111,7 +111,7 @@ def test_settings_that_were_spoiled_are_named(finished_run, monkeypatch, capsys)
 def test_nothing_is_written_to_a_run(finished_run, monkeypatch, capsys):
     folder = finished_run(max_context_tokens=96)
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
-    assert chat(monkeypatch, capsys, folder, "--max_tokens", 2)[0] == 0
+    assert chat(monkeypatch, capsys, folder, "--max-tokens", 2)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
 
 
@@ -163,9 +163,9 @@ def test_a_folder_without_a_model_says_what_to_do(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--template_kwargs", "tokenize=true"], "'tokenize'"),
+        (["--template-kwargs", "tokenize=true"], "'tokenize'"),
         (["--system", "\ud800"], "U+D800"),
-        (["--context_tokens", "1"], "max_context_tokens 1"),
+        (["--context-tokens", "1"], "max_context_tokens 1"),
         (["--tools", "nowhere.py"], "nowhere.py"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_template_that_cannot_write_tools_is_one_line(model_folder, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "option", ["--temperature=-1", "--max_tokens=0", "--seed=-1", "--template_kwargs=a", "--context_tokens=x"]
+    "option", ["--temperature=-1", "--max-tokens=0", "--seed=-1", "--template-kwargs=a", "--context-tokens=x"]
 )
 def test_options_say_what_they_want(capsys, option):
     with pytest.raises(SystemExit):
@@ -200,7 +200,7 @@ def test_options_say_what_they_want(capsys, option):
 def test_a_chat_in_a_terminal(model_folder):
     """A greedy answer of this model goes on until the context is full: Ctrl-C ends it, and Ctrl-D the chat."""
     terminal, program = os.openpty()
-    command = [sys.executable, "-c", PROGRAM, "chat", str(model_folder), "--context_tokens", "30000"]
+    command = [sys.executable, "-c", PROGRAM, "chat", str(model_folder), "--context-tokens", "30000"]
     environment = os.environ | {"TERM": "xterm"}
     process = subprocess.Popen(
         [*command, "--temperature", "0"], stdin=program, stdout=program, stderr=program, env=environment,

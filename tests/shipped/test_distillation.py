@@ -119,7 +119,7 @@ def finetune(folder, teacher, *options, loss=None, **changes):
     file = folder.parent / "run.yml"
     file.write_text(dump_yaml(config))
     sets = [word for path, value in changes.items() for word in ("--set", f"{path.replace('__', '.')}={value}")]
-    status = main(["finetune", "--config_file", str(file), *options, *sets])
+    status = main(["finetune", "--config-file", str(file), *options, *sets])
     metrics = folder / "training_metrics.jsonl"
     return status, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 

@@ -249,7 +249,7 @@ def finetune(folder, **changes):
         path.replace("__", "."): value for path, value in changes.items()
     }
     options = [word for path, value in changes.items() for word in ("--set", f"{path}={json.dumps(value)}")]
-    return main(["finetune", "--config_file", str(file), *options])
+    return main(["finetune", "--config-file", str(file), *options])
 
 
 VALIDATED = {"eval__validation": {"dataset": {"_type": "overlap_examples"}, "interval": 1}}
@@ -428,7 +428,7 @@ def test_devices_that_sample_alone_give_the_same_run(tmp_path):
     """One device against four, of which two train and two sample: losses and rewards agree to rounding."""
     assert finetune(tmp_path / "one", finetuning__num_epochs=3) == 0
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config_file", str(tmp_path / "run.yml")]
+    command = [sys.executable, "-m", "jaxft.cli", "finetune", "--config-file", str(tmp_path / "run.yml")]
     changes = {
         "imports": [str(Path(__file__))],
         "llms.policy.mesh": {"data": 2, "fsdp": 1},
