@@ -53,7 +53,7 @@ The compilers for GPUs and TPUs compile the run's programs for them, without a d
 them. Without compilers, figures follow from shapes and sharding rules, and are marked as estimated."""
 SERVE = """Serves a model to OpenAI's and Anthropic's clients, and trains nothing.
 
-It is that of a run, adapters included, or of any other folder; with --config_file all models of a configuration whose
+It is that of a run, adapters included, or of any other folder; with --config-file all models of a configuration whose
 weights are in this process. The model of a run keeps its name and settings; any other folder's is named `policy`. The
 address is that of llms.<name>.serve, or http://127.0.0.1:8000. A signal ends the server, running requests first."""
 LAUNCH = """Starts a command as several processes of one run on this machine, with a part of its devices each.

@@ -140,11 +140,11 @@ def test_the_model_of_a_folder_is_named_policy(made, tmp_path, capsys):
     assert f"{tmp_path}: holds no model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["run", "--config_file", "run.yml"], ["run", "--port", "65536"]])
+@pytest.mark.parametrize("arguments", [[], ["run", "--config-file", "run.yml"], ["run", "--port", "65536"]])
 def test_what_is_served_is_said_once(capsys, arguments):
     with pytest.raises(SystemExit):
         main(["serve", *arguments])
-    assert any(each in capsys.readouterr().err for each in ("--config_file", "65535"))
+    assert any(each in capsys.readouterr().err for each in ("--config-file", "65535"))
 
 
 @pytest.mark.slow
