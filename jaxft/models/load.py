@@ -95,14 +95,15 @@ def load_model(
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
         dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
-        context_tokens: tokens of the longest context; only models with LongRoPE, such as Phi-4-mini, depend on it.
-        ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. Those with which a
-            folder of adapters was trained are in that folder.
+        context_tokens: tokens of the longest context, which positions of models with LongRoPE, as Phi-4-mini, depend on.
+        ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
+            names those of its base.
 
     Raises:
         ModelFileError: the download failed, a file is absent, is corrupt or does not match `config.json`, or the
             adapters belong to another base.
-        ValueError: `dtype` or `compute_dtype` is not supported, or the model does not divide over `mesh`.
+        ValueError: `dtype` or `compute_dtype` is not supported, the model does not divide over `mesh`, or it knows no
+            positions as high as `context_tokens`.
     """
     dtype = _checked_dtype("dtype", dtype)
     folder = local_folder(path_or_hub_id)
