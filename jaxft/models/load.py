@@ -95,7 +95,7 @@ def load_model(
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
         dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
-        context_tokens: tokens of the longest context, which positions of models with LongRoPE, as Phi-4-mini, depend on.
+        context_tokens: tokens of the longest context, on which positions with LongRoPE depend, as of Phi-4-mini.
         ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
             names those of its base.
 
