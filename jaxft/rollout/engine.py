@@ -153,7 +153,8 @@ class Engine:
         """
         if self._scheduler.running:
             self._scheduler.restart_prefills()
-            self._scheduler.keeps_tokens = True  # sampled again, they would be others
+            for running in self._scheduler.running.values():
+                running.keeps_tokens = True
         self._scheduler.clear_prefix_cache()
 
     async def warm_up(self) -> None:

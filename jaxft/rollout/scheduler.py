@@ -35,6 +35,7 @@ class Running:
         prefilled: number of prompt tokens in its pages.
         reach: number of its tokens after all dispatches that were queued.
         attempt: number of times that it got a slot: results of an earlier attempt are dropped.
+        keeps_tokens: True if the weights have changed since it began: sampled again, its tokens would be others.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Running:
     prefilled: int = 0
     reach: int = 0
     attempt: int = 0
+    keeps_tokens: bool = False
 
     def __post_init__(self) -> None:
         self.decode_from(())
@@ -302,7 +304,7 @@ class Scheduler:
     def _preempt(self, running: Running) -> None:
         """Put a request back to the front of those that wait, with its tokens, or else to sample the same again."""
         self.release(running)
-        if self.keeps_tokens:
+        if self.keeps_tokens or running.keeps_tokens:
             running.decode_from(running.completion.token_ids)
         else:
             running.completion = Completion(policy_version=running.completion.policy_version)

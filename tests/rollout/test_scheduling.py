@@ -303,8 +303,20 @@ def uneven(tokenizer, large, serve):
     return make, expected
 
 
+async def change_weights_beneath_a_request(engine):
+    before = engine.counts.decoded_tokens
+    running = asyncio.create_task(engine.submit(request(60, 100, max_tokens=150)))
+    while engine.counts.decoded_tokens == before:
+        await asyncio.sleep(0.001)
+    await engine._device.run(engine.change_weights)
+    assert not running.done()
+    await running
+
+
 def test_requests_that_wait_for_pages_or_lose_them_get_the_same_bits(small, large, serve, uneven, record_calls):
+    """Also after weights have changed beneath an earlier request, which alone would keep its tokens."""
     make, expected = uneven
+    run(lambda: change_weights_beneath_a_request(small.engine))
     events = record_calls(small)
 
     async def main():
@@ -314,6 +326,7 @@ def test_requests_that_wait_for_pages_or_lose_them_get_the_same_bits(small, larg
     assert records_of(run(main)) == expected
     attempts = Counter(each.key_ids for each in admissions(events))
     assert len(attempts) == UNEVEN and max(attempts.values()) > 1
+    assert len({each.prompt_ids for each in admissions(events)}) == UNEVEN  # none goes on from tokens that it has
     assert small.engine.counts.decoded_tokens - decoded > sum(len(tokens) for tokens, *_ in expected)
     assert_idle(small)
     for number in (0, 1, 13):
