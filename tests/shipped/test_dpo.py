@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import re
 
 import pytest
 
@@ -305,7 +306,7 @@ def test_collections_then_a_job_per_epoch(train, tmp_path):
     assert rows[0].items() >= expected.items() and rows[0]["reward_mean"] == reward_mean
     assert "episodes" not in rows[1]
     assert "10 pairs from 20 episodes" in shown and "collection_00000: 3 of 10 episodes failed" in shown
-    assert "2/2 epochs  preferred 0.75" in shown
+    assert re.search(r"2/2 epochs  reward - +preferred 0\.75", shown)
     assert json.loads((tmp_path / "run" / "reward_history.json").read_text())[0]["reward_mean"] == reward_mean
     assert (tmp_path / "run" / "reward_plot.png").stat().st_size > 1000
 

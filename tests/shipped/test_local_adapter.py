@@ -480,9 +480,9 @@ def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy
 def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
     with pytest.raises(
         DeviceMemoryError,
-        match=rf"llms\.<name>\.slots \(now 8\), cache_tokens \(now {2**43}\) or max_context_tokens \(now {2**40}\)",
+        match=rf"llms\.<name>\.slots \(now 8\), cache_tokens \(now {2**43}\) or max_context_tokens \(now 96\)",
     ):
-        asyncio.run(make_small_adapter(make_policy(max_context_tokens=2**40)).is_healthy())
+        asyncio.run(make_small_adapter(make_policy(cache_tokens=2**43)).is_healthy())
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)

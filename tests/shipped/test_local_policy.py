@@ -437,7 +437,7 @@ def test_a_snapshot_that_cannot_be_is_refused_with_the_way_out(tmp_path, llms, o
 
 def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):
     """A script may warm the policy up for minutes before it asks for the adapter; this checkpoint has no weights."""
-    shape = json.loads((QWEN3 / "config.json").read_text()) | {"vocab_size": 262}
+    shape = json.loads((QWEN3 / "config.json").read_text()) | {"vocab_size": 262, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     load_tokenizer().save_pretrained(tmp_path)
     weights = [("llms.policy", json.dumps({"_type": "local_policy", "path": str(tmp_path)}))]
