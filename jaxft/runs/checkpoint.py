@@ -365,9 +365,10 @@ def _hush_orbax() -> None:
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
-    traceback = record.exc_info[2] if record.exc_info else None
+    _, error, traceback = record.exc_info or (None, None, None)
     paths = record.pathname if traceback is None else record.pathname + traceback.tb_frame.f_code.co_filename
-    return record.levelno < logging.ERROR or "orbax" not in paths
+    # The error of a write that nobody waits for has no traceback; it names the folder.
+    return record.levelno < logging.ERROR or ("orbax" not in paths and ".orbax-checkpoint-tmp" not in str(error))
 
 
 def _is_of_a_late_write(error: "sys.UnraisableHookArgs") -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import logging
 import os
 import random
 import re
@@ -322,6 +323,10 @@ def test_writes_that_outlive_orbax_s_event_loop_say_nothing(directory, monkeypat
                 checkpoints.wait()
     gc.collect()
     assert told == [] and [record for record in caplog.records if record.name == "asyncio"] == []
+    late = ValueError('Failed writing: "run/checkpoints/1.orbax-checkpoint-tmp/d/1f": File too large')
+    for error in (late, ValueError("another")):  # as asyncio tells of a future that nobody has waited for
+        logging.getLogger("asyncio").error("Future exception was never retrieved", exc_info=(type(error), error, None))
+    assert [record.exc_info[1].args for record in caplog.records if record.name == "asyncio"] == [("another",)]
     sys.unraisablehook(SimpleNamespace(exc_value=1, exc_traceback=None))  # anything else is told
     assert told == [1]
     module._hush_orbax.cache_clear()
