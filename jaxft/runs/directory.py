@@ -163,7 +163,8 @@ class RunDirectory:
         self.path = path
         self.came_back = False
         self._lock = lock
-        self._locked_file = os.stat(path / LOCK_FILE)
+        # That of another process, as a worker writes to, is not locked here, and may not be there.
+        self._locked_file = os.stat(path / LOCK_FILE) if lock.is_locked else None
         self._writing = Lock()
         self._earlier: list[str] = []  # files of an earlier run, which the first write sets aside
 
@@ -351,11 +352,13 @@ class RunDirectory:
 
     def _check_there(self) -> None:
         """Raise unless the directory is the one that was locked; the open lock keeps the number of its file taken."""
+        if self._locked_file is None or not self._lock.is_locked:
+            return
         try:
             is_there = os.path.samestat(os.stat(self.path / LOCK_FILE), self._locked_file)
         except (FileNotFoundError, NotADirectoryError):
             is_there = False
-        if self._lock.is_locked and not is_there:
+        if not is_there:
             raise RunDirectoryError(
                 f"run directory '{self.path}', or the {LOCK_FILE} in it, was removed during the run: begin anew, or "
                 "resume a copy of it"

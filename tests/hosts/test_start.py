@@ -30,7 +30,9 @@ cores = sorted(os.sched_getaffinity(0))
 print("joined", jax.process_count(), len(jax.devices()), len(jax.local_devices()), ids, cores, flush=True)
 lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}").readlines()[1:]]
 port = f"{int(place.coordinator.rpartition(':')[2]):04X}"
-print("coordinator", *{line[1] for line in lines if line[3] == "0A" and line[1].endswith(":" + port)}, flush=True)
+listening = {line[1] for line in lines if line[3] == "0A" and line[1].endswith(":" + port)}
+sys.stdout.write(" ".join(["coordinator", *listening]) + "\\n")  # at once, as another thread writes its own line
+sys.stdout.flush()
 if ending == f"kill {place.process_id}":
     os.kill(os.getpid(), signal.SIGKILL)
 if ending != "leave":
