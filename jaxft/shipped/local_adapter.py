@@ -605,7 +605,8 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
         )
     mesh: Any = None if sharding is None else sharding.mesh
     tokens, own = policy.engine.max_context_tokens, policy.model.config
-    assert isinstance(own, DecoderConfig)
+    if not isinstance(own, DecoderConfig):
+        raise ComponentError(f"loss.reference.path: {path} holds a decoder; the policy is {own}")
     options: dict[str, Any] = {"context_tokens": tokens, "ignored_keys": accepted_keys(own)}
     reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh, **options)
     other = reference.config
